@@ -1,0 +1,1 @@
+"""Where prices come from, one file a source."""

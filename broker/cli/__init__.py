@@ -1,0 +1,1 @@
+"""The door: speech, wiring, exit codes."""

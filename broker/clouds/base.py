@@ -1,0 +1,46 @@
+"""The seam to other people's machines: four verbs, and one Protocol for each extra ability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, runtime_checkable
+
+from broker.types import Node, NodeRequest
+
+
+class Cloud(Protocol):
+    """Every method may be called again after a crash and must then do no second harm."""
+
+    name: ClassVar[str]
+    settle_s: ClassVar[float]  # how long `list_nodes` may lag behind `create_nodes`
+
+    async def check(self) -> None:
+        """Raise AuthError naming the missing login, or return."""
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Ask for the whole gang and return at once; the same token gives the same nodes.
+
+        Raises CapacityError, QuotaError (nothing was made), UnknownOutcomeError (look before asking again).
+        """
+
+    async def list_nodes(self, owner: str) -> Sequence[Node]:
+        """All nodes tagged with `owner`, recently terminated ones too; absence proves nothing before `settle_s`."""
+
+    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+        """Begin to end these nodes; already gone is success. `list_nodes` tells when they are."""
+
+
+@runtime_checkable
+class CanStop(Protocol):
+    """Clouds whose nodes can be stopped with their disk kept, and started again."""
+
+    async def stop_nodes(self, ids: Sequence[str]) -> None: ...
+
+    async def start_nodes(self, ids: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class CanPreempt(Protocol):
+    """Pretend clouds that can take a node away on demand, as a spot market does."""
+
+    async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None: ...

@@ -1,0 +1,55 @@
+"""Paths and settings. Precedence: flag > environment > default; the CLI passes flags in.
+
+BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Where things are for one installation. `owner` tags every cloud resource this installation makes."""
+
+    home: Path
+    owner: str
+
+    @property
+    def database(self) -> Path:
+        return self.home / "state.db"
+
+    @property
+    def local_cloud(self) -> Path:
+        return self.home / "local"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.home / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def daemon_lock(self) -> Path:
+        return self.home / "daemon.lock"
+
+
+def load_config(home: Path | None = None) -> Config:
+    """Find or make the state folder; the owner id is drawn once and kept beside the state."""
+    folder = home or Path(os.environ.get("BROKER_HOME") or Path.home() / ".broker")
+    folder = folder.expanduser().resolve()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    identity = folder / "owner"
+    try:
+        descriptor = os.open(identity, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        pass
+    else:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(uuid.uuid4().hex[:12])
+    return Config(home=folder, owner=identity.read_text().strip())

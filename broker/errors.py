@@ -1,0 +1,113 @@
+"""The error tree. An error carries what happened, why, and hints as data; the CLI alone renders it.
+
+BrokerError                     exit code
+├── TaskError                   2   the task file is wrong: one issue or many, each with file:line:column
+├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
+├── NoOfferError                3   nothing for sale fits; says which filter took what
+├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
+├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
+└── CloudError                  5   a cloud said no
+    ├── CapacityError               try elsewhere; `scope` says how far away
+    ├── QuotaError                  do not ask there again
+    ├── AuthError                   stop; the hint says what to log in to
+    ├── ThrottledError              back off, then retry
+    ├── InvalidRequestError         stop: asking again gives the same answer
+    ├── TransientError              retry
+    └── UnknownOutcomeError         the call may have worked: look before trying again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Scope = Literal["zone", "region", "cloud"]
+
+
+class BrokerError(Exception):
+    """Something a user can act on. `hints` are complete sentences or commands, most useful first."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hints = tuple(hints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issue:
+    """One fault in a task file. Lines and columns count from 1; 0 means the whole file."""
+
+    file: str
+    line: int
+    column: int
+    message: str
+    hint: str | None = None
+    source_line: str | None = None
+
+
+class TaskError(BrokerError):
+    """All faults found in a task file, reported at once."""
+
+    exit_code = 2
+
+    def __init__(self, issues: Sequence[Issue]) -> None:
+        count = len(issues)
+        super().__init__(issues[0].message if count == 1 else f"{count} errors in {issues[0].file}")
+        self.issues = tuple(issues)
+
+
+class UsageError(BrokerError):
+    exit_code = 2
+
+
+class NoOfferError(BrokerError):
+    exit_code = 3
+
+
+class StateError(BrokerError):
+    exit_code = 4
+
+
+class RunFailedError(BrokerError):
+    exit_code = 100
+
+    def __init__(self, message: str, *, returncode: int, hints: Sequence[str] = ()) -> None:
+        super().__init__(message, hints=hints)
+        self.returncode = returncode
+
+
+class CloudError(BrokerError):
+    exit_code = 5
+
+
+class CapacityError(CloudError):
+    def __init__(self, message: str, *, scope: Scope = "zone", hints: Sequence[str] = ()) -> None:
+        super().__init__(message, hints=hints)
+        self.scope = scope
+
+
+class QuotaError(CloudError):
+    pass
+
+
+class AuthError(CloudError):
+    pass
+
+
+class ThrottledError(CloudError):
+    pass
+
+
+class InvalidRequestError(CloudError):
+    pass
+
+
+class TransientError(CloudError):
+    pass
+
+
+class UnknownOutcomeError(CloudError):
+    pass

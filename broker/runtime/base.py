@@ -1,0 +1,28 @@
+"""The seam to a node: run a command on it, put files on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from broker.types import Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+
+class Transport(Protocol):
+    """Raises TransientError when the node cannot be reached or does not answer in time."""
+
+    async def run(
+        self, node: Node, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", env: Mapping[str, str] | None = None
+    ) -> Completed: ...
+
+    async def put(self, node: Node, source: Path, target: str) -> None:
+        """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files stay."""

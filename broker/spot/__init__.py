@@ -1,0 +1,1 @@
+"""Pure maths of the spot market."""
