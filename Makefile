@@ -1,0 +1,34 @@
+# Two commands do all set-up in a fresh clone: `make run` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test lint format clean help
+
+help: ## say what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(INSTALLED): pyproject.toml tests/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "broker needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[dev]'
+	touch $@
+
+run: $(INSTALLED) ## the main job: a spot training job on this machine, preempted once, recovered, finished
+	$(BIN)/broker rehearse task_templates/ddp.yaml
+
+test: $(INSTALLED) ## all tests
+	$(BIN)/python -m pytest -n 2
+
+lint: $(INSTALLED) ## format, lint and strict types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## rewrite the files in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what `make` made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
