@@ -1,0 +1,268 @@
+"""Saves and restores everything that must survive, in the background, complete or not at all.
+
+Knows no strategy: it is handed objects with a `state_dict`, by name. On the storage:
+`attempts/<number>` registers attempts; `step-<n>-attempt-<n>-<run>/` holds shards and, written last, `manifest.json`.
+"""
+
+import json
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trainers.ranks import Ranks
+from trainers.storage import Storage
+
+MANIFEST_VERSION = 1
+NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written."""
+
+
+class StaleAttemptError(CheckpointError):
+    """A newer attempt of the same job has begun; this one may not commit any more."""
+
+
+class Stateful(Protocol):
+    """An object that must survive. Tensors in its state are the live ones, so a checkpoint can be read into them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs, in nested dicts."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take over a saved state."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointName:
+    """What a checkpoint folder's name says."""
+
+    step: int
+    attempt: int
+    run: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-attempt-{self.attempt:04d}-{self.run}"
+
+
+class CheckpointManager:
+    """One job's checkpoints, as seen by one attempt. All ranks call the same verbs in the same order."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        ranks: Ranks,
+        *,
+        attempt: int,
+        keep: int,
+        shared: Mapping[str, Stateful],
+        own: Mapping[str, Stateful],
+    ) -> None:
+        """Register the attempt. `shared` state is one for all ranks; `own` differs from rank to rank."""
+        self._storage, self._ranks = storage, ranks
+        self._attempt, self._keep = attempt, keep
+        self._shared, self._own = shared, own
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._step_saved: int | None = None
+        self.step_committed: int | None = None
+        self.stall_s = 0.0  # how long the last `save` held up its caller
+        self._run = ranks.share(uuid.uuid4().hex[:8])
+        problem = None
+        if ranks.is_first:
+            storage.create(f"attempts/{attempt:010d}", b"")
+            problem = self._find_newer_attempt()
+        problem = ranks.share(problem)
+        if problem:
+            raise StaleAttemptError(problem)
+
+    def restore(self) -> int | None:
+        """Load the newest complete checkpoint into the objects and return its step; None where there is none.
+
+        Torn and corrupt ones are passed over with a warning. The first rank looks and decides for all.
+        """
+        choice: tuple[CheckpointName, int] | None = None
+        if self._ranks.is_first:
+            choice = find_newest(self._storage)
+        choice = self._ranks.share(choice)
+        if choice is None:
+            return None
+        name, world_size = choice
+        state = {key: each.state_dict() for key, each in self._shared.items()}
+        with_own = world_size == self._ranks.world_size
+        if with_own:
+            state[self._own_key] = {key: each.state_dict() for key, each in self._own.items()}
+        elif self._ranks.is_first:
+            _warn(
+                f"`{name}` was written by {world_size} ranks, not {self._ranks.world_size}; random numbers start anew"
+            )
+        self._load(state, str(name))
+        for key, each in self._shared.items():
+            each.load_state_dict(state[key])
+        if with_own:
+            for key, each in self._own.items():
+                each.load_state_dict(state[self._own_key][key])
+        self._step_saved = self.step_committed = name.step
+        return name.step
+
+    def save(self, step: int) -> None:
+        """Copy the state now, write it in the background. Waits for a save still under way, and raises its failure.
+
+        Saving the step that was saved last does nothing.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        if step == self._step_saved:
+            return
+        state = {key: _copy(each.state_dict()) for key, each in self._shared.items()}
+        state[self._own_key] = {key: _copy(each.state_dict()) for key, each in self._own.items()}
+        self._step_saved = step
+        name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
+        self._thread = threading.Thread(target=self._write, args=(name, state), name=f"checkpoint-{step}")
+        self._thread.start()
+        self.stall_s = time.perf_counter() - begin
+
+    def wait(self) -> None:
+        """Return when the save under way is committed; raise what went wrong with it, on every rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    @property
+    def _own_key(self) -> str:
+        return f"rank-{self._ranks.rank}"
+
+    def _load(self, state: dict[str, Any], name: str) -> None:
+        import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
+
+        is_alone = self._ranks.world_size == 1
+        reader = self._storage.open_reader(name)
+        dcp.load(state, storage_reader=reader, process_group=self._ranks.background_group, no_dist=is_alone)
+
+    def _write(self, name: CheckpointName, state: dict[str, Any]) -> None:
+        """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
+        try:
+            import torch.distributed.checkpoint as dcp
+
+            is_alone = self._ranks.world_size == 1
+            writer = self._storage.open_writer(str(name))
+            dcp.save(state, storage_writer=writer, process_group=self._ranks.background_group, no_dist=is_alone)
+            files = self._collect_files(str(name))
+            problem = self._commit(name, files) if self._ranks.is_first else None
+            problem = self._ranks.share(problem, is_background=True)
+            if problem is not None:
+                raise problem
+            self.step_committed = name.step
+            if self._ranks.is_first:
+                remove_old(self._storage, newest=name, keep=self._keep)
+        except BaseException as error:
+            self._failure = error
+
+    def _collect_files(self, name: str) -> dict[str, list[Any]]:
+        """Every file with its checksum; each rank reads back what it wrote itself."""
+        mine: dict[str, Any] = {}
+        for file in self._storage.list_names(name):
+            # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
+            if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == ".metadata"):
+                mine[file] = self._storage.checksum(f"{name}/{file}")
+        return {file: seal for part in self._ranks.collect(mine) for file, seal in part.items()}
+
+    def _commit(self, name: CheckpointName, files: dict[str, list[Any]]) -> CheckpointError | None:
+        newer = self._find_newer_attempt()
+        if newer:
+            return StaleAttemptError(newer)
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "step": name.step,
+            "attempt": name.attempt,
+            "world_size": self._ranks.world_size,
+            "files": files,
+        }
+        if not self._storage.create(f"{name}/manifest.json", json.dumps(manifest, indent=1).encode()):
+            return CheckpointError(f"`{name}` was already committed by someone else")
+        return None
+
+    def _find_newer_attempt(self) -> str | None:
+        # Registered attempts are files that are only ever added, so the highest is a fence that cannot move back.
+        highest = max((int(each) for each in self._storage.list_names("attempts") if each.isdigit()), default=0)
+        if highest <= self._attempt:
+            return None
+        return f"attempt {self._attempt} is stale: attempt {highest} of this job has begun"
+
+
+def find_newest(storage: Storage) -> tuple[CheckpointName, int] | None:
+    """The newest complete checkpoint and the world size that wrote it, passing over what is torn or corrupt."""
+    for name in list_checkpoints(storage):
+        world_size, problem = verify(storage, name)
+        if problem is None:
+            return name, world_size
+        _warn(f"skipping checkpoint `{name}`: {problem}")
+    return None
+
+
+def list_checkpoints(storage: Storage) -> list[CheckpointName]:
+    """All checkpoint folders, complete or not, newest first."""
+    matches = [match for match in map(NAME_PATTERN.fullmatch, storage.list_names("")) if match]
+    names = [CheckpointName(step=int(match[1]), attempt=int(match[2]), run=match[3]) for match in matches]
+    return sorted(names, key=lambda name: (name.step, name.attempt, name.run), reverse=True)
+
+
+def verify(storage: Storage, name: CheckpointName) -> tuple[int, str | None]:
+    """Check every file against the manifest: the world size that wrote it, and what is wrong, if anything."""
+    content = storage.read(f"{name}/manifest.json")
+    if content is None:
+        return 0, "it has no manifest, so writing it was cut short"
+    try:
+        manifest = json.loads(content)
+        version, world_size, files = manifest["version"], int(manifest["world_size"]), dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        return 0, f"its manifest cannot be read ({error})"
+    if version != MANIFEST_VERSION:
+        return 0, f"its manifest has version {version}, not {MANIFEST_VERSION}"
+    for file, seal in files.items():
+        found = storage.checksum(f"{name}/{file}")
+        if found is None:
+            return 0, f"`{file}` is missing"
+        if list(found) != seal:
+            return 0, f"`{file}` is not what was written"
+    return world_size, None
+
+
+def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:
+    """Keep the last complete checkpoints; remove older ones, and torn ones that no live process can still finish."""
+    kept = 0
+    for name in list_checkpoints(storage):
+        is_complete = storage.read(f"{name}/manifest.json") is not None
+        kept += is_complete
+        # An attempt above ours is not ours to judge, and our own save is the newest.
+        if name.attempt > newest.attempt or name == newest:
+            continue
+        if kept > keep or not is_complete:
+            # The manifest goes first: a removal cut short leaves a torn checkpoint, not a corrupt one.
+            storage.delete(f"{name}/manifest.json")
+            storage.delete(str(name))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(each) for key, each in value.items()}
+    return value
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""The training loop: one step after another, each told to the caller.
+
+Knows no strategy, cloud or storage. Saving, resuming and stopping happen round it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainers.config import TrainConfig
+from trainers.data import Corpus, samples_of_rank
+from trainers.optimizer import AdamW
+from trainers.ranks import Ranks
+from trainers.strategies.base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step came to, equal on every rank."""
+
+    step: int
+    loss: float
+    norm: float
+    is_stop_asked: bool
+
+
+class Position:
+    """How far the run has come, in steps and in samples of the data order."""
+
+    def __init__(self, fingerprint: str) -> None:
+        """Begin at the beginning of the text with this fingerprint."""
+        self.fingerprint = fingerprint
+        self.steps_done = 0
+        self.samples_done = 0
+
+    def advance(self, samples: int) -> None:
+        """Count one step."""
+        self.steps_done += 1
+        self.samples_done += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from saved counters; another text than before cannot continue the same run."""
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                "the checkpoint was trained on another text (the one shipped with Python differs by release)"
+            )
+        self.steps_done, self.samples_done = state["steps_done"], state["samples_done"]
+
+
+def iterate_steps(
+    config: TrainConfig,
+    *,
+    model: nn.Module,
+    strategy: Strategy,
+    optimizer: AdamW,
+    corpus: Corpus,
+    position: Position,
+    ranks: Ranks,
+    is_stop_asked: Callable[[], bool],
+) -> Iterator[StepReport]:
+    """Train from `position` to the last step, yielding after each. All state is consistent while suspended.
+
+    Whether one rank asks to stop travels with the loss, so that all ranks know at the same step.
+    """
+    while position.steps_done < config.steps:
+        loss = _accumulate_gradients(config, model, strategy, corpus, position, ranks)
+        norm = strategy.clip(model, config.norm_max)
+        optimizer.step()
+        position.advance(config.batch)
+        loss_mean, stop_count = ranks.sum([loss, float(is_stop_asked())])
+        yield StepReport(step=position.steps_done, loss=loss_mean, norm=norm, is_stop_asked=stop_count > 0)
+
+
+def _accumulate_gradients(
+    config: TrainConfig, model: nn.Module, strategy: Strategy, corpus: Corpus, position: Position, ranks: Ranks
+) -> float:
+    """Leave the mean gradient of the global batch in the parameters; return this rank's part of the mean loss."""
+    samples = samples_of_rank(position.samples_done, config.batch, ranks.rank, ranks.world_size)
+    loss_part = 0.0
+    for first in range(samples.start, samples.stop, config.micro_batch):
+        count = min(config.micro_batch, samples.stop - first)
+        windows = corpus.windows(first, count).to(ranks.device)
+        with strategy.micro_step(model, last=first + count == samples.stop):
+            with torch.autocast(ranks.device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
+                logits = model(windows[:, :-1])
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+            # The strategy takes the mean over ranks. Weighing by samples makes that the mean of the global batch
+            # also where the ranks' shares differ in size.
+            (loss * (count * ranks.world_size / config.batch)).backward()
+        loss_part += loss.item() * count / config.batch
+    return loss_part

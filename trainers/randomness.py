@@ -1,0 +1,32 @@
+"""The random numbers a rank draws while training, as state that survives."""
+
+from typing import Any
+
+import torch
+
+
+class RandomNumbers:
+    """This process's torch generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Cover the CPU's generator and, on a GPU, that device's."""
+        self._device = device
+
+    def seed(self, seed: int) -> None:
+        """Start all generators anew."""
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators' states."""
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on drawing where the saved generators stopped."""
+        torch.set_rng_state(state["cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self._device)

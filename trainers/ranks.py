@@ -1,0 +1,90 @@
+"""The processes that train together: who this one is, and how it agrees with the others.
+
+One process alone needs no process group, and gets none.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A dead peer should be an error soon, not after torch's 30 minutes; the broker restarts the whole set anyway.
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process's place among all, and the group that background work may use beside the loop."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    background_group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks and decides for all."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Add up numbers over all ranks; every rank gets the same answer."""
+        if self.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        result: list[float] = total.tolist()
+        return result
+
+    def share(self, value: Any, *, is_background: bool = False) -> Any:
+        """Give every rank the first rank's value."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.background_group if is_background else None)
+        return box[0]
+
+    def collect(self, value: Any) -> list[Any]:
+        """Give every rank the values of all, in rank order, over the background group."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.background_group)
+        return values
+
+    def synchronize_gradients(self, gradients: list[Tensor]) -> None:
+        """Replace gradients by their mean over all ranks, in one message of fixed layout."""
+        if self.world_size == 1:
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= self.world_size
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(whole) for part, whole in zip(parts, gradients, strict=True)])
+
+
+def join_ranks() -> Ranks:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and meet the others."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # ranks share the cores; torch would take them all for each
+    if world_size == 1:
+        return Ranks(rank=rank, world_size=world_size, device=device)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    # Two threads must not use one group: their messages would pair up wrongly between ranks.
+    background_group = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(rank=rank, world_size=world_size, device=device, background_group=background_group)
+
+
+def leave_ranks() -> None:
+    """Part from the others; harmless for a process that never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,150 @@
+"""Where checkpoints live: a folder for now, behind the few verbs that a bucket can offer too.
+
+Paths are relative, with `/`. Files are written once and never changed.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+# What file systems without hard links answer, bucket mounts among them.
+NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+class Storage(Protocol):
+    """A place that outlives the machine. Every verb may be repeated."""
+
+    def list_names(self, path: str) -> list[str]:
+        """Names directly under a path, sorted; none where the path does not exist."""
+        ...
+
+    def read(self, path: str) -> bytes | None:
+        """A whole small file, or None where there is none."""
+        ...
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write a file at once, durably; False, and nothing changed, where it already exists."""
+        ...
+
+    def checksum(self, path: str) -> tuple[str, int] | None:
+        """SHA-256 and size of a file, or None where there is none."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove a path and all under it; nothing happens where it does not exist."""
+        ...
+
+    def open_writer(self, path: str) -> Any:
+        """A torch.distributed.checkpoint StorageWriter below a path. Imports that library: 0.6 s."""
+        ...
+
+    def open_reader(self, path: str) -> Any:
+        """A torch.distributed.checkpoint StorageReader below a path."""
+        ...
+
+
+def open_storage(url: str) -> Storage:
+    """The storage a URL or plain folder names; a scheme we have no storage for is a ValueError."""
+    scheme = urlsplit(url).scheme
+    if scheme in ("", "file"):
+        return FolderStorage(Path(url.removeprefix("file://")))
+    raise ValueError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder, such as a mounted bucket")
+
+
+class FolderStorage:
+    """A folder on a disk that every rank sees."""
+
+    def __init__(self, root: Path) -> None:
+        """Use `root`, made now where it is missing."""
+        self._root = root.absolute()
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def list_names(self, path: str) -> list[str]:
+        """Names in a folder, without the files still being written."""
+        try:
+            return sorted(each.name for each in (self._root / path).iterdir() if not each.name.endswith(".partial"))
+        except FileNotFoundError:
+            return []
+
+    def read(self, path: str) -> bytes | None:
+        """A whole file."""
+        try:
+            return (self._root / path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write beside the place, flush, then link into it: the link is the one moment at which the file appears."""
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            _link(partial, target)
+        except FileExistsError:
+            return False
+        finally:
+            partial.unlink(missing_ok=True)
+        _flush_folder(target.parent)
+        _flush_folder(target.parent.parent)  # the folder itself may be new
+        return True
+
+    def checksum(self, path: str) -> tuple[str, int] | None:
+        """Read the file through."""
+        try:
+            with (self._root / path).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return None
+
+    def delete(self, path: str) -> None:
+        """Remove a file or a tree; another process may be removing it too."""
+        target = self._root / path
+        if target.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
+
+    def open_writer(self, path: str) -> Any:
+        """One file a rank, flushed to the disk."""
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        return FileSystemWriter(self._root / path, sync_files=True)
+
+    def open_reader(self, path: str) -> Any:
+        """Read what `open_writer` wrote."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        return FileSystemReader(self._root / path)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINK_ERRNOS:
+            raise
+        # Without links the check and the rename are two moments. Two writers of one name cannot meet here:
+        # names of checkpoints are unique to a process, and an attempt's name always has the same content.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "already there", str(target)) from error
+        source.rename(target)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounts cannot flush a folder
+            raise
+    finally:
+        os.close(descriptor)
