@@ -1,0 +1,21 @@
+"""Task <-> JSON text for the store. The values of secrets are never in it, only their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from broker.types import Secret, Task
+
+
+def encode_task(task: Task) -> str:
+    hidden = {name: Secret(value="") for name in task.secrets}
+    return msgspec.json.encode(replace(task, secrets=hidden)).decode()
+
+
+def decode_task(text: str, secrets: Mapping[str, str]) -> Task:
+    """The task with its secrets put back; a secret that is no longer known stays empty."""
+    task = msgspec.json.decode(text, type=Task)
+    return replace(task, secrets={name: Secret(value=secrets.get(name, "")) for name in task.secrets})

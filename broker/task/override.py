@@ -1,0 +1,54 @@
+"""What the command line says over what the task file says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from broker.errors import TaskError
+from broker.task.reading import Reader
+from broker.task.resources import read_resources
+from broker.task.yaml_reader import Marked
+from broker.types import Resources, Task
+
+
+def override_resources(
+    task: Task,
+    *,
+    infra: str | None = None,
+    cloud: str | None = None,
+    region: str | None = None,
+    zone: str | None = None,
+    instance_type: str | None = None,
+    accelerators: str | None = None,
+    cpus: str | None = None,
+    memory: str | None = None,
+    use_spot: bool | None = None,
+    num_nodes: int | None = None,
+) -> Task:
+    """A task whose every alternative follows the flags; None leaves a field as it is. Raises TaskError for a bad flag."""
+    given: dict[str, Any] = {
+        "infra": infra, "cloud": cloud, "region": region, "zone": zone, "instance_type": instance_type,
+        "accelerators": accelerators, "cpus": cpus, "memory": memory, "use_spot": use_spot,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    reader = Reader("", "command line")
+    fields = {name: Marked(value=value, line=0, column=0) for name, value in given.items()}
+    flags, _ = read_resources(reader, Marked(value=fields, line=0, column=0, keys=dict.fromkeys(fields, (0, 0))))
+    if reader.issues:
+        raise TaskError(reader.issues)
+    changed = _list_changes(given)
+    resources: list[Resources] = []
+    for each in task.resources:
+        for flag in flags:
+            changes = {name: getattr(flag, name) for name in changed}
+            if (merged := replace(each, **changes)) not in resources:
+                resources.append(merged)
+    return replace(task, resources=tuple(resources), num_nodes=num_nodes or task.num_nodes)
+
+
+def _list_changes(given: dict[str, Any]) -> list[str]:
+    """The fields of Resources that the flags speak of; naming a place forgets the file's finer place."""
+    names = {"accelerators": ["accelerator", "accelerator_count"], "memory": ["memory_gib"]}
+    names |= {"infra": ["cloud", "region", "zone"], "cloud": ["cloud", "region", "zone"], "region": ["region", "zone"]}
+    return list(dict.fromkeys(field for flag in given for field in names.get(flag, [flag])))
