@@ -1,0 +1,117 @@
+"""Compiles the price book from CSV facts: `python -m broker.catalog.compile FACTS_DIR [OUTPUT]`.
+
+Reads offers_*.csv, derived.csv (which on-demand prices are estimates), accelerators.csv and egress.csv; the same facts
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import lzma
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
+
+# Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is from;
+# catalogues without a date count from the day they were read.
+PRICES_AS_OF = {
+    "aws": ("2025-04-04", "2025-06-28"),
+    "azure": ("2026-06-18", "2024-09-28"),
+    "gcp": ("2026-08-03", "2026-08-03"),
+}
+READ_ON = "2026-11-21"
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) not in (1, 2):
+        sys.stderr.write("usage: python -m broker.catalog.compile FACTS_DIR [OUTPUT]\n")
+        return 2
+    output = Path(arguments[1]) if len(arguments) == 2 else Path(__file__).parent / "data" / ARCHIVE
+    count = compile_book(Path(arguments[0]), output)
+    sys.stderr.write(f"{count:,} offers -> {output} ({output.stat().st_size:,} bytes)\n")
+    return 0
+
+
+def compile_book(facts: Path, output: Path) -> int:
+    """Write the compressed book and return how many offers it holds. A row without any price is an error."""
+    database = sqlite3.connect(":memory:")
+    database.execute("PRAGMA page_size = 4096")
+    database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    database.executescript(TABLES)
+    estimated = {
+        (row["cloud"], row["region"], row["instance_type"])
+        for row in _read_rows(facts / "derived.csv")
+        if row["column"] == "ondemand"
+    }
+    count = 0
+    writer = _Writer(database)
+    for path in sorted(facts.glob("offers_*.csv")):
+        for row in _read_rows(path):
+            writer.add_offer(row, is_estimated=(row["cloud"], row["region"], row["instance_type"]) in estimated)
+            count += 1
+    for row in _read_rows(facts / "accelerators.csv"):
+        figures = ("bf16_dense_tflops", "fp32_tflops", "memory_bandwidth_gbs", "nvlink_gbs")
+        values = [row["accelerator"], float(row["memory_gib"]), *(_number(row[name]) for name in figures)]
+        database.execute("INSERT INTO accelerators VALUES (?,?,?,?,?,?)", values)
+    for row in _read_rows(facts / "egress.csv"):
+        values = [row["cloud"], row["from_region"], row["to"], float(row["usd_per_gb"])]
+        database.execute("INSERT INTO egress VALUES (?,?,?,?)", values)
+    for cloud in sorted(writer.clouds):
+        database.execute("INSERT INTO dates VALUES (?,?,?)", (cloud, *PRICES_AS_OF.get(cloud, (READ_ON, READ_ON))))
+    database.commit()
+    database.execute("VACUUM")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(lzma.compress(database.serialize(), preset=9 | lzma.PRESET_EXTREME))
+    return count
+
+
+class _Writer:
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._texts: dict[str, int] = {}
+        self._types: dict[tuple[object, ...], int] = {}
+        self.clouds: set[str] = set()
+
+    def add_offer(self, row: dict[str, str], *, is_estimated: bool) -> None:
+        ondemand, spot = _number(row["ondemand_usd_hour"]), _number(row["spot_usd_hour"])
+        assert ondemand or spot, f"no price: {row}"
+        self.clouds.add(row["cloud"])
+        kind = (
+            row["cloud"], row["instance_type"], float(row["vcpus"] or 0), float(row["memory_gib"] or 0),
+            row["accelerator"] or None, float(row["accelerator_count"] or 0),
+            float(row["accelerator_memory_gib"] or 0), row["arch"],
+        )  # fmt: skip
+        values = (
+            self._number_type(kind), self._number_text(row["region"]),
+            self._number_text(row["zone"]) if row["zone"] else None,
+            ondemand, spot, _number(row["interruption_band"]), int(is_estimated),
+        )  # fmt: skip
+        self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?)", values)
+
+    def _number_text(self, text: str) -> int:
+        if text not in self._texts:
+            self._texts[text] = len(self._texts) + 1
+            self._database.execute("INSERT INTO texts VALUES (?,?)", (self._texts[text], text))
+        return self._texts[text]
+
+    def _number_type(self, kind: tuple[object, ...]) -> int:
+        if kind not in self._types:
+            self._types[kind] = len(self._types) + 1
+            self._database.execute("INSERT INTO types VALUES (?,?,?,?,?,?,?,?,?)", (self._types[kind], *kind))
+        return self._types[kind]
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

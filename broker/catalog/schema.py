@@ -1,0 +1,30 @@
+"""The layout of the price book, shared by the script that compiles it and the code that reads it."""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+ARCHIVE = "book.db.xz"
+
+# Texts are stored once and named by number; prices are USD per instance-hour, memory is GiB.
+TABLES = """
+CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE types (
+    id INTEGER PRIMARY KEY, cloud TEXT NOT NULL, instance_type TEXT NOT NULL, vcpus REAL NOT NULL, memory_gib REAL NOT NULL,
+    accelerator TEXT, accelerator_count REAL NOT NULL, accelerator_memory_gib REAL NOT NULL, arch TEXT NOT NULL
+);
+CREATE TABLE offers (
+    type INTEGER NOT NULL, region INTEGER NOT NULL, zone INTEGER, ondemand_usd_hour REAL, spot_usd_hour REAL,
+    interruption_band REAL, is_estimated INTEGER NOT NULL
+);
+CREATE TABLE accelerators (
+    name TEXT PRIMARY KEY, memory_gib REAL NOT NULL, bf16_dense_tflops REAL, fp32_tflops REAL,
+    memory_bandwidth_gbs REAL, nvlink_gbs REAL
+);
+CREATE TABLE egress (cloud TEXT NOT NULL, from_region TEXT NOT NULL, target TEXT NOT NULL, usd_per_gb REAL NOT NULL);
+CREATE TABLE dates (cloud TEXT PRIMARY KEY, ondemand_as_of TEXT NOT NULL, spot_as_of TEXT NOT NULL);
+"""
+# Made when the book is unpacked: the archive ships without them.
+INDEXES = """
+CREATE INDEX types_by_accelerator ON types (accelerator, accelerator_count);
+CREATE INDEX offers_by_type ON offers (type);
+"""
