@@ -204,6 +204,11 @@ class Book:
             memory_bandwidth_gbs=row[4], nvlink_gbs=row[5],
         )  # fmt: skip
 
+    def list_training_tflops(self) -> Mapping[str, float]:
+        """What mixed-precision training can use at most, by accelerator; unknown ones are left out."""
+        rows = self._database.execute("SELECT name, coalesce(bf16_dense_tflops, fp32_tflops) FROM accelerators")
+        return {name: tflops for name, tflops in rows if tflops}
+
 
 _OFFER_FIELDS = (
     "cloud", "region", "zone", "instance_type", "vcpus", "memory_gib", "accelerator", "accelerator_count",

@@ -1,0 +1,5 @@
+"""`python -m broker` is `broker`."""
+
+from broker.cli.main import main
+
+main()

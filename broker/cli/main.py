@@ -1,0 +1,96 @@
+"""The door: a table of commands, each imported only when it is called; errors are rendered here and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.core import TyperGroup
+
+# name -> (module, one line of help). A module of one command has a function of its name; a group has `app`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("broker.cli.plan", "Rank where a task could run, with costs; starts nothing"),
+    "launch": ("broker.cli.clusters", "Bring a cluster up and run a task on it"),
+    "exec": ("broker.cli.clusters", "Run a task on a cluster that is up"),
+    "status": ("broker.cli.clusters", "Show clusters, managed jobs and what they have cost"),
+    "logs": ("broker.cli.clusters", "Show what a run prints"),
+    "queue": ("broker.cli.clusters", "List the runs of a cluster"),
+    "cancel": ("broker.cli.clusters", "End runs of a cluster"),
+    "stop": ("broker.cli.lifecycle", "Stop a cluster's machines and keep their disks"),
+    "start": ("broker.cli.lifecycle", "Start a stopped cluster again"),
+    "down": ("broker.cli.lifecycle", "Take clusters down for good"),
+    "autostop": ("broker.cli.lifecycle", "Stop a cluster by itself when it is idle"),
+    "ssh": ("broker.cli.lifecycle", "Open a shell on a node"),
+    "jobs": ("broker.cli.jobs", "Managed jobs: they survive preemption and your terminal"),
+    "rehearse": ("broker.cli.rehearse", "Run a task here as a spot job, with a preemption, and see it recover"),
+    "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
+    "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
+    "local": ("broker.cli.local", "The pretend cloud on this machine"),
+}
+HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
+GROUPS = ("jobs", "local")
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from the table, and imports one when it is asked for."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: object, cmd_name: str) -> typer.core.TyperCommand | TyperGroup | None:  # type: ignore[override]
+        found = {**COMMANDS, **HIDDEN}.get(cmd_name)
+        if found is None:
+            return None
+        module = importlib.import_module(found[0])
+        if cmd_name in GROUPS:
+            app: typer.Typer = module.app
+        else:
+            app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            app.command(name=cmd_name, help=found[1])(getattr(module, cmd_name.replace("exec", "exec_")))
+        command = typer.main.get_command(app)
+        command.name = cmd_name
+        return command  # type: ignore[return-value]
+
+    def format_commands(self, ctx: object, formatter: typer._click.HelpFormatter) -> None:  # type: ignore[name-defined]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+app = typer.Typer(cls=LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def root(
+    debug: bool = typer.Option(False, "--debug", help="Show the stack trace of an error."),
+    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+) -> None:
+    """Finish a training job on the cheapest machines of any cloud."""
+    if version:
+        from broker import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(args=given)
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+    except Exception as error:
+        if "--debug" in given:
+            raise
+        from broker.cli.render import print_error
+
+        sys.exit(print_error(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How things look: tables that fit 80 columns, money, durations, errors. Data goes to stdout, the rest to stderr."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from broker.errors import BrokerError, TaskError
+
+WIDTH_MAX = 80
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def print_error(error: Exception) -> int:
+    """Say what happened, why and what to do next; return the exit code."""
+    if isinstance(error, TaskError):
+        from broker.task.diagnostics import render_issue
+
+        for issue in error.issues:
+            _say(f"error: {render_issue(issue)}\n")
+        return error.exit_code
+    if isinstance(error, BrokerError):
+        _say(f"error: {error.message}")
+        for hint in error.hints:
+            _say(f"\nhint: {hint}")
+        return error.exit_code
+    _say(f"error: {type(error).__name__}: {error}\n\nhint: this is a fault of broker; run again with `broker --debug ...`")
+    return 1
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def print_line(text: str = "") -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def print_note(text: str) -> None:
+    """Progress and advice: for people, so on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def print_json(value: Any) -> None:
+    import json
+
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """A plain table, at most 80 columns wide: the widest column gives way first."""
+    cells = [[clean(cell) for cell in row] for row in rows]
+    widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH_MAX and max(widths) > 4:
+        widths[widths.index(max(widths))] -= 1
+    for row in [list(columns), *cells]:
+        fitted = [_fit(cell, width) for cell, width in zip(row, widths, strict=True)]
+        aligned = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(fitted, widths, columns, strict=True)
+        ]
+        print_line("  ".join(aligned).rstrip())
+
+
+def _fit(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else cell[: width - 1] + "…"
+
+
+def clean(text: str) -> str:
+    """Without control characters: what a remote machine prints must not drive this terminal."""
+    return _CONTROL.sub("", text)
+
+
+def show_usd(amount: float | None, *, is_estimated: bool = False) -> str:
+    """Two decimals, more for small amounts; `~` marks an estimate."""
+    if amount is None:
+        return "-"
+    digits = 2 if amount >= 1 or amount == 0 else 4
+    return f"{'~' if is_estimated else ''}{amount:,.{digits}f}"
+
+
+def show_hours(hours: float | None) -> str:
+    return "-" if hours is None else show_duration(hours * 3600)
+
+
+def show_duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes}m {int(seconds % 60):02d}s"
+    hours = minutes // 60
+    return f"{hours}h {minutes % 60:02d}m" if hours < 72 else f"{hours // 24}d {hours % 24}h"
+
+
+def plain(value: Any) -> Any:
+    """Frozen dataclasses as JSON-ready data; secrets show their names only."""
+    import msgspec
+
+    from broker.types import Secret
+
+    def encode(each: Any) -> Any:
+        if isinstance(each, Secret):
+            return "***"
+        if isinstance(each, Mapping):
+            return {key: encode(item) for key, item in each.items()}
+        if isinstance(each, (list, tuple)):
+            return [encode(item) for item in each]
+        if hasattr(each, "__dataclass_fields__"):
+            return {name: encode(getattr(each, name)) for name in each.__dataclass_fields__}
+        return msgspec.to_builtins(each)
+
+    return encode(value)
