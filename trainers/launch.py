@@ -1,6 +1,6 @@
 """Starts one worker process per GPU on this node: `python -m trainers.launch -m trainers.lm --flags`.
 
-A light torchrun: it imports no torch (torchrun takes 2 s to the worker's first line, this 0.03 s) and has fixed ranks.
+A light torchrun: it imports no torch (torchrun takes 2 s to the worker's first line, this 0.04 s) and has fixed ranks.
 """
 
 import contextlib
