@@ -10,25 +10,22 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from trainers.errors import CheckpointError, StaleAttemptError
 from trainers.ranks import Ranks
 from trainers.storage import Storage
 
 MANIFEST_VERSION = 1
 NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
 
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written."""
-
-
-class StaleAttemptError(CheckpointError):
-    """A newer attempt of the same job has begun; this one may not commit any more."""
+# True and intended where one process trains alone.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Stateful(Protocol):
@@ -73,7 +70,7 @@ class CheckpointManager:
         self._attempt, self._keep = attempt, keep
         self._shared, self._own = shared, own
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: CheckpointError | None = None
         self._step_saved: int | None = None
         self.step_committed: int | None = None
         self.stall_s = 0.0  # how long the last `save` held up its caller
@@ -168,8 +165,11 @@ class CheckpointManager:
             self.step_committed = name.step
             if self._ranks.is_first:
                 remove_old(self._storage, newest=name, keep=self._keep)
-        except BaseException as error:
+        except CheckpointError as error:
             self._failure = error
+        except BaseException as error:  # the library's own failure is no Exception
+            self._failure = CheckpointError(f"`{name}` was not written: {error}")
+            self._failure.__cause__ = error
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
         """Every file with its checksum; each rank reads back what it wrote itself."""
@@ -191,7 +191,11 @@ class CheckpointManager:
             "world_size": self._ranks.world_size,
             "files": files,
         }
-        if not self._storage.create(f"{name}/manifest.json", json.dumps(manifest, indent=1).encode()):
+        try:
+            is_ours = self._storage.create(f"{name}/manifest.json", json.dumps(manifest, indent=1).encode())
+        except OSError as error:  # told to all ranks, rather than leaving the others to wait for an answer
+            return CheckpointError(f"the manifest of `{name}` was not written: {error}")
+        if not is_ours:
             return CheckpointError(f"`{name}` was already committed by someone else")
         return None
 

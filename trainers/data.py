@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainers.config import DataConfig
+from trainers.errors import TrainerError
 
 # Balanced Feistel networks are hard to tell from random from four rounds on (Luby and Rackoff, 1988).
 ROUND_COUNT = 4
@@ -25,7 +26,7 @@ class Corpus:
         self._seed = seed
         self.window_count = (len(text) - 1) // context
         if self.window_count < 1:
-            raise ValueError(f"the text has {len(text)} bytes; a context of {context} needs {context + 1}")
+            raise TrainerError(f"the text has {len(text)} bytes; a context of {context} needs {context + 1}")
         self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.fingerprint = hashlib.sha256(text).hexdigest()
 
@@ -43,7 +44,7 @@ class Corpus:
 def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -> range:
     """The global indexes that one rank reads of a step's batch: ranks in a row read it in order, without gaps."""
     if batch < world_size:
-        raise ValueError(f"a batch of {batch} leaves some of {world_size} ranks without a sample")
+        raise TrainerError(f"a batch of {batch} leaves some of {world_size} ranks without a sample")
     return range(sample_first + batch * rank // world_size, sample_first + batch * (rank + 1) // world_size)
 
 

@@ -3,6 +3,7 @@
 Run again after any end but success, it goes on from the newest complete checkpoint.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainers.config import Config, parse_config
 from trainers.environment import Environment, read_environment
+from trainers.errors import TrainerError
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 
 # Nothing above imports torch. It is imported below, when flags are known to be right and SIGTERM is heard.
@@ -24,6 +26,8 @@ STARTED_S = time.perf_counter()
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
+    # Read at torch's import. At warning level every DDP run scolds us for a choice explained in strategies/ddp.py.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment = read_environment()
     notice = PreemptionNotice(environment.preemption_file)
     notice.listen()
@@ -32,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(config: Config, environment: Environment, notice: PreemptionNotice) -> int:
     """Build everything, resume, train, save; 0 when all steps are done, 143 when preempted."""
-    from trainers.checkpoint import CheckpointManager, StaleAttemptError
+    from trainers.checkpoint import CheckpointManager
     from trainers.data import Corpus, read_text
     from trainers.loop import Position, iterate_steps
     from trainers.models.gpt import GPT
@@ -49,11 +53,12 @@ def run(config: Config, environment: Environment, notice: PreemptionNotice) -> i
     random_numbers.seed(train.seed)  # equal on all ranks: they draw equal weights
     model = GPT(config.model).to(ranks.device)
     random_numbers.seed(train.seed + 1 + ranks.rank)  # unequal: they drop different activations
-    corpus = Corpus(read_text(config.data), config.model.context, config.data.seed)
-    optimizer = AdamW(model.named_parameters(), train)
-    position = Position(corpus.fingerprint)
     progress = Progress(environment.progress_file, total=train.steps, is_silent=not ranks.is_first)
     try:
+        strategy = create_strategy(config.strategy, ranks)
+        corpus = Corpus(read_text(config.data), config.model.context, config.data.seed)
+        optimizer = AdamW(model.named_parameters(), train)
+        position = Position(corpus.fingerprint)
         checkpoints = CheckpointManager(
             open_storage(environment.checkpoint_url),
             ranks,
@@ -69,7 +74,6 @@ def run(config: Config, environment: Environment, notice: PreemptionNotice) -> i
             checkpoint_step=step,
             startup_s=round(time.perf_counter() - STARTED_S, 3),
         )
-        strategy = create_strategy(config.strategy, ranks)
         steps = iterate_steps(
             train,
             model=strategy.wrap(model),
@@ -81,7 +85,7 @@ def run(config: Config, environment: Environment, notice: PreemptionNotice) -> i
             is_stop_asked=notice.is_given,
         )
         return supervise(steps, config, checkpoints, progress)
-    except StaleAttemptError as error:
+    except TrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from trainers.config import TrainConfig
 from trainers.data import Corpus, samples_of_rank
+from trainers.errors import TrainerError
 from trainers.optimizer import AdamW
 from trainers.ranks import Ranks
 from trainers.strategies.base import Strategy
@@ -49,7 +50,7 @@ class Position:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from saved counters; another text than before cannot continue the same run."""
         if state["fingerprint"] != self.fingerprint:
-            raise ValueError(
+            raise TrainerError(
                 "the checkpoint was trained on another text (the one shipped with Python differs by release)"
             )
         self.steps_done, self.samples_done = state["steps_done"], state["samples_done"]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from trainers.errors import TrainerError
+
 # What file systems without hard links answer, bucket mounts among them.
 NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -49,11 +51,11 @@ class Storage(Protocol):
 
 
 def open_storage(url: str) -> Storage:
-    """The storage a URL or plain folder names; a scheme we have no storage for is a ValueError."""
+    """The storage a URL or plain folder names; a scheme we have no storage for is a TrainerError."""
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
         return FolderStorage(Path(url.removeprefix("file://")))
-    raise ValueError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder, such as a mounted bucket")
+    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder, such as a mounted bucket")
 
 
 class FolderStorage:

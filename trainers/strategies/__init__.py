@@ -2,6 +2,7 @@
 
 import importlib
 
+from trainers.errors import TrainerError
 from trainers.ranks import Ranks
 from trainers.strategies.base import Strategy
 
@@ -15,7 +16,7 @@ STRATEGIES = {
 def create_strategy(name: str, ranks: Ranks) -> Strategy:
     """Make the strategy of that name; an unknown name is an error that lists the known ones."""
     if name not in STRATEGIES:
-        raise ValueError(f"no strategy is called `{name}`; known: {', '.join(STRATEGIES)}")
+        raise TrainerError(f"no strategy is called `{name}`; known: {', '.join(STRATEGIES)}")
     module_name, _, class_name = STRATEGIES[name].partition(":")
     strategy: Strategy = getattr(importlib.import_module(module_name), class_name)(ranks)
     return strategy

@@ -1,0 +1,89 @@
+"""Whole runs as real processes: killed, preempted and resumed."""
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from .conftest import TOTAL, TrainingFolder, await_step, kill_all
+
+SEED = 20261121
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (3, "allreduce")], ids=lambda value: str(value)
+)
+def test_killed_run_resumes_bit_identically(tmp_path: Path, workers: int, strategy: str) -> None:
+    """Losses after kill -9 of every rank equal those of an undisturbed run to the last bit."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").mkdir()
+    whole, broken = TrainingFolder(path=tmp_path / "whole"), TrainingFolder(path=tmp_path / "broken")
+    assert whole.run(workers=workers, strategy=strategy)[0] == 0
+    step = random.Random(f"{SEED}/{workers}/{strategy}").randint(12, 45)
+    print(f"seed {SEED}: kill after step {step}")
+    process = broken.start(workers=workers, strategy=strategy)
+    await_step(process, step)
+    kill_all(process)
+    assert process.returncode == -signal.SIGKILL
+    assert max(broken.losses()) < TOTAL
+    code, errors = broken.run(workers=workers, strategy=strategy, attempt=2)
+    assert code == 0, errors
+    resumed = [line for line in broken.lines() if line["event"] == "resumed"]
+    assert len(resumed) == 1 and int(str(resumed[0]["step"])) > 0
+    expected = {key: values[0] for key, values in whole.losses().items()}
+    assert set(expected) == set(broken.losses()) == set(range(1, TOTAL + 1))
+    for key, values in broken.losses().items():
+        assert [each.hex() for each in values] == [expected[key].hex()] * len(values), f"step {key}"
+    assert expected[TOTAL] < expected[1]
+
+
+@pytest.mark.slow
+def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path: Path) -> None:
+    """Two ranks are preempted; one alone finishes with the losses of an undisturbed run, up to rounding."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").mkdir()
+    whole, broken = TrainingFolder(path=tmp_path / "whole"), TrainingFolder(path=tmp_path / "broken")
+    flags = ("--model.dropout", "0", "--checkpoint.every_steps", "0")
+    assert whole.run(*flags)[0] == 0
+    process = broken.start(*flags, workers=2)
+    await_step(process, 7)
+    process.terminate()
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    last = broken.lines()[-1]
+    assert last["event"] == "preempted, checkpoint committed" and last["checkpoint_step"] == last["step"]
+    assert "preempted, checkpoint committed" in output
+    assert int(str(last["step"])) < TOTAL
+    code, errors = broken.run(*flags, attempt=2)
+    assert code == 0 and "random numbers start anew" in errors
+    steps = [int(str(line["step"])) for line in broken.lines() if line["loss"] is not None]
+    assert steps == list(range(1, TOTAL + 1))  # nothing repeated, nothing left out
+    expected = {key: values[0] for key, values in whole.losses().items()}
+    assert {key: values[0] for key, values in broken.losses().items()} == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_preemption_file_commits_and_bfloat16_resumes(folder: TrainingFolder) -> None:
+    """The broker's file stops a run after one more step; without it the run finishes."""
+    flags = ("--train.precision", "bfloat16")
+    (folder.path / "preempted").touch()
+    assert folder.run(*flags)[0] == 143
+    assert folder.lines()[-1]["checkpoint_step"] == 1
+    (folder.path / "preempted").unlink()
+    assert folder.run(*flags, attempt=2)[0] == 0
+    assert sorted(folder.losses()) == list(range(1, TOTAL + 1))
+
+
+@pytest.mark.slow
+def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFolder) -> None:
+    """A wrong start is an error message, not a stack trace."""
+    (folder.path / "checkpoints" / "attempts").mkdir(parents=True)
+    (folder.path / "checkpoints" / "attempts" / "0000000009").touch()
+    code, errors = folder.run(attempt=3)
+    assert code == 1
+    assert errors == "error: attempt 3 is stale: attempt 9 of this job has begun\n"
+    code, errors = folder.run(attempt=9, strategy="dpd")
+    assert code == 1
+    assert errors == "error: no strategy is called `dpd`; known: ddp, allreduce\n"
