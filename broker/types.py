@@ -1,7 +1,8 @@
 """The nouns. Each room turns one of these into the next; all are frozen, and nothing mutates what it was handed.
 
 task.yaml -> Task -> Offers -> Plan -> Cluster -> Run -> Job with its Attempts
-Units stand last in a name: `_s`, `_hours`, `_usd`, `_gib`. Money is US dollars, memory is GiB, times are seconds since the epoch.
+Units stand last in a name: `_s`, `_hours`, `_usd`, `_gib`. Money is US dollars, memory is GiB, a point in time is
+seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What finishing means. `work_hours` is the run time on `work_on` (e.g. "A100:8"; None: on any placement) with no faults."""
+    """What finishing means. `work_hours` is the time without faults on `work_on` ("A100:8"; None: on any placement)."""
 
     work_hours: float | None = None
     work_on: str | None = None

@@ -1,4 +1,4 @@
-"""The house keeps its shape: layers, circles, banned calls, sizes, registries and templates. It fails; it does not advise."""
+"""The house keeps its shape: layers, circles, banned calls, sizes, registries, templates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_imports_run_towards_the_ground(path: Path) -> None:
 
 
 def test_every_room_has_its_layer() -> None:
-    rooms = {path.stem for path in (ROOT / "broker").iterdir() if path.name not in ("__init__.py", "__main__.py", "py.typed")}
+    rooms = {
+        path.stem for path in (ROOT / "broker").iterdir() if path.name not in ("__init__.py", "__main__.py", "py.typed")
+    }
     assert rooms - {"__pycache__"} <= set(LEVEL)
 
 
@@ -172,7 +174,17 @@ def test_every_template_parses_and_plans() -> None:
 
 
 def test_top_level_holds_what_the_readme_names() -> None:
-    allowed = {"pyproject.toml", "broker", "task_templates", "trainers", "tests", "README.md", "docs", "Makefile", "LICENSE"}
+    allowed = {
+        "pyproject.toml",
+        "broker",
+        "task_templates",
+        "trainers",
+        "tests",
+        "README.md",
+        "docs",
+        "Makefile",
+        "LICENSE",
+    }
     made_here = {"build", "dist"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - made_here
     assert {name for name in found if not name.endswith(".egg-info") and name != "__pycache__"} <= allowed

@@ -122,13 +122,14 @@ class Book:
         names = [row[0] for row in self._database.execute("SELECT name FROM accelerators ORDER BY name")]
         by_lower = {each.lower(): each for each in names}
         if found := by_lower.get(name.lower()):
-            return found
+            return str(found)
         near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
         hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
         raise NoOfferError(f"no accelerator is called `{name}`", hints=[*hints, "`broker gpus` lists all"])
 
     def _query(self, resources: Resources) -> Sequence[Offer]:
-        where, values = [], []
+        where = list[str]()
+        values = list[object]()
 
         def need(clause: str, *given: object) -> None:
             where.append(clause)

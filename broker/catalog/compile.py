@@ -15,8 +15,8 @@ from pathlib import Path
 
 from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
 
-# Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is from;
-# catalogues without a date count from the day they were read.
+# Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is
+# from; catalogues without a date count from the day they were read.
 PRICES_AS_OF = {
     "aws": ("2025-04-04", "2025-06-28"),
     "azure": ("2026-06-18", "2024-09-28"),

@@ -9,7 +9,8 @@ ARCHIVE = "book.db.xz"
 TABLES = """
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE types (
-    id INTEGER PRIMARY KEY, cloud TEXT NOT NULL, instance_type TEXT NOT NULL, vcpus REAL NOT NULL, memory_gib REAL NOT NULL,
+    id INTEGER PRIMARY KEY, cloud TEXT NOT NULL, instance_type TEXT NOT NULL, vcpus REAL NOT NULL,
+    memory_gib REAL NOT NULL,
     accelerator TEXT, accelerator_count REAL NOT NULL, accelerator_memory_gib REAL NOT NULL, arch TEXT NOT NULL
 );
 CREATE TABLE offers (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -36,10 +37,10 @@ GROUPS = ("jobs", "local")
 class LazyGroup(TyperGroup):
     """Lists commands from the table, and imports one when it is asked for."""
 
-    def list_commands(self, ctx: object) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: object, cmd_name: str) -> typer.core.TyperCommand | TyperGroup | None:  # type: ignore[override]
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = {**COMMANDS, **HIDDEN}.get(cmd_name)
         if found is None:
             return None
@@ -51,14 +52,16 @@ class LazyGroup(TyperGroup):
             app.command(name=cmd_name, help=found[1])(getattr(module, cmd_name.replace("exec", "exec_")))
         command = typer.main.get_command(app)
         command.name = cmd_name
-        return command  # type: ignore[return-value]
+        return command
 
-    def format_commands(self, ctx: object, formatter: typer._click.HelpFormatter) -> None:  # type: ignore[name-defined]
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 
 @app.callback()

@@ -63,7 +63,9 @@ def read_pairs(texts: list[str], flag: str) -> dict[str, str]:
         if not separator:
             found = os.getenv(key)
             if found is None:
-                raise UsageError(f"`{flag} {key}` has no value, and `{key}` is not set here", hints=[f"{flag} {key}=VALUE"])
+                raise UsageError(
+                    f"`{flag} {key}` has no value, and `{key}` is not set here", hints=[f"{flag} {key}=VALUE"]
+                )
             value = found
         pairs[key] = value
     return pairs
@@ -86,7 +88,11 @@ def show_plan(plan: Plan, *, top: int = 5) -> None:
             f"{offer.vcpus:g}/{offer.memory_gib:g}", "spot" if each.placement.is_spot else "od",
             show_usd(each.placement.usd_hour, is_estimated=is_estimated),
         ]  # fmt: skip
-        row += [show_usd(each.expected_usd, is_estimated=is_estimated), show_hours(each.expected_hours)] if has_work else []
+        row += (
+            [show_usd(each.expected_usd, is_estimated=is_estimated), show_hours(each.expected_hours)]
+            if has_work
+            else []
+        )
         rows.append(row)
     print_table(columns, rows, right=("#", "vCPU/GiB", "USD/h", "USD", "TIME"))
     if len(plan.estimates) > top:
@@ -97,7 +103,8 @@ def show_plan(plan: Plan, *, top: int = 5) -> None:
     place = f"{choice.offer.cloud} {choice.offer.zone or choice.offer.region}"
     print_line(f"Choice: {choice.node_count} x {choice.offer.instance_type} {model} in {place}")
     print_line(f"Why: {plan.reason}")
-    print_line(f"Prices of {as_of}{', ~ is an estimate' if any(each.placement.offer.is_estimated for each in plan.estimates[:top]) else ''}")
+    has_estimate = any(each.placement.offer.is_estimated for each in plan.estimates[:top])
+    print_line(f"Prices of {as_of}{', ~ is an estimate' if has_estimate else ''}")
 
 
 def show_terms(task: Task, estimate: Estimate) -> None:

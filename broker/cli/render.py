@@ -26,7 +26,7 @@ def print_error(error: Exception) -> int:
         for hint in error.hints:
             _say(f"\nhint: {hint}")
         return error.exit_code
-    _say(f"error: {type(error).__name__}: {error}\n\nhint: this is a fault of broker; run again with `broker --debug ...`")
+    _say(f"error: {type(error).__name__}: {error}\n\nhint: this is a fault of broker; `broker --debug ...` shows where")
     return 1
 
 

@@ -10,7 +10,7 @@ from broker.types import Offer, Rejection, Resources
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """`is_active` says whether the resources ask for anything here; `nearest` picks the best of the rejected to show."""
+    """`is_active` says whether the resources ask for anything here; `show` names what a rejected offer has."""
 
     name: str
     is_active: Callable[[Resources], bool]

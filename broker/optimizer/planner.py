@@ -62,7 +62,9 @@ def _plan_alternative(
     if resources.cloud is None:
         kept = [offer for offer in kept if offer.cloud != "local"]  # rehearsal is asked for by name only
 
-    def drop(name: str, passed: list[Estimate], before: list[Estimate], nearest: Callable[[Estimate], str]) -> list[Estimate]:
+    def drop(
+        name: str, passed: list[Estimate], before: list[Estimate], nearest: Callable[[Estimate], str]
+    ) -> list[Estimate]:
         if len(passed) < len(before):
             lost = min((each for each in before if each not in passed), key=_rank)
             rejections.append(Rejection(filter=name, count=len(before) - len(passed), nearest=nearest(lost)))
@@ -147,7 +149,9 @@ def _explain_nothing(task: Task, rejections: Sequence[Rejection]) -> NoOfferErro
     words = [f"{task.num_nodes} x" if task.num_nodes > 1 else ""]
     if resources.accelerator:
         words.append(f"{resources.accelerator}:{resources.accelerator_count:g}")
-    words += [f"{each}" for each in (resources.instance_type, resources.cloud, resources.region, resources.zone) if each]
+    words += [
+        f"{each}" for each in (resources.instance_type, resources.cloud, resources.region, resources.zone) if each
+    ]
     words += [f"{resources.cpus} vCPU"] if resources.cpus else []
     words += [f"{resources.memory_gib} GiB"] if resources.memory_gib else []
     words.append("spot" if resources.use_spot else "")

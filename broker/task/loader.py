@@ -7,15 +7,33 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from broker.errors import Issue, TaskError
-from broker.task.reading import Reader, describe
+from broker.task.reading import Reader
 from broker.task.resources import read_resources
 from broker.task.yaml_reader import Marked, read_documents
 from broker.types import CheckpointSpec, Goal, Origin, Secret, Task
 
-FIELDS = (
-    "name resources num_nodes workdir file_mounts envs secrets setup run goal checkpoint "
-    "service pool volumes config priority inputs outputs storage experimental"
-).split()
+FIELDS = [
+    "name",
+    "resources",
+    "num_nodes",
+    "workdir",
+    "file_mounts",
+    "envs",
+    "secrets",
+    "setup",
+    "run",
+    "goal",
+    "checkpoint",
+    "service",
+    "pool",
+    "volumes",
+    "config",
+    "priority",
+    "inputs",
+    "outputs",
+    "storage",
+    "experimental",
+]
 UNSUPPORTED = {
     "service": "serving is not supported; put the server's command in `run`",
     "pool": "worker pools are not supported; launch one managed job a worker",
@@ -42,14 +60,16 @@ def load_tasks(
         raise TaskError([Issue(file=str(path), line=0, column=0, message="the file is not UTF-8 text")]) from None
     except OSError as error:
         reason = (error.strerror or "unreadable").lower()
-        raise TaskError([Issue(file=str(path), line=0, column=0, message=f"cannot read the task file: {reason}")]) from None
+        raise TaskError(
+            [Issue(file=str(path), line=0, column=0, message=f"cannot read the task file: {reason}")]
+        ) from None
     return load_tasks_text(text, str(path), envs=envs, secrets=secrets)
 
 
 def load_tasks_text(
     text: str, file: str, *, envs: Mapping[str, str] | None = None, secrets: Mapping[str, str] | None = None
 ) -> tuple[Task, ...]:
-    """As `load_tasks`; `envs` and `secrets` override the file's. A first document with only a name names the pipeline."""
+    """As `load_tasks`; `envs` and `secrets` override the file's. A first document of only a name is the pipeline's."""
     documents = read_documents(text, file)
     reader = Reader(text, file)
     pipeline_name = None
@@ -96,7 +116,10 @@ def _read_name(reader: Reader, marked: Marked | None) -> str | None:
     name = reader.text(marked, "name")
     if name is not None and not NAME.fullmatch(name):
         assert marked is not None
-        reader.fault(marked, f"`name` must be letters, digits, `-`, `_` or `.`, begin with a letter and have at most 63, not `{name}`")
+        reader.fault(
+            marked,
+            f"`name` must be letters, digits, `-`, `_` or `.`, begin with a letter and have at most 63, not `{name}`",
+        )
     return name
 
 
@@ -118,13 +141,23 @@ def _read_file_mounts(reader: Reader, marked: Marked | None) -> dict[str, str]:
     mounts = {}
     for target, source in (reader.mapping(marked, "`file_mounts`") if marked else {}).items():
         if isinstance(source.value, dict):
-            reader.fault(source, "storage mounts are not supported yet", "give a local path, or fetch the data in `setup`")
+            reader.fault(
+                source, "storage mounts are not supported yet", "give a local path, or fetch the data in `setup`"
+            )
         elif (path := reader.text(source, f"file_mounts.{target}")) is None:
             continue
         elif path.startswith(BUCKET_SCHEMES):
-            reader.fault(source, "buckets in `file_mounts` are not supported yet", "give a local path, or fetch the data in `setup`")
+            reader.fault(
+                source,
+                "buckets in `file_mounts` are not supported yet",
+                "give a local path, or fetch the data in `setup`",
+            )
         elif not _resolve(reader, path).exists():
-            reader.fault(source, f"`file_mounts` names a path that does not exist: `{path}`", "paths count from the current folder")
+            reader.fault(
+                source,
+                f"`file_mounts` names a path that does not exist: `{path}`",
+                "paths count from the current folder",
+            )
         else:
             mounts[target] = path
     return mounts

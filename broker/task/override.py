@@ -26,7 +26,7 @@ def override_resources(
     use_spot: bool | None = None,
     num_nodes: int | None = None,
 ) -> Task:
-    """A task whose every alternative follows the flags; None leaves a field as it is. Raises TaskError for a bad flag."""
+    """A task whose every alternative follows the flags; None leaves a field as it is. Raises TaskError."""
     given: dict[str, Any] = {
         "infra": infra, "cloud": cloud, "region": region, "zone": zone, "instance_type": instance_type,
         "accelerators": accelerators, "cpus": cpus, "memory": memory, "use_spot": use_spot,

@@ -80,7 +80,9 @@ class Reader:
         self.fault(marked, f"`{name}` must be a whole number of at least {minimum}, not {describe(marked.value)}")
         return None
 
-    def number(self, marked: Marked | None, name: str, *, above: float = 0.0, at_most: float | None = None) -> float | None:
+    def number(
+        self, marked: Marked | None, name: str, *, above: float = 0.0, at_most: float | None = None
+    ) -> float | None:
         if marked is None or marked.value is None:
             return None
         value = marked.value

@@ -11,10 +11,30 @@ from broker.task.reading import Reader, describe
 from broker.task.yaml_reader import Marked
 from broker.types import Autostop, JobRecovery, Origin, Resources
 
-FIELDS = (
-    "accelerators cpus memory instance_type cloud region zone infra use_spot disk_size disk_tier network_tier ports "
-    "image_id labels autostop job_recovery spot_recovery any_of ordered accelerator_args max_hourly_cost"
-).split()
+FIELDS = [
+    "accelerators",
+    "cpus",
+    "memory",
+    "instance_type",
+    "cloud",
+    "region",
+    "zone",
+    "infra",
+    "use_spot",
+    "disk_size",
+    "disk_tier",
+    "network_tier",
+    "ports",
+    "image_id",
+    "labels",
+    "autostop",
+    "job_recovery",
+    "spot_recovery",
+    "any_of",
+    "ordered",
+    "accelerator_args",
+    "max_hourly_cost",
+]
 UNSUPPORTED = {
     "accelerator_args": "TPU runtime versions cannot be chosen yet; remove `accelerator_args`",
     "max_hourly_cost": "write `goal: {budget: USD}` to limit what the whole task may cost",
@@ -137,7 +157,9 @@ def _read_autostop(reader: Reader, marked: Marked) -> Autostop | None:
     if isinstance(marked.value, dict):
         fields = reader.mapping(marked, "`autostop`", ("idle_minutes", "down"))
         minutes = reader.integer(fields.get("idle_minutes"), "idle_minutes")
-        return Autostop(idle_minutes=5 if minutes is None else minutes, is_down=bool(reader.boolean(fields.get("down"), "down")))
+        return Autostop(
+            idle_minutes=5 if minutes is None else minutes, is_down=bool(reader.boolean(fields.get("down"), "down"))
+        )
     idle_s = reader.duration_s(marked, "autostop", bare_unit="m")
     return None if idle_s is None else Autostop(idle_minutes=max(1, round(idle_s / 60)))
 
@@ -166,9 +188,7 @@ def _read_strategy(reader: Reader, marked: Marked | None) -> str | None:
     return None
 
 
-def _read_accelerators(
-    reader: Reader, marked: Marked | None, base: Resources
-) -> tuple[tuple[Resources, ...], bool]:
+def _read_accelerators(reader: Reader, marked: Marked | None, base: Resources) -> tuple[tuple[Resources, ...], bool]:
     """`H100:8`, `H100`, `{A100: 8, H100: 8}` (either), `[A100:8, H100:8]` (in this order)."""
     if marked is None or marked.value is None:
         return (base,), False

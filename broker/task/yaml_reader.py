@@ -24,7 +24,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 @dataclass(kw_only=True)
 class Marked:
-    """A value with its place. `value` is a scalar, a list of Marked, or a dict from text to Marked; `keys` are the keys' places."""
+    """A value with its place: a scalar, a list of Marked, or a dict from text to Marked with the places of its keys."""
 
     value: Any
     line: int
@@ -58,7 +58,9 @@ def read_documents(text: str, file: str) -> list[Marked]:
         return TaskError([Issue(file=file, line=line, column=column, message=message, hint=hint, source_line=source)])
 
     if len(text.encode("utf-8", "surrogatepass")) > BYTES_MAX:
-        raise fail(0, 0, f"the file is larger than {BYTES_MAX:,} bytes", "keep data out of the task file; use `file_mounts`")
+        raise fail(
+            0, 0, f"the file is larger than {BYTES_MAX:,} bytes", "keep data out of the task file; use `file_mounts`"
+        )
     try:
         return _Composer(yaml.parse(text, Loader=_loader())).compose_all()
     except Fault as fault:
@@ -96,7 +98,9 @@ class _Composer:
         self._add(1, event)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
-                raise Fault(event.start_mark, f"`*{event.anchor}` stands for nothing", f"define `&{event.anchor}` above it")
+                raise Fault(
+                    event.start_mark, f"`*{event.anchor}` stands for nothing", f"define `&{event.anchor}` above it"
+                )
             node, size = self._anchors[event.anchor]
             self._add(size, event)
             return node
@@ -125,13 +129,17 @@ class _Composer:
 
     def _compose_mapping(self, node: Marked) -> None:
         node.value = {}
+        event: Any
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
                 raise Fault(event.start_mark, "a key must be plain text")
             if event.value in node.value:
                 first = node.keys[event.value][0]
-                raise Fault(event.start_mark, f"duplicate key `{event.value}`, first in line {first}", "keep one of them")
-            node.keys[event.value] = (event.start_mark.line + 1, event.start_mark.column + 1)
+                raise Fault(
+                    event.start_mark, f"duplicate key `{event.value}`, first in line {first}", "keep one of them"
+                )
+            mark: Any = event.start_mark
+            node.keys[event.value] = (mark.line + 1, mark.column + 1)
             node.value[event.value] = self._compose(next(self._events))
 
 

@@ -1,0 +1,65 @@
+"""`broker plan` and its neighbours, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+HEAVY = ("torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio")
+
+
+def broker(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "broker", *arguments], capture_output=True, text=True, cwd=cwd)
+
+
+def test_plan_ranks_explains_and_dates() -> None:
+    shown = broker("plan", "tests/data/tasks/h100.yaml", "--explain")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("CLOUD", "Choice:", "Why: cheapest to finish", "Prices of 20", "hazard H", "Young/Daly"):
+        assert word in shown.stdout
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines() if not line.startswith("Why"))
+
+
+def test_json_gives_the_same_as_data() -> None:
+    (data,) = json.loads(broker("plan", "tests/data/tasks/h100.yaml", "--json").stdout)
+    assert data["choice"] == data["estimates"][0]
+    costs = [each["expected_usd"] for each in data["estimates"]]
+    assert costs == sorted(costs)
+
+
+def test_error_goes_to_stderr_with_place_and_code() -> None:
+    shown = broker("plan", "tests/data/broken/02_misspelt_accelerators.yaml")
+    assert shown.returncode == 2
+    assert shown.stdout == ""
+    assert "02_misspelt_accelerators.yaml:2:3" in shown.stderr
+    assert "did you mean `accelerators`?" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_nothing_fits_is_exit_3() -> None:
+    shown = broker("plan", "tests/data/tasks/h100.yaml", "--gpus", "H100:7")
+    assert shown.returncode == 3
+    assert "no offer fits" in shown.stderr
+
+
+def test_gpus_lists_one_accelerator() -> None:
+    shown = broker("gpus", "h100:8")
+    assert shown.returncode == 0
+    assert "nebius" in shown.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "task_templates/ddp.yaml"]], ids=["help", "plan"])
+def test_fast_command_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from broker.cli.main import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert shown.stdout.splitlines()[-1] == "HEAVY []", shown.stdout + shown.stderr

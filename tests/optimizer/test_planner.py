@@ -1,0 +1,166 @@
+"""The ranking, on offers small enough to check by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import NoOfferError
+from broker.optimizer.cost import deadline_chance, expected_hours
+from broker.optimizer.planner import make_plan
+from broker.spot.hazard import hazard_per_node_hour
+from broker.spot.interval import best_interval_s
+from broker.task.loader import load_tasks_text
+from broker.types import Offer, Plan
+
+prices = st.floats(0.1, 100)
+
+
+def offer(cloud: str = "aws", region: str = "us-east-1", **fields: object) -> Offer:
+    defaults: dict[str, object] = {
+        "zone": None, "instance_type": "big", "vcpus": 96, "memory_gib": 768, "accelerator": "H100",
+        "accelerator_count": 8, "accelerator_memory_gib": 80, "ondemand_usd_hour": 40.0, "spot_usd_hour": 10.0,
+    }  # fmt: skip
+    return Offer(cloud=cloud, region=region, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def plan(text: str, offers: list[Offer], **options: object) -> Plan:
+    (task,) = load_tasks_text(f"{text}\nrun: x", "train.yaml")
+    return make_plan(task, offers, prices_as_of="2026-01-01", **options)  # type: ignore[arg-type]
+
+
+H100 = "resources: {accelerators: H100:8, use_spot: true}"
+
+
+def test_without_work_the_cheapest_hour_wins() -> None:
+    chosen = plan(H100, [offer("gcp", spot_usd_hour=9.0), offer("aws", spot_usd_hour=8.0)]).choice
+    assert chosen.placement.offer.cloud == "aws"
+    assert chosen.expected_usd is None
+
+
+def test_often_interrupted_machine_loses_to_a_slightly_dearer_calm_one() -> None:
+    wild = offer("aws", spot_usd_hour=10.0, interruption_band=100)
+    calm = offer("gcp", spot_usd_hour=10.1, interruption_band=5)
+    text = f"{H100}\nnum_nodes: 16\ngoal: {{work: 100h}}\ncheckpoint: {{stall: 5m, restart: 30m}}"
+    assert plan(H100, [wild, calm]).choice.placement.offer is wild
+    assert plan(text, [wild, calm]).choice.placement.offer is calm
+
+
+def test_goal_considers_on_demand_too_and_a_tight_deadline_chooses_it() -> None:
+    base = "resources: {accelerators: H100:8}\nnum_nodes: 64\ncheckpoint: {stall: 60s, restart: 2h}\ngoal: "
+    loose = plan(base + "{work: 100h, deadline: 60d}", [offer(interruption_band=100)])
+    tight = plan(base + "{work: 100h, deadline: 101h, confidence: 0.99}", [offer(interruption_band=100)])
+    assert loose.choice.placement.is_spot
+    assert not tight.choice.placement.is_spot
+    assert [each.filter for each in tight.rejections] == ["deadline"]
+
+
+def test_budget_is_never_exceeded() -> None:
+    with pytest.raises(NoOfferError, match="budget"):
+        plan("resources: {accelerators: H100:8}\ngoal: {work: 100h, budget: 10}", [offer()])
+
+
+def test_local_cloud_is_never_chosen_unless_named() -> None:
+    local = offer("local", spot_usd_hour=0.01)
+    assert plan(H100, [local, offer("aws")]).choice.placement.offer.cloud == "aws"
+    with pytest.raises(NoOfferError):
+        plan(H100, [local])
+
+
+def test_ordered_alternatives_keep_their_order() -> None:
+    offers = [offer("aws"), offer("gcp", accelerator="A100", spot_usd_hour=1.0)]
+    text = "resources: {accelerators: [H100:8, A100:8], use_spot: true}"
+    assert plan(text, offers).choice.placement.offer.accelerator == "H100"
+
+
+def test_error_names_place_filters_and_nearest() -> None:
+    with pytest.raises(NoOfferError) as caught:
+        plan("resources:\n  accelerators: H100:4\n  region: mars", [offer(), offer(accelerator_count=4)])
+    assert "train.yaml:2:3" in caught.value.message
+    assert "accelerator count" in caught.value.message
+    assert "nearest us-east-1" in caught.value.message
+    assert caught.value.hints
+
+
+def test_unusable_and_refused_places_are_left_out() -> None:
+    offers = [offer("aws", spot_usd_hour=1.0), offer("gcp", spot_usd_hour=2.0), offer("oci", spot_usd_hour=3.0)]
+    usable = frozenset({"gcp", "oci"})
+    assert plan(H100, offers, usable_clouds=usable).choice.placement.offer.cloud == "gcp"
+    refused = plan(H100, offers, usable_clouds=usable, avoid=lambda each: each.offer.cloud == "gcp")
+    assert refused.choice.placement.offer.cloud == "oci"
+
+
+def test_work_measured_on_one_accelerator_scales_to_another() -> None:
+    text = "resources: {accelerators: H100:8}\ngoal: {work: {hours: 90, on: A100:8}}"
+    tflops = {"H100": 900.0, "A100": 300.0}
+    hours = plan(text, [offer(spot_usd_hour=None)], tflops=tflops).choice.expected_hours
+    assert hours == pytest.approx(30, rel=0.05)
+
+
+@given(st.lists(st.tuples(prices, prices, st.sampled_from([None, 5, 20, 100])), min_size=1, max_size=8), st.booleans())
+def test_choice_is_the_minimum_of_all_estimates(rows: list[tuple[float, float, float | None]], has_work: bool) -> None:
+    offers = [
+        offer(region=f"r{i}", ondemand_usd_hour=a, spot_usd_hour=b, interruption_band=band)
+        for i, (a, b, band) in enumerate(rows)
+    ]
+    made = plan("resources: {accelerators: H100:8}\ngoal: " + ("{work: 50h}" if has_work else "{}"), offers)
+    costs = [each.placement.usd_hour if each.expected_usd is None else each.expected_usd for each in made.estimates]
+    assert costs == sorted(costs)
+    assert len(costs) == 2 * len(rows)
+
+
+@given(st.floats(1, 1000), st.floats(1e-5, 0.5), st.floats(1e-5, 0.5), st.floats(1, 600), st.floats(0, 3600))
+def test_more_hazard_never_takes_less_time(work: float, one: float, two: float, stall: float, restart: float) -> None:
+    low, high = sorted((one, two))
+    tau = best_interval_s(stall, low)
+    assert expected_hours(work, low, tau, stall, restart) <= expected_hours(work, high, tau, stall, restart) * (1 + 1e-9)
+
+
+@given(st.floats(1, 1000), st.floats(10, 36000), st.floats(0, 60))
+def test_without_hazard_only_the_stalls_are_added(work: float, tau: float, stall: float) -> None:
+    exact = work * (1 + stall / tau)
+    assert expected_hours(work, 0, tau, stall, 300) == pytest.approx(exact)
+    assert expected_hours(work, 1e-9, tau, stall, 300) == pytest.approx(exact, rel=1e-3)
+
+
+@given(st.floats(1e-4, 0.5), st.floats(1, 300))
+def test_daly_interval_is_near_the_best_of_a_grid(hazard: float, stall: float) -> None:
+    best = min(expected_hours(100, hazard, 10 * 1.15**k, stall, 300) for k in range(60))
+    assert expected_hours(100, hazard, best_interval_s(stall, hazard), stall, 300) <= best * 1.02
+
+
+def test_expected_hours_agree_with_a_simulation_of_the_same_process() -> None:
+    work, hazard, tau, stall, restart = 20.0, 0.2, 1800.0, 60.0, 600.0
+    draw = random.Random(7)
+    total = sum(simulate(draw, work, hazard, tau, stall, restart) for _ in range(4000)) / 4000
+    assert expected_hours(work, hazard, tau, stall, restart) == pytest.approx(total, rel=0.02)
+
+
+def simulate(draw: random.Random, work: float, hazard: float, tau: float, stall: float, restart: float) -> float:
+    """Hours until `work` is done; preemptions strike during work, stalls and restarts alike (Daly's process)."""
+    clock, recover = 0.0, 0.0
+    for _ in range(math.ceil(work / (tau / 3600))):
+        while True:
+            need, strike = recover + (tau + stall) / 3600, draw.expovariate(hazard)
+            if strike >= need:
+                clock, recover = clock + need, 0.0
+                break
+            clock, recover = clock + strike, restart / 3600
+    return clock
+
+
+def test_deadline_chance_is_a_chance_and_grows_with_time() -> None:
+    chances = [deadline_chance(hours, 100, 0.01, 1800, 30, 600) for hours in (99, 101, 102, 110, 200)]
+    assert chances[0] == 0
+    assert chances == sorted(chances)
+    assert chances[-1] == pytest.approx(1)
+
+
+def test_hazard_grows_with_the_band() -> None:
+    hazards = [hazard_per_node_hour(band) for band in (5, 10, 15, 20, 100)]
+    assert hazards == sorted(hazards)
+    assert 1 - math.exp(-hazards[0] * 730) == pytest.approx(0.05)
