@@ -1,4 +1,4 @@
-"""The collector: cloud lists first, then records. What carries our tag and is in no record ends; others' is never touched."""
+"""The collector: cloud lists first, then records. What carries our tag and is in no record ends; nothing else does."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ class Collector:
             for cluster in self._store.list_clusters()
             if (cluster.job_id is not None and cluster.job_id not in live_jobs)
             or cluster.status is ClusterStatus.TERMINATING
+            or (cluster.status is ClusterStatus.INIT and not cluster.job_id and now_s - cluster.created_s > UP_S_MAX)
         }
         jobs_by_name = {cluster.name: cluster.job_id for cluster in self._store.list_clusters()}
         for intent in self._store.list_open_intents():

@@ -1,6 +1,6 @@
 """The only failover loop: it follows the plan's order, remembers refusals, and never creates a gang twice.
 
-An intent is committed before each create call; the token makes a repeated call harmless; an unknown outcome is looked up.
+An intent is committed before each create call; its token makes a repeat harmless; an unknown outcome is looked up.
 """
 
 from __future__ import annotations

@@ -107,6 +107,9 @@ class Provisioner:
             )
         with self._store.transaction():
             self._failover.record(gone)
+            current = self._store.get_cluster(name)
+            if current is None or current.created_s != cluster.created_s:
+                return  # somebody else finished this, and the name may already stand for a new cluster
             self._store.delete_cluster(name)
             self._store.add_event("down", f"{name} is down", cluster=name, job_id=cluster.job_id)
 

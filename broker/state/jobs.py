@@ -70,6 +70,14 @@ class JobRows(Database):
     def list_live_job_ids(self) -> Sequence[int]:
         return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
+    def list_unfinished_job_ids(self) -> Sequence[int]:
+        """Live jobs, and ended ones that still have a cluster or an attempt to close."""
+        rows = self._rows(
+            "SELECT id FROM jobs WHERE NOT is_terminal OR id IN (SELECT job_id FROM clusters) "
+            "OR id IN (SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL) ORDER BY id"
+        )
+        return [row["id"] for row in rows]
+
     def set_job_status(self, job_id: int, status: JobStatus, failure: str = "") -> bool:
         """Whether it was written: False when the job had ended already, whatever was asked."""
         ended_s = self.clock.now_s() if status.is_terminal else None
@@ -118,7 +126,7 @@ class JobRows(Database):
         self._write(
             "INSERT INTO attempts (job_id, number, body) VALUES (?, ?, ?) "
             "ON CONFLICT (job_id, number) DO UPDATE SET body = excluded.body",
-            (attempt.job_id, attempt.number, msgspec.json.encode(attempt)),
+            (attempt.job_id, attempt.number, msgspec.json.encode(attempt).decode()),
         )
 
     def list_attempts(self, job_id: int) -> Sequence[Attempt]:

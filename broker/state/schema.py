@@ -20,7 +20,7 @@ _FIRST = (
        cancel_requested INTEGER NOT NULL DEFAULT 0, progress BLOB)""",
     """CREATE TRIGGER jobs_terminal BEFORE UPDATE OF status, failure, ended_s ON jobs WHEN OLD.is_terminal
        BEGIN SELECT RAISE(ABORT, 'a terminal job never changes'); END""",
-    """CREATE TABLE attempts (job_id INTEGER NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL,
+    """CREATE TABLE attempts (job_id INTEGER NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL,
        PRIMARY KEY (job_id, number))""",
     """CREATE TABLE attempt_steps (job_id INTEGER NOT NULL, number INTEGER NOT NULL, first_step INTEGER NOT NULL,
        last_step INTEGER NOT NULL, checkpoint_step INTEGER, PRIMARY KEY (job_id, number))""",
