@@ -1,0 +1,304 @@
+"""One managed job: compares what the store wants with what cloud and gang show, and takes one step.
+
+All it must know is in the store: a new controller continues where a killed one stopped. An attempt moves
+up -> (running) -> outcome set -> nodes confirmed gone -> ended; the next one starts only after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError
+from broker.jobs.gang import Gang
+from broker.jobs.judgement import Verdict, is_restart_due, judge, list_lost_ranks
+from broker.jobs.logs import copy_log
+from broker.jobs.order import get_recovery, order_plan
+from broker.jobs.watch import Watch
+from broker.provision.failover import describe
+from broker.provision.lifecycle import Provisioner
+from broker.provision.nodes import draw_backoff_s
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, RunStatus, Task
+
+POLL_S = 0.5
+LEASE_S = 900.0
+RUN_ID = 1  # every attempt has a cluster of its own, so its run is always the first
+FAILED_OUTCOME = "failed"
+Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
+T = TypeVar("T")
+
+
+class _Cancelled(Exception):
+    """The user asked for the end while something long was under way."""
+
+
+def name_cluster(job_id: int, attempt: int) -> str:
+    return f"job-{job_id}-{attempt}"
+
+
+class JobController:
+    def __init__(
+        self,
+        job_id: int,
+        *,
+        store: Store,
+        provisioner: Provisioner,
+        gang: Gang,
+        planner: Planner,
+        clock: Clock,
+        config: Config,
+    ) -> None:
+        self.job_id = job_id
+        self._store = store
+        self._provisioner = provisioner
+        self._gang = gang
+        self._planner = planner
+        self._clock = clock
+        self._config = config
+        self._watch: Watch | None = None
+        self._refusals = 0  # in a row; only paces the retries
+
+    async def step(self) -> float:
+        """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
+        job = self._store.get_job(self.job_id)
+        assert job is not None, f"job {self.job_id} was submitted"
+        live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
+        if job.status.is_terminal:
+            return await self._clean_up(job, live)
+        if job.cancel_requested:
+            return await self._cancel(job, live)
+        try:
+            if live is None:
+                return await self._until_cancelled(self._bring_up(job))
+            if live.outcome:
+                return await self._bury(live)
+            if live.running_s is None:
+                return await self._until_cancelled(self._start(job, live))
+            return await self._look(job, live)
+        except _Cancelled:
+            return 0.0
+
+    async def _bring_up(self, job: Job) -> float:
+        number = len(job.attempts) + 1
+        if job.status is JobStatus.PENDING:
+            self._store.set_job_status(job.id, JobStatus.STARTING)
+        try:
+            plan = order_plan(self._planner(job.task, None), job.attempts)
+        except NoOfferError as error:
+            return self._finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
+        try:
+            cluster = await self._provisioner.up(
+                name_cluster(job.id, number),
+                plan,
+                attempt=number,
+                job_id=job.id,
+                on_event=lambda message: self._tell("failover", message),
+            )
+        except CapacityError as error:
+            self._refusals += 1
+            wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
+            self._tell("waiting", f"{error.message}; trying again in {wait_s:.0f} s")
+            if not job.attempts:
+                self._store.set_job_status(job.id, JobStatus.PENDING)
+            return wait_s
+        except (AuthError, InvalidRequestError) as error:
+            return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+        self._refusals = 0
+        placement = cluster.placement
+        attempt = Attempt(
+            job_id=job.id, number=number, cluster=cluster.name, placement=placement, started_s=cluster.created_s
+        )
+        with self._store.transaction():
+            self._store.put_attempt(attempt)
+            self._tell("attempt", f"attempt {number}: {describe(placement)} at {placement.usd_hour:.2f} USD/h")
+        return await self._start(job, attempt)
+
+    async def _start(self, job: Job, attempt: Attempt) -> float:
+        cluster = self._store.get_cluster(attempt.cluster)
+        if cluster is None:
+            return self._lose(attempt, "its cluster was taken down")
+        watch = self._get_watch(attempt)
+        try:
+            await self._gang.prepare(cluster, job.task)
+            await self._gang.start(cluster, job.task, run_id=RUN_ID, envs=self._make_envs(attempt), lease_s=LEASE_S)
+        except CloudError as error:
+            cluster = await self._provisioner.refresh(cluster)
+            if list_lost_ranks(cluster.nodes) or watch.note_silence(self._clock.now_s()):
+                return self._lose(attempt, f"lost while starting: {error.message}")
+            return POLL_S
+        now_s = self._clock.now_s()
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, running_s=now_s))
+            self._store.set_job_status(job.id, JobStatus.RUNNING)
+            ended_s = max((old.ended_s or 0.0 for old in job.attempts if old.number < attempt.number), default=0.0)
+            lost_s = self._find_loss_s() or ended_s
+            if attempt.number > 1:
+                self._tell("recovered", f"recovered in {now_s - lost_s:.1f} s on {describe(attempt.placement)}")
+            else:
+                self._tell("running", "the program was started")
+        watch.note_lease(now_s)
+        return POLL_S
+
+    async def _look(self, job: Job, attempt: Attempt) -> float:
+        cluster = self._store.get_cluster(attempt.cluster)
+        if cluster is None:
+            return self._lose(attempt, "its cluster was taken down")
+        watch = self._get_watch(attempt)
+        report = await self._gang.poll(cluster, RUN_ID)
+        if report.progress is not None and report.progress != job.progress:
+            self._store.set_progress(job.id, report.progress)
+        if watch.needs_list(report, self._clock.now_s()):
+            try:
+                cluster = await self._provisioner.refresh(cluster)
+            except CloudError:
+                if report.status is not RunStatus.SUCCEEDED:
+                    return POLL_S  # no answer is no evidence, and a failure is not judged without the list
+            watch.note_list(self._clock.now_s())
+        await self._copy_log(attempt, cluster)
+        signs = watch.read_signs(report, cluster, self._clock.now_s())
+        verdict = judge(signs)
+        if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
+            await self._renew_lease(watch, cluster)
+            return POLL_S
+        if verdict is Verdict.LOST:
+            ranks = list_lost_ranks(cluster.nodes) or report.unreachable
+            step = f" after step {report.progress.step}" if report.progress else ""
+            return self._lose(attempt, f"node {' and '.join(map(str, ranks))} gone{step}")
+        return await self._conclude(job, attempt, verdict, report.returncode)
+
+    async def _conclude(self, job: Job, attempt: Attempt, verdict: Verdict, returncode: int | None) -> float:
+        if verdict is Verdict.SUCCEEDED:
+            return await self._end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+        if verdict is Verdict.CANCELLED:
+            return await self._end(
+                job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster"
+            )
+        if verdict is Verdict.FAILED_SETUP:
+            failure = f"`setup` exited with code {returncode}"
+            return await self._end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
+        outcome = f"{FAILED_OUTCOME} with exit code {returncode}"
+        failures = sum(1 for old in job.attempts if old.outcome.startswith(FAILED_OUTCOME))
+        if not is_restart_due(get_recovery(job.task), returncode, failures):
+            return await self._end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with code {returncode}")
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=outcome))
+            self._store.set_job_status(job.id, JobStatus.RECOVERING)
+            self._tell("restart", f"the program exited with code {returncode} and is restarted")
+        return 0.0
+
+    def _lose(self, attempt: Attempt, reason: str) -> float:
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=f"preempted: {reason}"))
+            self._store.set_job_status(self.job_id, JobStatus.RECOVERING)
+            self._tell("preempted", f"preempted: {reason}")
+        return 0.0
+
+    async def _bury(self, attempt: Attempt) -> float:
+        """The old attempt's nodes are confirmed gone before anything else may start."""
+        await self._provisioner.down(attempt.cluster)
+        self._close(attempt)
+        return 0.0
+
+    async def _end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=outcome))
+            self._finish(job, status, failure)
+        return 0.0
+
+    def _finish(self, job: Job, status: JobStatus, failure: str) -> float:
+        with self._store.transaction():
+            if self._store.set_job_status(job.id, status, failure):
+                self._tell("ended", f"{status.value}{': ' + failure if failure else ''}")
+        return 0.0
+
+    async def _cancel(self, job: Job, live: Attempt | None) -> float:
+        if job.status is not JobStatus.CANCELLING:
+            self._store.set_job_status(job.id, JobStatus.CANCELLING)
+        cluster = self._store.get_cluster(live.cluster) if live else None
+        if live and cluster and live.running_s is not None and not live.outcome:
+            try:
+                await self._gang.cancel(cluster, RUN_ID)
+            except CloudError:
+                pass  # its nodes end next, and the program with them
+            await self._copy_log(live, cluster)
+        # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
+        await self._provisioner.down(live.cluster if live else name_cluster(job.id, len(job.attempts) + 1))
+        with self._store.transaction():
+            if live:
+                self._close(replace(live, outcome=live.outcome or "cancelled"))
+            self._finish(job, JobStatus.CANCELLED, "")
+        return 0.0
+
+    async def _clean_up(self, job: Job, live: Attempt | None) -> float:
+        if live:
+            cluster = self._store.get_cluster(live.cluster)
+            if cluster:
+                await self._copy_log(live, cluster)
+            await self._provisioner.down(live.cluster)
+            self._close(live)
+        else:
+            await self._provisioner.down(name_cluster(job.id, len(job.attempts) + 1))
+        return math.inf
+
+    def _close(self, attempt: Attempt) -> None:
+        now_s = self._clock.now_s()
+        usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
+        self._store.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
+        self._watch = None
+
+    async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
+        """Give up long work when a cancel is asked for; what it leaves half done is found by its intents."""
+        doing = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._wait_for_cancel())
+        try:
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise _Cancelled
+            return doing.result()
+        finally:
+            doing.cancel()
+            watching.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    async def _wait_for_cancel(self) -> None:
+        while not self._store.is_cancel_requested(self.job_id):
+            await self._clock.sleep(POLL_S)
+
+    async def _renew_lease(self, watch: Watch, cluster: Cluster) -> None:
+        if not watch.needs_lease(self._clock.now_s()):
+            return
+        try:
+            await self._gang.renew_lease(cluster, lease_s=LEASE_S)
+        except CloudError:
+            return  # tried again at the next step; the lease holds for many of them
+        watch.note_lease(self._clock.now_s())
+
+    async def _copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
+        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=RUN_ID)
+
+    def _get_watch(self, attempt: Attempt) -> Watch:
+        if self._watch is None or self._watch.cluster != attempt.cluster:
+            self._watch = Watch(attempt.cluster)
+        return self._watch
+
+    def _make_envs(self, attempt: Attempt) -> dict[str, str]:
+        return {
+            "BROKER_JOB_ID": str(self.job_id),
+            "BROKER_ATTEMPT": str(attempt.number),
+            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{self.job_id}"),
+            "SKYPILOT_TASK_ID": f"broker-job-{self.job_id}",
+        }
+
+    def _find_loss_s(self) -> float | None:
+        """When the newest attempt was found lost or restarted."""
+        events = self._store.list_events(job_id=self.job_id)
+        return next((event.time_s for event in reversed(events) if event.kind in ("preempted", "restart")), None)
+
+    def _tell(self, kind: str, message: str) -> None:
+        self._store.add_event(kind, message, job_id=self.job_id)

@@ -1,0 +1,162 @@
+"""The process that keeps promises while no command runs: one controller per live job, and the collector.
+
+Only one per state folder, by flock. It may be killed at any instant: jobs do not notice, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import BrokerError
+from broker.provision.lifecycle import Provisioner
+from broker.provision.nodes import draw_backoff_s
+from broker.state.store import Store
+
+log = logging.getLogger(__name__)
+
+LOOK_FOR_JOBS_S = 0.3
+COLLECT_EVERY_S = 60.0
+
+
+class Controller(Protocol):
+    async def step(self) -> float: ...
+
+
+async def run_daemon(
+    *,
+    store: Store,
+    make_controller: Callable[[int], Controller],
+    provisioner: Provisioner,
+    clock: Clock,
+    config: Config,
+    idle_s: float = 60,
+) -> None:
+    """Returns at once if another daemon holds the lock, after `idle_s` without live jobs, or on SIGTERM."""
+    with _hold_lock(config) as is_held:
+        if not is_held:
+            return
+        daemon = _Daemon(store, make_controller, provisioner, clock, idle_s)
+        main = asyncio.ensure_future(daemon.run())
+        loop = asyncio.get_running_loop()
+        with _cancel_on_sigterm(loop, main):
+            try:
+                await main
+            except asyncio.CancelledError:
+                log.info("the daemon was asked to leave; jobs go on without it")
+
+
+def ensure_daemon(config: Config, argv: Sequence[str]) -> None:
+    """Start `argv` on its own, away from this terminal, unless a daemon holds the lock."""
+    with _hold_lock(config) as is_held:
+        if not is_held:
+            return
+    config.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(config.logs / "daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as output:
+        subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=config.home
+        )
+
+
+class _Daemon:
+    def __init__(
+        self,
+        store: Store,
+        make_controller: Callable[[int], Controller],
+        provisioner: Provisioner,
+        clock: Clock,
+        idle_s: float,
+    ) -> None:
+        self._store = store
+        self._make_controller = make_controller
+        self._provisioner = provisioner
+        self._clock = clock
+        self._idle_s = idle_s
+        self._drives: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        collecting = asyncio.ensure_future(self._collect_forever())
+        idle_since_s = self._clock.now_s()
+        try:
+            while True:
+                self._start_controllers()
+                if self._drives:
+                    idle_since_s = self._clock.now_s()
+                elif self._clock.now_s() - idle_since_s >= self._idle_s:
+                    return
+                await self._clock.sleep(LOOK_FOR_JOBS_S)
+        finally:
+            tasks = [collecting, *self._drives.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_controllers(self) -> None:
+        for job_id in [job_id for job_id, task in self._drives.items() if task.done()]:
+            del self._drives[job_id]
+        for job_id in self._store.list_unfinished_job_ids():
+            if job_id not in self._drives:
+                self._drives[job_id] = asyncio.ensure_future(self._drive(job_id))
+
+    async def _drive(self, job_id: int) -> None:
+        """Step after step; an unexpected error costs this job a pause, and no other job anything."""
+        controller: Controller | None = None
+        failures = 0
+        while True:
+            try:
+                controller = controller or self._make_controller(job_id)
+                wait_s = await controller.step()
+                failures = 0
+            except Exception as error:  # the outermost edge of one job
+                failures += 1
+                wait_s = draw_backoff_s(failures, cap_s=60.0)
+                text = error.message if isinstance(error, BrokerError) else repr(error)
+                log.warning("job %s: %s; next try in %.1f s", job_id, text, wait_s, exc_info=error)
+                if not isinstance(error, BrokerError):
+                    controller = None  # its memory is not to be trusted; the store is
+            if math.isinf(wait_s):
+                return
+            await self._clock.sleep(wait_s)
+
+    async def _collect_forever(self) -> None:
+        while True:
+            try:
+                await self._provisioner.collect()
+            except Exception as error:  # the outermost edge of the collector
+                log.warning("collecting failed", exc_info=error)
+            await self._clock.sleep(COLLECT_EVERY_S)
+
+
+@contextmanager
+def _hold_lock(config: Config) -> Iterator[bool]:
+    """The kernel drops the lock with the process, however it dies; the descriptor is not inherited."""
+    descriptor = os.open(config.daemon_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _cancel_on_sigterm(loop: asyncio.AbstractEventLoop, main: asyncio.Future[None]) -> Iterator[None]:
+    loop.add_signal_handler(signal.SIGTERM, main.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

@@ -1,0 +1,74 @@
+"""What a running attempt's signs mean. Pure: the gang's report and the cloud's list go in, a verdict comes out.
+
+The job's own outcome decides; a failure counts as the user's only when no node was lost under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from broker.types import JobRecovery, Node, NodeState, RunStatus
+
+MISSES_MIN = 3  # polls without an answer, and
+UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
+NOTICE_S_MAX = 150.0  # AWS gives 120 s of notice; the program may exit on SIGTERM at its start
+PEER_LOSS_S_MAX = 5.0  # a gang that fails together: the list may learn of the lost peer this much later
+SIGTERM_CODES = (143, -15)
+
+
+class Verdict(StrEnum):
+    RUNNING = "RUNNING"
+    UNCLEAR = "UNCLEAR"  # look again soon
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    FAILED_SETUP = "FAILED_SETUP"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs:
+    """`status` None: nobody answered. Durations are how long the sign has been standing."""
+
+    status: RunStatus | None
+    returncode: int | None
+    unreachable: tuple[int, ...]
+    nodes: tuple[Node, ...]
+    is_spot: bool
+    misses: int = 0
+    unreachable_s: float = 0.0
+    failed_s: float = 0.0
+
+
+def judge(signs: Signs) -> Verdict:
+    if signs.status is RunStatus.SUCCEEDED:
+        return Verdict.SUCCEEDED
+    if list_lost_ranks(signs.nodes):
+        return Verdict.LOST
+    if signs.unreachable and signs.misses >= MISSES_MIN and signs.unreachable_s >= UNREACHABLE_S_MIN:
+        return Verdict.LOST
+    if signs.status is RunStatus.CANCELLED:
+        return Verdict.CANCELLED
+    if signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+        if signs.unreachable or signs.failed_s < measure_doubt_s(signs):
+            return Verdict.UNCLEAR
+        return Verdict.FAILED if signs.status is RunStatus.FAILED else Verdict.FAILED_SETUP
+    return Verdict.UNCLEAR if signs.unreachable else Verdict.RUNNING
+
+
+def measure_doubt_s(signs: Signs) -> float:
+    """How long a failure may still turn out to be a preemption that the list has not told yet."""
+    if signs.returncode in SIGTERM_CODES or any(node.reason == "preempted" for node in signs.nodes):
+        return NOTICE_S_MAX if signs.is_spot else 2 * PEER_LOSS_S_MAX
+    return PEER_LOSS_S_MAX if signs.is_spot and len(signs.nodes) > 1 else 0.0
+
+
+def list_lost_ranks(nodes: Sequence[Node]) -> Sequence[int]:
+    return [node.rank for node in nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
+
+
+def is_restart_due(recovery: JobRecovery, returncode: int | None, failures: int) -> bool:
+    """`failures` counts the job's earlier restarts; a listed exit code restarts whatever their number (SkyPilot)."""
+    return returncode in recovery.recover_on_exit_codes or failures < recovery.max_restarts_on_errors

@@ -1,0 +1,47 @@
+"""Copies a job's log from its gang's head to one file, across attempts, with no gap and no repeat.
+
+Our file is cut back to the last committed length before each append, so a crash in between leaves nothing twice.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from broker.errors import CloudError
+from broker.jobs.gang import Gang
+from broker.state.store import LogOffset, Store
+from broker.types import Attempt, Cluster
+
+CHUNKS_MAX = 256  # in one visit; the rest follows in the next
+
+
+def get_log_path(logs: Path, job_id: int) -> Path:
+    return logs / "jobs" / f"{job_id}.log"
+
+
+async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cluster: Cluster, run_id: int) -> None:
+    """An unreachable head is no error: what it still holds is copied when it answers again."""
+    offset = store.get_log_offset(attempt.job_id)
+    if offset.attempt != attempt.number:
+        offset = LogOffset(attempt=attempt.number, source_bytes=0, file_bytes=offset.file_bytes)
+    for _ in range(CHUNKS_MAX):
+        try:
+            chunk, next_bytes = await gang.read_log(cluster, run_id, offset=offset.source_bytes)
+        except CloudError:
+            return
+        if not chunk:
+            return
+        file_bytes = _append(get_log_path(logs, attempt.job_id), chunk, at_bytes=offset.file_bytes)
+        offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
+        store.set_log_offset(attempt.job_id, offset)
+
+
+def _append(path: Path, chunk: bytes, *, at_bytes: int) -> int:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.truncate(at_bytes)
+        file.seek(at_bytes)
+        file.write(chunk)
+    return at_bytes + len(chunk)

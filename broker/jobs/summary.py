@@ -1,0 +1,72 @@
+"""What a job's run came to: steps, losses, recoveries, time and money. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from broker.state.jobs import StepRange
+from broker.types import Attempt, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    steps: int
+    steps_total: int | None
+    steps_lost: int  # done, but not in the checkpoint the next attempt resumed from
+    recoveries: int
+    recovery_s: float  # from the end of one attempt to the program running again, summed
+    total_s: float  # from submission to the end, or to now
+    useful_s: float  # running, less the share of the steps done twice
+    paid_usd: float
+    ondemand_usd: float  # the same node-hours at the on-demand price
+
+
+def summarize(
+    job: Job, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, paid_usd: float, now_s: float
+) -> RunSummary:
+    """`steps` and `paid_usd` are the store's `list_steps(job.id)` and `spend_usd(job_id=job.id, now_s=now_s)`."""
+    newest = job.progress.step if job.progress else 0
+    lost = sum(
+        _count_lost(steps.get(old.number), steps.get(new.number))
+        for old, new in zip(attempts, attempts[1:], strict=False)
+    )
+    end_s = job.ended_s if job.ended_s is not None else now_s
+    running_s = sum(
+        min(attempt.ended_s or end_s, end_s) - attempt.running_s
+        for attempt in attempts
+        if attempt.running_s is not None
+    )
+    started = [attempt for attempt in attempts if attempt.running_s is not None]
+    return RunSummary(
+        steps=newest,
+        steps_total=job.progress.total if job.progress else None,
+        steps_lost=lost,
+        recoveries=max(0, len(started) - 1),
+        recovery_s=sum(
+            max(0.0, (new.running_s or 0.0) - (old.ended_s or new.started_s))
+            for old, new in zip(started, started[1:], strict=False)
+        ),
+        total_s=end_s - job.submitted_s,
+        useful_s=running_s * (newest / (newest + lost) if newest else 1.0),
+        paid_usd=paid_usd,
+        ondemand_usd=sum(_price_ondemand(attempt, end_s) for attempt in attempts),
+    )
+
+
+def _count_lost(old: StepRange | None, new: StepRange | None) -> int:
+    """A reported checkpoint tells exactly; else the step the next attempt was first seen at."""
+    if old is None:
+        return 0
+    if old.checkpoint_step is not None:
+        return max(0, old.last_step - old.checkpoint_step)
+    return max(0, old.last_step - new.first_step + 1) if new else 0
+
+
+def _price_ondemand(attempt: Attempt, end_s: float) -> float:
+    """An offer without an on-demand price counts at what was paid."""
+    price = attempt.placement.offer.ondemand_usd_hour
+    if price is None:
+        return attempt.usd
+    hours = max(0.0, (attempt.ended_s or end_s) - attempt.started_s) / 3600
+    return price * attempt.placement.node_count * hours

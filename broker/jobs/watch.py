@@ -1,0 +1,60 @@
+"""What a controller remembers between two looks at one attempt. Lost in a crash, it only makes the next one patient."""
+
+from __future__ import annotations
+
+from broker.jobs.gang import GangReport
+from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
+from broker.types import Cluster, RunStatus
+
+LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
+LEASE_EVERY_S = 60.0
+
+
+class Watch:
+    def __init__(self, cluster: str) -> None:
+        self.cluster = cluster
+        self._misses = 0
+        self._silent_since_s: float | None = None
+        self._failed_since_s: float | None = None
+        self._listed_s = float("-inf")
+        self._leased_s = float("-inf")
+
+    def needs_list(self, report: GangReport, now_s: float) -> bool:
+        is_suspicious = bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
+        return is_suspicious or now_s - self._listed_s >= LIST_EVERY_S
+
+    def note_list(self, now_s: float) -> None:
+        self._listed_s = now_s
+
+    def needs_lease(self, now_s: float) -> bool:
+        return now_s - self._leased_s >= LEASE_EVERY_S
+
+    def note_lease(self, now_s: float) -> None:
+        self._leased_s = now_s
+
+    def note_silence(self, now_s: float) -> bool:
+        """Whether the silence has lasted long enough to be believed."""
+        self._misses += 1
+        if self._silent_since_s is None:
+            self._silent_since_s = now_s
+        return self._misses >= MISSES_MIN and now_s - self._silent_since_s >= UNREACHABLE_S_MIN
+
+    def read_signs(self, report: GangReport, cluster: Cluster, now_s: float) -> Signs:
+        if report.unreachable:
+            self.note_silence(now_s)
+        else:
+            self._misses, self._silent_since_s = 0, None
+        if report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+            self._failed_since_s = now_s if self._failed_since_s is None else self._failed_since_s
+        else:
+            self._failed_since_s = None
+        return Signs(
+            status=report.status,
+            returncode=report.returncode,
+            unreachable=tuple(report.unreachable),
+            nodes=cluster.nodes,
+            is_spot=cluster.placement.is_spot,
+            misses=self._misses,
+            unreachable_s=now_s - (self._silent_since_s or now_s),
+            failed_s=now_s - (self._failed_since_s or now_s),
+        )

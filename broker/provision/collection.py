@@ -1,0 +1,105 @@
+"""The collector: cloud lists first, then records. What carries our tag and is in no record ends; nothing else does."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from broker.clock import Clock
+from broker.clouds.base import Cloud
+from broker.errors import CloudError
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Node, NodeState
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call still under way
+UP_S_MAX = 3600.0  # no `up` of a living process takes longer: an older open intent is nobody's
+
+
+class Collector:
+    def __init__(
+        self,
+        clouds: Mapping[str, Cloud],
+        store: Store,
+        *,
+        clock: Clock,
+        owner: str,
+        down: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._clouds = clouds
+        self._store = store
+        self._clock = clock
+        self._owner = owner
+        self._down = down
+        self._spared: Counter[str] = Counter()
+
+    @contextmanager
+    def spare(self, name: str) -> Iterator[None]:
+        """While this process brings `name` up, its intents are alive however old they are."""
+        self._spared[name] += 1
+        try:
+            yield
+        finally:
+            self._spared[name] -= 1
+
+    async def collect(self) -> int:
+        count = 0
+        for cloud in self._clouds.values():
+            try:
+                count += await self._collect_nodes(cloud)
+            except CloudError as error:
+                log.warning("%s cannot be swept now: %s", cloud.name, error.message)
+        for name in self._find_dead_names():
+            try:
+                await self._down(name)
+                count += 1
+            except CloudError as error:
+                log.warning("%s cannot be ended now: %s", name, error.message)
+        return count
+
+    async def _collect_nodes(self, cloud: Cloud) -> int:
+        """The list is read before the records, so that a node recorded in between is never mistaken for lost."""
+        listed: Sequence[Node] = await cloud.list_nodes(self._owner)
+        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
+        tokens = {intent.request.token for intent in self._store.list_open_intents()}
+        oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
+        lost = [
+            node
+            for node in listed
+            if node.owner == self._owner
+            and node.state is not NodeState.TERMINATED
+            and node.created_s < oldest_s
+            and node.token not in tokens
+            and not _is_recorded(node, clusters.get(node.cluster))
+        ]
+        if lost:
+            await cloud.terminate_nodes([node.id for node in lost])
+            for node in lost:
+                self._store.record_node(node)
+                self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
+        return len(lost)
+
+    def _find_dead_names(self) -> Sequence[str]:
+        """Clusters whose job has ended, or whose `up` or `down` was cut short long ago."""
+        now_s = self._clock.now_s()
+        live_jobs = set(self._store.list_live_job_ids())
+        names = {
+            cluster.name
+            for cluster in self._store.list_clusters()
+            if (cluster.job_id is not None and cluster.job_id not in live_jobs)
+            or cluster.status is ClusterStatus.TERMINATING
+            or (cluster.status is ClusterStatus.INIT and not cluster.job_id and now_s - cluster.created_s > UP_S_MAX)
+        }
+        jobs_by_name = {cluster.name: cluster.job_id for cluster in self._store.list_clusters()}
+        for intent in self._store.list_open_intents():
+            name = intent.request.cluster
+            if jobs_by_name.get(name) is None and now_s - intent.created_s > UP_S_MAX:
+                names.add(name)
+        return sorted(name for name in names if not self._spared[name])
+
+
+def _is_recorded(node: Node, cluster: Cluster | None) -> bool:
+    return cluster is not None and (not cluster.nodes or any(known.id == node.id for known in cluster.nodes))

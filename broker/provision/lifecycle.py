@@ -1,0 +1,196 @@
+"""A cluster's life: up, refreshed, stopped, started, down. Each verb may be called again after a crash at any point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.clouds.base import CanStop, Cloud
+from broker.errors import TransientError, UsageError
+from broker.provision.collection import Collector
+from broker.provision.failover import Failover, Wanted, describe
+from broker.provision.nodes import LOOK_S, LOOK_S_MAX, RETRYABLE, confirm_gone, list_patiently
+from broker.state.store import Store
+from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Plan
+
+# Absence is not evidence: a node missing from the list is believed gone only after both (reliability notes, 5.4).
+MISSES_MIN = 4
+MISSING_S_MIN = 120.0
+STOP_S_MAX = 600.0
+
+
+class Provisioner:
+    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
+        self._clouds = clouds
+        self._store = store
+        self._clock = clock
+        self._owner = owner
+        self._failover = Failover(clouds, store, clock=clock, owner=owner)
+        self._collector = Collector(clouds, store, clock=clock, owner=owner, down=self.down)
+        self._misses: dict[str, tuple[int, float]] = {}  # node id -> looks without it, since when
+
+    async def up(
+        self,
+        name: str,
+        plan: Plan,
+        *,
+        attempt: int = 1,
+        job_id: int | None = None,
+        autostop: Autostop | None = None,
+        timeout_s: float = 600,
+        on_event: Callable[[str], None] | None = None,
+    ) -> Cluster:
+        """The whole gang running, at the first place that gives it. Called again, it takes up where it was left."""
+        known = self._store.get_cluster(name)
+        if known and known.status is ClusterStatus.UP and known.attempt == attempt:
+            return await self.refresh(known)
+        if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
+            await self.down(name)
+            known = None
+        if known and known.status is ClusterStatus.STOPPED:
+            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
+        wanted = Wanted(
+            cluster=Cluster(
+                name=name,
+                status=ClusterStatus.INIT,
+                placement=plan.choice.placement,
+                attempt=attempt,
+                created_s=known.created_s if known else self._clock.now_s(),
+                job_id=job_id,
+                autostop=autostop,
+            ),
+            disk_size_gib=plan.task.resources[0].disk_size_gib,
+            labels=plan.task.resources[0].labels,
+            timeout_s=timeout_s,
+            on_event=on_event or (lambda message: None),
+        )
+        with self._collector.spare(name):
+            return await self._bring_up(wanted, plan)
+
+    async def refresh(self, cluster: Cluster) -> Cluster:
+        """The cluster with its nodes as the cloud lists them; a lost part of a gang shows as TERMINATED nodes."""
+        cloud = self._clouds[cluster.placement.offer.cloud]
+        listed = {node.id: node for node in await list_patiently(cloud, self._owner, clock=self._clock)}
+        nodes = tuple(self._judge(node, listed.get(node.id)) for node in cluster.nodes)
+        refreshed = replace(cluster, nodes=nodes)
+        if nodes != cluster.nodes:
+            with self._store.transaction():
+                self._failover.record(nodes)
+                if self._store.get_cluster(cluster.name) is not None:
+                    self._store.put_cluster(refreshed)
+        return refreshed
+
+    async def down(self, name: str) -> None:
+        """Terminate, confirm, forget: the record goes only when the cloud says every node is gone."""
+        cluster = self._store.get_cluster(name)
+        intents = self._store.list_open_intents(name)
+        if cluster is None and not intents:
+            return
+        if cluster and cluster.status is not ClusterStatus.TERMINATING:
+            self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+        for intent in intents:
+            cloud = self._clouds[intent.request.placement.offer.cloud]
+            await self._failover.bury(cloud, intent.request, known=(), is_uncertain=True)
+        if cluster is None:
+            return
+        gone: Sequence[Node] = ()
+        if cluster.nodes:
+            tokens = self._store.list_tokens(name)
+            gone = await confirm_gone(
+                self._clouds[cluster.placement.offer.cloud],
+                self._owner,
+                known=cluster.nodes,
+                is_ours=lambda node: node.cluster == name and node.token in tokens,
+                is_uncertain=False,
+                clock=self._clock,
+            )
+        with self._store.transaction():
+            self._failover.record(gone)
+            current = self._store.get_cluster(name)
+            if current is None or current.created_s != cluster.created_s:
+                return  # somebody else finished this, and the name may already stand for a new cluster
+            self._store.delete_cluster(name)
+            self._store.add_event("down", f"{name} is down", cluster=name, job_id=cluster.job_id)
+
+    async def stop(self, name: str) -> None:
+        cluster, cloud = self._find_stoppable(name)
+        await cloud.stop_nodes([node.id for node in cluster.nodes])
+        await self._wait_all(cluster, NodeState.STOPPED)
+        self._change_status(name, ClusterStatus.STOPPED)
+
+    async def start(self, name: str) -> Cluster:
+        cluster, cloud = self._find_stoppable(name)
+        await cloud.start_nodes([node.id for node in cluster.nodes])
+        await self._wait_all(cluster, NodeState.RUNNING)
+        return self._change_status(name, ClusterStatus.UP)
+
+    async def collect(self) -> int:
+        """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""
+        return await self._collector.collect()
+
+    async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
+        name = wanted.cluster.name
+        placements = [intent.request.placement for intent in self._store.list_open_intents(name)]
+        placements += [estimate.placement for estimate in plan.estimates if estimate.placement not in placements]
+        try:
+            placement, nodes = await self._failover.acquire(wanted, placements)
+        except Exception:
+            if not self._store.list_open_intents(name):
+                self._store.delete_cluster(name)
+            raise
+        return self._enter(wanted, placement, nodes)
+
+    def _enter(self, wanted: Wanted, placement: Placement, nodes: Sequence[Node]) -> Cluster:
+        """Record and close the intent in one commit: there is no moment when nobody knows these nodes."""
+        name = wanted.cluster.name
+        cluster = replace(wanted.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
+        with self._store.transaction():
+            self._store.put_cluster(cluster)
+            self._failover.record(nodes)
+            self._store.close_intent(nodes[0].token, "up")
+            self._store.add_event("up", f"{name} is up: {describe(placement)}", cluster=name, job_id=cluster.job_id)
+        return cluster
+
+    def _judge(self, node: Node, seen: Node | None) -> Node:
+        if seen is not None or node.state is NodeState.TERMINATED:
+            self._misses.pop(node.id, None)
+            return seen if seen is not None and node.state is not NodeState.TERMINATED else node
+        now_s = self._clock.now_s()
+        count, since_s = self._misses.get(node.id, (0, now_s))
+        self._misses[node.id] = (count + 1, since_s)
+        if count + 1 >= MISSES_MIN and now_s - since_s >= MISSING_S_MIN:
+            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason="missing")
+        return node
+
+    def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
+        cluster = self._store.get_cluster(name)
+        if cluster is None:
+            raise UsageError(f"there is no cluster {name}", hints=("List clusters with `broker status`.",))
+        cloud = self._clouds[cluster.placement.offer.cloud]
+        if not isinstance(cloud, CanStop):
+            raise UsageError(
+                f"{cluster.placement.offer.cloud} cannot stop nodes", hints=(f"End it with `broker down {name}`.",)
+            )
+        return cluster, cloud
+
+    async def _wait_all(self, cluster: Cluster, state: NodeState) -> None:
+        start_s = self._clock.now_s()
+        look_s = LOOK_S
+        while self._clock.now_s() - start_s < STOP_S_MAX:
+            try:
+                refreshed = await self.refresh(cluster)
+            except RETRYABLE:
+                refreshed = cluster
+            if all(node.state is state for node in refreshed.nodes):
+                return
+            await self._clock.sleep(look_s)
+            look_s = min(LOOK_S_MAX, look_s * 1.2)
+        raise TransientError(f"{cluster.name} is not {state.value} after {STOP_S_MAX:g} s")
+
+    def _change_status(self, name: str, status: ClusterStatus) -> Cluster:
+        cluster = self._store.get_cluster(name)
+        assert cluster is not None, "a cluster being stopped or started keeps its record"
+        changed = replace(cluster, status=status)
+        self._store.put_cluster(changed)
+        return changed

@@ -1,0 +1,108 @@
+"""Rows of clusters, of intents to create nodes, and of what each node has cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from broker.state.database import Database
+from broker.types import Cluster, Node, NodeRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """A gang somebody meant to create; open until its outcome is known."""
+
+    request: NodeRequest
+    created_s: float
+
+
+class ClusterRows(Database):
+    def put_cluster(self, cluster: Cluster) -> None:
+        self._write(
+            "INSERT INTO clusters (name, job_id, body) VALUES (?, ?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET job_id = excluded.job_id, body = excluded.body",
+            (cluster.name, cluster.job_id, msgspec.json.encode(cluster)),
+        )
+
+    def get_cluster(self, name: str) -> Cluster | None:
+        row = self._row("SELECT body FROM clusters WHERE name = ?", (name,))
+        return msgspec.json.decode(row["body"], type=Cluster) if row else None
+
+    def list_clusters(self) -> Sequence[Cluster]:
+        return [
+            msgspec.json.decode(row["body"], type=Cluster)
+            for row in self._rows("SELECT body FROM clusters ORDER BY name")
+        ]
+
+    def delete_cluster(self, name: str) -> None:
+        """The next cluster of this name counts its runs from 1 again; intents, bills and events stay."""
+        with self.transaction():
+            self._write("DELETE FROM clusters WHERE name = ?", (name,))
+            self._write("DELETE FROM run_ids WHERE cluster = ?", (name,))
+
+    def next_run_id(self, cluster: str) -> int:
+        with self.transaction():
+            row = self._write(
+                "INSERT INTO run_ids (cluster, newest) VALUES (?, 1) "
+                "ON CONFLICT (cluster) DO UPDATE SET newest = newest + 1 RETURNING newest",
+                (cluster,),
+            ).fetchone()
+        return int(row["newest"])
+
+
+class IntentRows(Database):
+    def put_intent(self, request: NodeRequest) -> None:
+        """Asked again with the same token, nothing changes: the first intent stands."""
+        self._write(
+            "INSERT INTO intents (token, cluster, created_s, body) VALUES (?, ?, ?, ?) ON CONFLICT (token) DO NOTHING",
+            (request.token, request.cluster, self.clock.now_s(), msgspec.json.encode(request)),
+        )
+
+    def close_intent(self, token: str, outcome: str) -> None:
+        self._write(
+            "UPDATE intents SET outcome = ?, closed_s = ? WHERE token = ? AND outcome IS NULL",
+            (outcome, self.clock.now_s(), token),
+        )
+
+    def list_open_intents(self, cluster: str | None = None) -> Sequence[Intent]:
+        rows = self._rows(
+            "SELECT body, created_s FROM intents WHERE outcome IS NULL AND (?1 IS NULL OR cluster = ?1) "
+            "ORDER BY created_s, rowid",
+            (cluster,),
+        )
+        return [
+            Intent(request=msgspec.json.decode(row["body"], type=NodeRequest), created_s=row["created_s"])
+            for row in rows
+        ]
+
+    def list_tokens(self, cluster: str) -> frozenset[str]:
+        """Every token ever used for this name, open or closed."""
+        return frozenset(row["token"] for row in self._rows("SELECT token FROM intents WHERE cluster = ?", (cluster,)))
+
+    def count_closed_intents(self, cluster: str) -> int:
+        rows = self._rows("SELECT count(*) FROM intents WHERE cluster = ? AND outcome IS NOT NULL", (cluster,))
+        return int(rows[0][0])
+
+
+class BillRows(Database):
+    def record_node(self, node: Node) -> None:
+        """An end once seen stays: a lagging list cannot reopen a bill."""
+        self._write(
+            "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s) "
+            "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, ?6) "
+            "ON CONFLICT (cloud, id) DO UPDATE SET usd_hour = excluded.usd_hour, "
+            "ended_s = COALESCE(nodes.ended_s, excluded.ended_s), job_id = COALESCE(nodes.job_id, excluded.job_id)",
+            (node.cloud, node.id, node.cluster, node.usd_hour, node.created_s, node.ended_s),
+        )
+
+    def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:
+        """What the nodes of a cluster name, of a job, or of everything have cost up to now."""
+        rows = self._rows(
+            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes "
+            "WHERE (?2 IS NULL OR cluster = ?2) AND (?3 IS NULL OR job_id = ?3)",
+            (now_s, cluster, job_id),
+        )
+        return float(rows[0][0])

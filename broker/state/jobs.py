@@ -1,0 +1,186 @@
+"""Rows of managed jobs, their attempts, progress and log offsets. A terminal job never changes again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from broker.errors import UsageError
+from broker.state.database import Database
+from broker.task.codec import decode_task, encode_task
+from broker.types import Attempt, Job, JobStatus, Progress, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRange:
+    """What one attempt was seen doing: its first, its newest and its newest saved step."""
+
+    first_step: int
+    last_step: int
+    checkpoint_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOffset:
+    """How far a job's log is copied: so many bytes of this attempt's log end at so many bytes of our file."""
+
+    attempt: int = 0
+    source_bytes: int = 0
+    file_bytes: int = 0
+
+
+class JobRows(Database):
+    def add_job(self, name: str, task: Task, request_id: str | None = None) -> Job:
+        """The same `request_id` is the same job: a repeated submit adds nothing."""
+        with self.transaction():
+            known = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
+            if known:
+                return self._must_get(known["id"])
+            cursor = self._execute(
+                "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    name,
+                    JobStatus.PENDING.value,
+                    request_id,
+                    encode_task(task),
+                    msgspec.json.encode(sorted(task.secrets)),
+                    self.clock.now_s(),
+                ),
+            )
+            job_id = cursor.lastrowid
+            assert job_id is not None
+            if task.secrets:
+                self._write_secrets(job_id, {name: secret.value for name, secret in task.secrets.items()})
+            return self._must_get(job_id)
+
+    def get_job(self, job_id: int) -> Job | None:
+        row = self._row("SELECT * FROM jobs WHERE id = ?", (job_id,))
+        return self._read_job(row) if row else None
+
+    def list_jobs(self) -> Sequence[Job]:
+        return [self._read_job(row) for row in self._rows("SELECT * FROM jobs ORDER BY id")]
+
+    def list_live_job_ids(self) -> Sequence[int]:
+        return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
+
+    def list_unfinished_job_ids(self) -> Sequence[int]:
+        """Live jobs, and ended ones that still have a cluster or an attempt to close."""
+        rows = self._rows(
+            "SELECT id FROM jobs WHERE NOT is_terminal OR id IN (SELECT job_id FROM clusters) "
+            "OR id IN (SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL) ORDER BY id"
+        )
+        return [row["id"] for row in rows]
+
+    def set_job_status(self, job_id: int, status: JobStatus, failure: str = "") -> bool:
+        """Whether it was written: False when the job had ended already, whatever was asked."""
+        ended_s = self.clock.now_s() if status.is_terminal else None
+        with self.transaction():
+            cursor = self._execute(
+                "UPDATE jobs SET status = ?, failure = ?, ended_s = ?, is_terminal = ? "
+                "WHERE id = ? AND NOT is_terminal",
+                (status.value, failure, ended_s, status.is_terminal, job_id),
+            )
+        is_written = cursor.rowcount == 1
+        if is_written and status.is_terminal:
+            self._secrets_path(job_id).unlink(missing_ok=True)
+        return is_written
+
+    def request_cancel(self, job_id: int) -> bool:
+        """Whether there was anything left to cancel."""
+        cursor = self._write("UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND NOT is_terminal", (job_id,))
+        return cursor.rowcount == 1
+
+    def is_cancel_requested(self, job_id: int) -> bool:
+        row = self._row("SELECT cancel_requested FROM jobs WHERE id = ?", (job_id,))
+        return bool(row and row["cancel_requested"])
+
+    def set_progress(self, job_id: int, progress: Progress) -> None:
+        """Also remembered per attempt, so that lost steps can be counted later."""
+        with self.transaction():
+            self._execute("UPDATE jobs SET progress = ? WHERE id = ?", (msgspec.json.encode(progress), job_id))
+            self._execute(
+                "INSERT INTO attempt_steps (job_id, number, first_step, last_step, checkpoint_step) "
+                "SELECT ?1, max(number), ?2, ?2, ?3 FROM attempts WHERE job_id = ?1 HAVING max(number) IS NOT NULL "
+                "ON CONFLICT (job_id, number) DO UPDATE SET last_step = max(last_step, excluded.last_step), "
+                "checkpoint_step = coalesce(excluded.checkpoint_step, checkpoint_step)",
+                (job_id, progress.step, progress.checkpoint_step),
+            )
+
+    def list_steps(self, job_id: int) -> Mapping[int, StepRange]:
+        rows = self._rows("SELECT * FROM attempt_steps WHERE job_id = ? ORDER BY number", (job_id,))
+        return {
+            row["number"]: StepRange(
+                first_step=row["first_step"], last_step=row["last_step"], checkpoint_step=row["checkpoint_step"]
+            )
+            for row in rows
+        }
+
+    def put_attempt(self, attempt: Attempt) -> None:
+        self._write(
+            "INSERT INTO attempts (job_id, number, body) VALUES (?, ?, ?) "
+            "ON CONFLICT (job_id, number) DO UPDATE SET body = excluded.body",
+            (attempt.job_id, attempt.number, msgspec.json.encode(attempt).decode()),
+        )
+
+    def list_attempts(self, job_id: int) -> Sequence[Attempt]:
+        rows = self._rows("SELECT body FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
+        return [msgspec.json.decode(row["body"], type=Attempt) for row in rows]
+
+    def get_log_offset(self, job_id: int) -> LogOffset:
+        row = self._row("SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,))
+        return LogOffset(**dict(row)) if row else LogOffset()
+
+    def set_log_offset(self, job_id: int, offset: LogOffset) -> None:
+        self._write(
+            "INSERT OR REPLACE INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?)",
+            (job_id, offset.attempt, offset.source_bytes, offset.file_bytes),
+        )
+
+    def _must_get(self, job_id: int) -> Job:
+        job = self.get_job(job_id)
+        if job is None:
+            raise UsageError(f"there is no job {job_id}", hints=("List jobs with `broker jobs queue`.",))
+        return job
+
+    def _read_job(self, row: sqlite3.Row) -> Job:
+        names = msgspec.json.decode(row["secret_names"], type=list[str])
+        progress = row["progress"]
+        return Job(
+            id=row["id"],
+            name=row["name"],
+            status=JobStatus(row["status"]),
+            task=decode_task(row["task"], self._read_secrets(row["id"], names) if names else {}),
+            submitted_s=row["submitted_s"],
+            ended_s=row["ended_s"],
+            attempts=tuple(self.list_attempts(row["id"])),
+            progress=msgspec.json.decode(progress, type=Progress) if progress is not None else None,
+            failure=row["failure"],
+            cancel_requested=bool(row["cancel_requested"]),
+        )
+
+    def _secrets_path(self, job_id: int) -> Path:
+        return self.path.parent / "secrets" / f"job-{job_id}.json"
+
+    def _write_secrets(self, job_id: int, values: Mapping[str, str]) -> None:
+        path = self._secrets_path(job_id)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(dict(values), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read_secrets(self, job_id: int, names: Sequence[str]) -> Mapping[str, str]:
+        """Empty values once the job has ended and its file is gone."""
+        try:
+            values = json.loads(self._secrets_path(job_id).read_text())
+        except FileNotFoundError:
+            values = {}
+        return {name: str(values.get(name, "")) for name in names}

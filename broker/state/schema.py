@@ -1,0 +1,41 @@
+"""The tables, as a list of migrations: entry n takes schema n to n + 1. Entries are only ever added.
+
+Nested values are one JSON column `body`; what is searched or guarded by SQL has a column of its own.
+"""
+
+from __future__ import annotations
+
+_FIRST = (
+    "CREATE TABLE clusters (name TEXT PRIMARY KEY, job_id INTEGER, body BLOB NOT NULL)",
+    "CREATE TABLE run_ids (cluster TEXT PRIMARY KEY, newest INTEGER NOT NULL)",
+    """CREATE TABLE intents (token TEXT PRIMARY KEY, cluster TEXT NOT NULL, created_s REAL NOT NULL,
+       body BLOB NOT NULL, outcome TEXT, closed_s REAL)""",
+    "CREATE INDEX intents_cluster ON intents (cluster)",
+    """CREATE TABLE nodes (cloud TEXT NOT NULL, id TEXT NOT NULL, cluster TEXT NOT NULL, job_id INTEGER,
+       usd_hour REAL NOT NULL, created_s REAL NOT NULL, ended_s REAL, PRIMARY KEY (cloud, id))""",
+    "CREATE INDEX nodes_cluster ON nodes (cluster)",
+    """CREATE TABLE jobs (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, status TEXT NOT NULL,
+       is_terminal INTEGER NOT NULL DEFAULT 0, request_id TEXT UNIQUE, task TEXT NOT NULL, secret_names BLOB NOT NULL,
+       submitted_s REAL NOT NULL, ended_s REAL, failure TEXT NOT NULL DEFAULT '',
+       cancel_requested INTEGER NOT NULL DEFAULT 0, progress BLOB)""",
+    """CREATE TRIGGER jobs_terminal BEFORE UPDATE OF status, failure, ended_s ON jobs WHEN OLD.is_terminal
+       BEGIN SELECT RAISE(ABORT, 'a terminal job never changes'); END""",
+    """CREATE TABLE attempts (job_id INTEGER NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL,
+       PRIMARY KEY (job_id, number))""",
+    """CREATE TABLE attempt_steps (job_id INTEGER NOT NULL, number INTEGER NOT NULL, first_step INTEGER NOT NULL,
+       last_step INTEGER NOT NULL, checkpoint_step INTEGER, PRIMARY KEY (job_id, number))""",
+    """CREATE TABLE log_offsets (job_id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, source_bytes INTEGER NOT NULL,
+       file_bytes INTEGER NOT NULL)""",
+    """CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, kind TEXT NOT NULL,
+       message TEXT NOT NULL, job_id INTEGER, cluster TEXT)""",
+    "CREATE INDEX events_job ON events (job_id)",
+    """CREATE TRIGGER events_keep BEFORE UPDATE ON events
+       BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
+    """CREATE TRIGGER events_stay BEFORE DELETE ON events
+       BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
+    """CREATE TABLE refusals (cloud TEXT NOT NULL, region TEXT NOT NULL, zone TEXT NOT NULL,
+       instance_type TEXT NOT NULL, is_spot INTEGER NOT NULL, expires_s REAL NOT NULL, reason TEXT NOT NULL,
+       PRIMARY KEY (cloud, region, zone, instance_type, is_spot))""",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)

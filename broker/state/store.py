@@ -1,0 +1,13 @@
+"""The store: everything broker remembers, in one file. Each noun has its module; this joins them."""
+
+from __future__ import annotations
+
+from broker.state.clusters import BillRows, ClusterRows, Intent, IntentRows
+from broker.state.events import Event, EventRows, Refusal, RefusalRows
+from broker.state.jobs import JobRows, LogOffset, StepRange
+
+__all__ = ["Event", "Intent", "LogOffset", "Refusal", "StepRange", "Store"]
+
+
+class Store(ClusterRows, IntentRows, BillRows, JobRows, EventRows, RefusalRows):
+    """Opened with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return."""

@@ -1,0 +1,129 @@
+"""A broker killed between any two deeds, and one beset by random faults, ends every job as an undisturbed one would."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.simulated import FaultRates
+from broker.errors import BrokerError
+from broker.types import JobStatus, NodeState
+from tests.simulation.world import FOREIGN, OWNER, Crash, World
+
+LIMIT_S = 6 * 3600.0
+
+
+async def drive(world: World, scenario: str, done: set[str]) -> None:
+    """One process: the controller, and beside it whatever the scenario does to the world."""
+    outside = asyncio.ensure_future(disturb(world, scenario, done))
+    controller = world.make_controller()
+    provisioner = world.make_provisioner()
+    start_s = world.clock.now_s()
+    try:
+        while True:
+            assert world.clock.now_s() - start_s < LIMIT_S, "the job does not end"
+            try:
+                wait_s = await controller.step()
+                await provisioner.collect() if scenario == "collector" else None
+            except BrokerError:
+                wait_s = 1.0
+            if math.isinf(wait_s):
+                return
+            await world.clock.sleep(wait_s)
+    finally:
+        outside.cancel()
+
+
+async def disturb(world: World, scenario: str, done: set[str]) -> None:
+    if scenario == "plain" or scenario in done:
+        return
+    while not any(attempt.running_s for attempt in world.store.list_attempts(world.job_id)):
+        await world.clock.sleep(1.0)
+    await world.clock.sleep(25.0)
+    done.add(scenario)
+    if scenario == "cancel":
+        world.store.request_cancel(world.job_id)
+    if scenario == "preemption":
+        live = world.list_live_nodes()
+        if live:
+            world.cloud.preempt([live[0].id])
+
+
+def run_to_end(world: World, scenario: str) -> int:
+    """Returns how many crashes there were; after each a new process takes over."""
+    crashes = 0
+    done: set[str] = set()
+    while True:
+        try:
+            world.clock.run(lambda: drive(world, scenario, done))
+            return crashes
+        except Crash:
+            crashes += 1
+            world.reborn()
+
+
+def check(world: World, expected: JobStatus) -> None:
+    job = world.get_job()
+    assert job.status is expected, (job.status, job.failure)
+    assert not world.list_live_nodes(), "a node outlived its job"
+    assert not world.store.list_clusters()
+    assert not world.store.list_open_intents()
+    assert [node.state for node in world.cloud.observe() if node.id == FOREIGN.id] == [NodeState.RUNNING]
+    assert all(attempt.ended_s is not None for attempt in job.attempts)
+    mine = [node for node in world.cloud.observe() if node.owner == OWNER]
+    twins = Counter((node.cluster, node.rank, node.token) for node in mine)
+    assert max(twins.values(), default=0) <= 1
+    # A preempted node is billed to the second the cloud says, whoever noticed it when.
+    foreign_usd = 0.0
+    spend_usd = world.store.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
+    assert spend_usd == pytest.approx(world.cloud.bill_usd() - foreign_usd, rel=0.05, abs=0.01)
+
+
+EXPECTED = {"plain": JobStatus.SUCCEEDED, "preemption": JobStatus.SUCCEEDED, "cancel": JobStatus.CANCELLED}
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_a_crash_between_any_two_deeds_changes_nothing_about_the_end(tmp_path: Path, scenario: str) -> None:
+    (tmp_path / "calm").mkdir()
+    calm = World(tmp_path / "calm")
+    run_to_end(calm, scenario)
+    check(calm, EXPECTED[scenario])
+    points = calm.points.count
+    assert points > 30
+    crashes = 0
+    for crash_at in range(1, points + 1):
+        folder = tmp_path / str(crash_at)
+        folder.mkdir()
+        world = World(folder, crash_at=crash_at)
+        crashes += run_to_end(world, scenario)
+        try:
+            check(world, EXPECTED[scenario])
+        except AssertionError as error:
+            raise AssertionError(f"replay: scenario={scenario} crash_at={crash_at}: {error}") from error
+        world.store.close()
+    assert crashes >= points * 0.9
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    rates = FaultRates(transient=0.05, throttled=0.03, unknown_before=0.1, unknown_after=0.1, full=0.2, forgotten=0.05)
+    world = World(tmp_path, faults=rates, seed=seed, crash_at=draw.randrange(5, 60))
+    scenario = draw.choice(list(EXPECTED))
+    done: set[str] = set()
+    for _ in range(20):
+        try:
+            world.clock.run(lambda: drive(world, scenario, done))
+            break
+        except Crash:
+            world.reborn(draw.randrange(5, 80))
+    else:
+        world.reborn()
+        world.clock.run(lambda: drive(world, scenario, done))
+    world.reborn()
+    check(world, EXPECTED[scenario])

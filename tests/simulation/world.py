@@ -1,0 +1,271 @@
+"""A world to run controllers in: a simulated cloud, a pretend gang that checks the rules, a store that may crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.clouds.simulated import FaultRates, SimulatedCloud
+from broker.config import Config
+from broker.errors import TransientError
+from broker.jobs.controller import JobController
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import (
+    Cluster,
+    Estimate,
+    Job,
+    Node,
+    NodeState,
+    Offer,
+    Placement,
+    Plan,
+    Progress,
+    RunStatus,
+    Task,
+)
+from tests.simulation.virtual import VirtualClock
+
+OWNER = "me"
+FOREIGN = Node(
+    id="foreign-1",
+    cloud="simulated",
+    owner="somebody-else",
+    cluster="job-1-1",
+    attempt=1,
+    rank=0,
+    state=NodeState.RUNNING,
+    created_s=1.0,
+)
+
+
+class Crash(BaseException):
+    """kill -9: no handler of ours may catch it."""
+
+
+class CrashPoints:
+    """Counts deeds and commits; raises at the chosen one."""
+
+    def __init__(self, crash_at: int | None = None) -> None:
+        self.crash_at = crash_at
+        self.count = 0
+        self.has_crashed = False
+
+    def pass_by(self, what: str) -> None:
+        if self.has_crashed:
+            raise Crash(what)  # a dead process does nothing more, whatever task wakes up
+        self.count += 1
+        if self.count == self.crash_at:
+            self.has_crashed = True
+            raise Crash(what)
+
+
+class CrashingStore(Store):
+    points: CrashPoints
+
+    def _commit(self) -> None:
+        self.points.pass_by("commit:before")
+        super()._commit()
+        self.points.pass_by("commit:after")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    status: RunStatus
+    returncode: int | None
+    unreachable: tuple[int, ...]
+    progress: Progress | None
+    statuses: tuple[RunStatus | None, ...] = ()
+    run_id: int = 1
+
+
+@dataclass(kw_only=True)
+class _Run:
+    job: str
+    ids: tuple[str, ...]
+    started_s: float
+    first_step: int
+    cancelled_s: float | None = None
+
+
+class SimulatedGang:
+    """One step a second, a checkpoint each tenth. Two attempts of one job at work at once fail the test."""
+
+    def __init__(
+        self, cloud: SimulatedCloud, clock: VirtualClock, *, steps: int = 100, exit_codes: tuple[int, ...] = ()
+    ) -> None:
+        self._cloud = cloud
+        self._clock = clock
+        self._steps = steps
+        self._exit_codes = exit_codes  # of each started attempt in turn; afterwards 0
+        self._runs: dict[str, _Run] = {}
+        self._checkpoints: dict[str, int] = {}
+        self.starts = 0
+
+    async def prepare(self, cluster: Cluster, task: Task) -> None:
+        await self._clock.sleep(0.1)
+        self._reach(cluster)
+
+    async def start(
+        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+    ) -> None:
+        await self._clock.sleep(0.1)
+        self._reach(cluster)
+        if cluster.name in self._runs:
+            return
+        job = envs["BROKER_JOB_ID"]
+        for name, run in self._runs.items():
+            assert run.job != job or not self._is_working(run), f"{name} still works while {cluster.name} starts"
+            self._save(run)
+        assert {node.cluster for node in cluster.nodes} == {cluster.name}
+        self._runs[cluster.name] = _Run(
+            job=job,
+            ids=tuple(node.id for node in cluster.nodes),
+            started_s=self._clock.now_s(),
+            first_step=self._checkpoints.get(job, 0),
+        )
+        self.starts += 1
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        truth = self._find_nodes(cluster)
+        dead = tuple(rank for rank, node in enumerate(truth) if node.state is not NodeState.RUNNING)
+        run = self._runs[cluster.name]
+        self._save(run)
+        step, status, code = self._measure(run)
+        progress = Progress(step=step, total=self._steps, checkpoint_step=self._checkpoints[run.job])
+        if len(dead) == len(truth):
+            return Report(status=RunStatus.RUNNING, returncode=None, unreachable=dead, progress=None)
+        return Report(status=status, returncode=code, unreachable=dead, progress=progress)
+
+    async def cancel(self, cluster: Cluster, run_id: int) -> None:
+        self._reach(cluster)
+        run = self._runs[cluster.name]
+        run.cancelled_s = run.cancelled_s or self._clock.now_s()
+
+    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        self._reach(cluster)
+        run = self._runs[cluster.name]
+        last = self._measure(run)[0]
+        text = "".join(f"{cluster.name} step {n}\n" for n in range(run.first_step + 1, last + 1)).encode()
+        chunk = text[offset : offset + 4096]
+        return chunk, offset + len(chunk)
+
+    async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
+        self._reach(cluster)
+
+    def _measure(self, run: _Run) -> tuple[int, RunStatus, int | None]:
+        """Step, status and exit code now. The program ends with its first lost node."""
+        ends = [node.ended_s for node in self._cloud.observe() if node.id in run.ids and node.ended_s is not None]
+        now_s = self._clock.now_s()
+        end_s = min([now_s, *ends, *([run.cancelled_s] if run.cancelled_s else [])])
+        step = min(self._steps, run.first_step + max(0, int(end_s - run.started_s)))
+        code = self._exit_codes[list(self._runs.values()).index(run)] if self._has_code(run) else 0
+        if step >= self._steps:
+            return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
+        if run.cancelled_s:
+            return step, RunStatus.CANCELLED, None
+        return (step, RunStatus.FAILED, 1) if ends else (step, RunStatus.RUNNING, None)
+
+    def _has_code(self, run: _Run) -> bool:
+        return list(self._runs.values()).index(run) < len(self._exit_codes)
+
+    def _is_working(self, run: _Run) -> bool:
+        return self._measure(run)[1] is RunStatus.RUNNING
+
+    def _save(self, run: _Run) -> None:
+        step = self._measure(run)[0] // 10 * 10
+        self._checkpoints[run.job] = max(self._checkpoints.get(run.job, 0), step)
+
+    def _find_nodes(self, cluster: Cluster) -> list[Node]:
+        truth = {node.id: node for node in self._cloud.observe()}
+        return [truth[node.id] for node in cluster.nodes]
+
+    def _reach(self, cluster: Cluster) -> None:
+        if any(node.state is not NodeState.RUNNING for node in self._find_nodes(cluster)):
+            raise TransientError("a node does not answer")
+
+
+def make_offer(zone: str, *, usd_hour: float = 1.0) -> Offer:
+    return Offer(
+        cloud="simulated",
+        region=zone[:-1],
+        zone=zone,
+        instance_type="big",
+        vcpus=8,
+        memory_gib=32,
+        ondemand_usd_hour=3 * usd_hour,
+        spot_usd_hour=usd_hour,
+    )
+
+
+def make_plan(task: Task, *zones: str, node_count: int = 2) -> Plan:
+    return Plan(
+        task=task,
+        estimates=tuple(
+            Estimate(placement=Placement(offer=make_offer(zone), is_spot=True, node_count=node_count))
+            for zone in zones or ("east1a", "east1b", "west1a")
+        ),
+        rejections=(),
+        prices_as_of="2026-11-01",
+        reason="cheapest",
+    )
+
+
+class World:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        faults: FaultRates = FaultRates(),
+        seed: int = 0,
+        crash_at: int | None = None,
+        exit_codes: tuple[int, ...] = (),
+    ) -> None:
+        self.folder = folder
+        self.clock = VirtualClock()
+        self.cloud = SimulatedCloud(clock=self.clock, faults=faults, seed=seed)
+        self.cloud.add_foreign_node(FOREIGN)
+        self.gang = SimulatedGang(self.cloud, self.clock, exit_codes=exit_codes)
+        self.points = CrashPoints()
+        self.store = self.open()
+        self.task = Task(name="train", run="python train.py", num_nodes=2)
+        self.job_id = self.store.add_job("train", self.task).id
+        self.points = self.store.points = CrashPoints(crash_at)
+        self.cloud.on_effect = self.points.pass_by
+
+    def open(self) -> CrashingStore:
+        CrashingStore.points = self.points
+        return CrashingStore(self.folder / "state.db", clock=self.clock)
+
+    def reborn(self, crash_at: int | None = None) -> None:
+        """A new process on the same file."""
+        self.store.close()
+        self.points = CrashPoints(crash_at)
+        self.store = self.open()
+        self.cloud.on_effect = self.points.pass_by
+
+    def make_provisioner(self) -> Provisioner:
+        return Provisioner({"simulated": self.cloud}, self.store, clock=self.clock, owner=OWNER)
+
+    def make_controller(self, provisioner: Provisioner | None = None) -> JobController:
+        return JobController(
+            self.job_id,
+            store=self.store,
+            provisioner=provisioner or self.make_provisioner(),
+            gang=self.gang,
+            planner=lambda task, avoid: make_plan(task),
+            clock=self.clock,
+            config=Config(home=self.folder, owner=OWNER),
+        )
+
+    def get_job(self) -> Job:
+        job = self.store.get_job(self.job_id)
+        assert job is not None
+        return job
+
+    def list_live_nodes(self) -> list[Node]:
+        return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
+
+    def count_live(self, matches: Callable[[Node], bool]) -> int:
+        return sum(1 for node in self.list_live_nodes() if matches(node))
