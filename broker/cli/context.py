@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from broker.clock import Clock, SystemClock
 from broker.config import Config, load_config
-from broker.types import Placement, Plan, Task
+from broker.errors import UsageError
+from broker.types import Cluster, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
+    from broker.clouds.base import Cloud
+    from broker.jobs.controller import JobController
+    from broker.provision.lifecycle import Provisioner
+    from broker.runtime.base import Transport
+    from broker.runtime.gang import Gang
+    from broker.state.store import Store
+
+DAEMON = (sys.executable, "-m", "broker", "daemon")
 
 
 class Context:
@@ -20,6 +32,7 @@ class Context:
 
     def __init__(self, home: Path | None = None) -> None:
         self._home = home
+        self.clock: Clock = SystemClock()
 
     @cached_property
     def config(self) -> Config:
@@ -30,6 +43,68 @@ class Context:
         from broker.catalog.book import open_book
 
         return open_book(find_cache())
+
+    @cached_property
+    def store(self) -> Store:
+        from broker.state.store import Store
+
+        return Store(self.config.database, clock=self.clock)
+
+    @cached_property
+    def clouds(self) -> Mapping[str, Cloud]:
+        """Every cloud that nodes can be made on today."""
+        from broker.clouds import CLOUDS
+
+        return {
+            name: load_entry(path)(self.config.local_cloud, clock=self.clock) for name, path in CLOUDS.items()
+        }
+
+    @cached_property
+    def provisioner(self) -> Provisioner:
+        from broker.provision.lifecycle import Provisioner
+
+        return Provisioner(self.clouds, self.store, clock=self.clock, owner=self.config.owner)
+
+    @cached_property
+    def transport(self) -> Transport:
+        from broker.runtime.transports import TRANSPORTS
+
+        transport: Transport = load_entry(TRANSPORTS["local"])()
+        return transport
+
+    @cached_property
+    def gang(self) -> Gang:
+        from broker.runtime.gang import Gang
+
+        return Gang(self.transport, clock=self.clock)
+
+    def make_controller(self, job_id: int) -> JobController:
+        from broker.jobs.controller import JobController
+
+        return JobController(
+            job_id,
+            store=self.store,
+            provisioner=self.provisioner,
+            gang=self.gang,
+            planner=lambda task, avoid: self.plan(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
+            clock=self.clock,
+            config=self.config,
+        )
+
+    def ensure_daemon(self) -> None:
+        """Start the daemon of this state folder unless one runs."""
+        from broker.jobs.daemon import ensure_daemon
+
+        ensure_daemon(self.config, DAEMON)
+
+    def find_cluster(self, name: str) -> Cluster:
+        """By name. Raises UsageError that lists the names there are."""
+        cluster = self.store.get_cluster(name)
+        if cluster is not None:
+            return cluster
+        names = [each.name for each in self.store.list_clusters()]
+        hint = f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
+        raise UsageError(f"there is no cluster `{name}`", hints=[hint])
 
     def plan(
         self,
@@ -50,6 +125,12 @@ class Context:
         return make_plan(
             task, offers, prices_as_of=self.book.as_of, usable_clouds=usable_clouds, avoid=avoid, tflops=tflops
         )
+
+
+def load_entry(path: str) -> Any:
+    """A registry's entry: `module:attribute`."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def find_cache() -> Path:
