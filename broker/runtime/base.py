@@ -21,7 +21,13 @@ class Transport(Protocol):
     """Raises TransientError when the node cannot be reached or does not answer in time."""
 
     async def run(
-        self, node: Node, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", env: Mapping[str, str] | None = None
+        self,
+        node: Node,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
     ) -> Completed: ...
 
     async def put(self, node: Node, source: Path, target: str) -> None:
