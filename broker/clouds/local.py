@@ -39,7 +39,10 @@ PASSED_ENV = (
     *("LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "CUDA_VISIBLE_DEVICES"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-LEFT_OVERS = ("ended.json", "machine.json", "preempt.json", "home/.broker/shutdown", "home/.broker/preemption")
+LEFT_OVERS = (  # of the boot before: a node that starts again has neither lease nor autostop until it is given one
+    *("ended.json", "machine.json", "preempt.json", "home/.broker/shutdown", "home/.broker/preemption"),
+    *("home/.broker/lease.json", "home/.broker/autostop.json", "home/.broker/boot"),
+)
 
 Result = TypeVar("Result")
 
@@ -111,8 +114,8 @@ class LocalCloud:
         """All or nothing: the folder appears under its name only with its tags in it."""
         placement = request.placement
         aside = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
-        for name in ("home/.broker", "tmp"):
-            (aside / name).mkdir(parents=True, mode=0o700)
+        for name in ("home", "home/.broker", "tmp"):
+            (aside / name).mkdir(mode=0o700)
         record = {
             "owner": request.owner,
             "cluster": request.cluster,
@@ -148,6 +151,7 @@ class LocalCloud:
         else:
             ended = settle_end(folder)
             state = NodeState(ended["state"])
+            Path(record["socket"]).unlink(missing_ok=True)
             if state is NodeState.TERMINATED:
                 for name in ("home", "tmp"):
                     shutil.rmtree(folder / name, ignore_errors=True)
@@ -200,7 +204,7 @@ class LocalCloud:
     def _give_notice(self, ids: Sequence[str], notice_s: float) -> None:
         for folder in self._find(ids):
             if is_alive(folder) and not (folder / "preempt.json").exists():
-                notice = {"notice_s": notice_s, "time_s": time.time()}
+                notice = {"notice_s": notice_s, "time_s": self._clock.now_s()}
                 local_machine.write_json(str(folder / "preempt.json"), notice)
                 local_machine.write_json(str(folder / "home/.broker/preemption"), notice)
 

@@ -188,10 +188,25 @@ def ensure_watcher() -> None:
 
 def watch() -> None:
     while True:
+        for run_id in files.list_run_ids():
+            bury_if_dead(run_id)
         reason = decide_power_off()
         if reason:
             power_off(reason)
         time.sleep(WATCH_S)
+
+
+def bury_if_dead(run_id: int) -> None:
+    folder = files.run_folder(run_id)
+    if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
+        return
+    lock = files.try_lock(folder / "runner.lock")
+    if lock is not None:
+        if not (folder / "outcome.json").exists():  # it may have written it between our two looks
+            import agent_run
+
+            agent_run.bury(run_id)
+        os.close(lock)
 
 
 def decide_power_off() -> str:

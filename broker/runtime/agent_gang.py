@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 BEAT_S = 2.0
 LOST_S = 15.0  # a peer silent for so long is lost
 JOIN_S = 120.0
+LEAVE_S = 5.0
 LINE_BYTES_MAX = 1 << 20
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Coordinator:
         self._links: dict[int, Link] = {}
         self._ready: set[int] = set()
         self._gone: set[int] = set()
+        self._left = threading.Semaphore(0)
         self._is_preempted = False
         self._verdict: Message | None = None
 
@@ -92,6 +94,12 @@ class Coordinator:
         timer = threading.Timer(JOIN_S, self._check_joined)
         timer.daemon = True
         timer.start()
+
+    def wait_until_left(self) -> None:
+        """Until the other ranks have written their outcomes and hung up: the head says last that it is over."""
+        give_up_s = time.monotonic() + LEAVE_S
+        for _ in range(len(self._links) - 1):
+            self._left.acquire(timeout=max(0.0, give_up_s - time.monotonic()))
 
     def _accept(self) -> None:
         while True:
@@ -145,10 +153,15 @@ class Coordinator:
                 self._tell("notice", notice_s=message["notice_s"])
             elif kind == "cancel":
                 self._fail("CANCELLED", None, "cancelled")
-            elif kind == "lost" and rank not in self._gone:
-                self._gone.add(rank)
-                self._fail("FAILED", None, f"rank {rank} is lost")
-                self._finish()
+            elif kind == "lost":
+                self._left.release()
+                self._hear_lost(rank)
+
+    def _hear_lost(self, rank: int) -> None:
+        if rank not in self._gone:
+            self._gone.add(rank)
+            self._fail("FAILED", None, f"rank {rank} is lost")
+            self._finish()
 
     def _hear_setup(self, rank: int, returncode: int) -> None:
         if returncode != 0:

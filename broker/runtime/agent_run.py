@@ -22,6 +22,7 @@ GRACE_S = 5.0
 TICK_S = 0.1
 END_S = 15.0  # how long to wait for the coordinator's last word
 RETURNCODE_OF_KILL = 137
+PHASES = ("setup", "run")
 
 
 class Runner:
@@ -35,6 +36,7 @@ class Runner:
         self._id = run_id
         self._listener = listener
         self._link: agent_gang.Link | None = None
+        self._coordinator: agent_gang.Coordinator | None = None
         self._wake = threading.Event()
         self._is_go = False
         self._notice_s: float | None = None
@@ -52,13 +54,17 @@ class Runner:
         if self._listener is not None:
             log = self._folder / "log"
             size, token = int(self._spec["num_nodes"]), self._spec["head"]["token"]
-            agent_gang.Coordinator(self._listener, token=token, num_nodes=size, log=log).start()
+            self._coordinator = agent_gang.Coordinator(self._listener, token=token, num_nodes=size, log=log)
+            self._coordinator.start()
         if self._join():
             self._execute()
             give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
-        self._kill_strays("run")
+        for phase in PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
+            kill_marked(self._mark(phase))
+        if self._coordinator:
+            self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
         outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
         outcome.update(own_returncode=self._returncode, ended_s=time.time())
@@ -137,7 +143,7 @@ class Runner:
             self._pause()
         returncode = process.wait()
         if phase == "run":
-            self._kill_strays(phase)
+            kill_marked(self._mark(phase))
         pump.join(GRACE_S)  # a daemon of setup may hold the pipe open for as long as it lives
         return returncode if returncode >= 0 else 128 - returncode
 
@@ -166,13 +172,6 @@ class Runner:
             try:
                 if os.getpgid(stray) != pid:
                     os.kill(stray, number)
-            except OSError:
-                pass
-
-    def _kill_strays(self, phase: str) -> None:
-        for stray in agent_files.find_marked(self._mark(phase)):
-            try:
-                os.kill(stray, signal.SIGKILL)
             except OSError:
                 pass
 
@@ -216,7 +215,7 @@ class Runner:
         agent_files.write_json(self._folder / "state.json", {**old, "status": status})
 
     def _mark(self, phase: str) -> str:
-        return f"BROKER_RUN={agent_files.HOME}:{self._id}:{phase}"
+        return make_mark(self._id, phase)
 
     def _make_env(self, phase: str) -> dict[str, str]:
         spec = self._spec
@@ -242,6 +241,26 @@ class Runner:
             }
         )
         return env
+
+
+def make_mark(run_id: int, phase: str) -> str:
+    return f"BROKER_RUN={agent_files.HOME}:{run_id}:{phase}"
+
+
+def kill_marked(mark: str) -> None:
+    for stray in agent_files.find_marked(mark):
+        try:
+            os.kill(stray, signal.SIGKILL)
+        except OSError:
+            pass
+
+
+def bury(run_id: int) -> None:
+    """The runner was killed from outside: end what it ran and write the outcome it could not."""
+    for phase in PHASES:
+        kill_marked(make_mark(run_id, phase))
+    outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
+    agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)
 
 
 def run(run_id: int, listener_fd: int | None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import fnmatch
 import json
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,6 +126,6 @@ def copy_file(source: Path, target: Path) -> None:
         old = target.stat()
         if (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns):
             return
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     shutil.copy2(source, aside)
     aside.replace(target)
