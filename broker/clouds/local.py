@@ -1,0 +1,317 @@
+"""The local cloud: nodes are process trees on this machine, each in its own folder, so all can be rehearsed.
+
+What `list_nodes` says is read from the processes themselves (a lock the node holds while it lives), never remembered.
+A file ROOT/faults.json {"zones": {"local-a": "capacity"}} makes a zone refuse, to rehearse failover.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from broker.clock import Clock
+from broker.clouds import local_machine
+from broker.errors import CapacityError, StateError, UnknownOutcomeError, UsageError
+from broker.types import Node, NodeRequest, NodeState
+
+BOOT_S_MAX = 20.0
+KILL_S_MAX = 20.0
+KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
+# What a node takes over of our environment; HOME, TMPDIR and credentials are not among it.
+PASSED_ENV = (
+    *("LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "CUDA_VISIBLE_DEVICES"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+LEFT_OVERS = (  # of the boot before: a node that starts again has neither lease nor autostop until it is given one
+    *("ended.json", "machine.json", "preempt.json", "home/.broker/shutdown", "home/.broker/preemption"),
+    *("home/.broker/lease.json", "home/.broker/autostop.json", "home/.broker/boot"),
+)
+
+Result = TypeVar("Result")
+
+
+class LocalCloud:
+    """Cloud, CanStop and CanPreempt over folders ROOT/<node-id>; every change is made under the lock ROOT/lock."""
+
+    name: ClassVar[str] = "local"
+    settle_s: ClassVar[float] = 0.0
+
+    def __init__(self, root: Path, *, clock: Clock) -> None:
+        self._root = root.absolute()
+        self._clock = clock
+
+    async def check(self) -> None:
+        await self._locked(lambda: None)
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        return await self._locked(lambda: self._create(request))
+
+    async def list_nodes(self, owner: str) -> Sequence[Node]:
+        return await self._locked(lambda: [node for node in self._list() if node.owner == owner])
+
+    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+        await self._locked(lambda: self._end(ids, state="TERMINATED", reason="terminated"))
+
+    async def stop_nodes(self, ids: Sequence[str]) -> None:
+        await self._locked(lambda: self._end(ids, state="STOPPED", reason="stopped"))
+
+    async def start_nodes(self, ids: Sequence[str]) -> None:
+        await self._locked(lambda: self._start(ids))
+
+    async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
+        """Take nodes away as a spot market does: at once, or after a notice that the agent passes on to the program."""
+        if notice_s <= 0:
+            await self._locked(lambda: self._end(ids, state="TERMINATED", reason="preempted"))
+        else:
+            await self._locked(lambda: self._give_notice(ids, notice_s))
+
+    async def _locked(self, action: Callable[[], Result]) -> Result:
+        def act() -> Result:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open_locked(self._root / "lock"):
+                return action()
+
+        return await asyncio.to_thread(act)
+
+    def _create(self, request: NodeRequest) -> list[Node]:
+        placement = request.placement
+        digest = hashlib.sha256(f"{request.owner}\0{request.token}".encode()).hexdigest()[:10]
+        base = f"{re.sub(r'[^a-zA-Z0-9-]', '-', request.cluster)[:40]}-{request.attempt}-{digest}"
+        folders = [self._root / f"{base}-{rank}" for rank in range(placement.node_count)]
+        if not any(folder.exists() for folder in folders):
+            self._check_capacity(placement.offer.zone or "")
+        for rank, folder in enumerate(folders):
+            if not folder.exists():
+                self._make_folder(folder, request, rank)
+        for folder in folders:
+            if not (folder / "machine.json").exists() and not (folder / "ended.json").exists():
+                boot(folder)
+        return [node for folder in folders if (node := self._observe(folder))]
+
+    def _check_capacity(self, zone: str) -> None:
+        zones = (read_json(self._root / "faults.json") or {}).get("zones", {})
+        if zones.get(zone) == "capacity":
+            raise CapacityError(f"no capacity in `{zone}`", scope="zone")
+
+    def _make_folder(self, folder: Path, request: NodeRequest, rank: int) -> None:
+        """All or nothing: the folder appears under its name only with its tags in it."""
+        placement = request.placement
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
+        for name in ("home", "home/.broker", "tmp"):
+            (aside / name).mkdir(mode=0o700)
+        record = {
+            "owner": request.owner,
+            "cluster": request.cluster,
+            "attempt": request.attempt,
+            "rank": rank,
+            "token": request.token,
+            "region": placement.offer.region,
+            "zone": placement.offer.zone,
+            "is_spot": placement.is_spot,
+            "usd_hour": placement.usd_hour / placement.node_count,
+            "created_s": self._clock.now_s(),
+            "labels": dict(request.labels),
+            "address": pick_address({node.address for node in self._list() if node.state is not NodeState.TERMINATED}),
+            "socket": str(socket_folder() / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.sock"),
+        }
+        local_machine.write_json(str(aside / "node.json"), record)
+        aside.rename(folder)
+
+    def _list(self) -> list[Node]:
+        found = (self._observe(folder) for folder in sorted(self._root.iterdir()) if not folder.name.startswith("."))
+        return [node for node in found if node]
+
+    def _observe(self, folder: Path) -> Node | None:
+        """The node as its processes show it; one found dead is recorded so, and cleaned up."""
+        record = read_json(folder / "node.json")
+        if record is None:
+            return None
+        ended: dict[str, Any] | None = None
+        if is_alive(folder):
+            state = NodeState.RUNNING
+        elif not (folder / "machine.json").exists() and not (folder / "ended.json").exists():
+            state = NodeState.PENDING  # its creator died before the boot; the same token boots it
+        else:
+            ended = settle_end(folder)
+            state = NodeState(ended["state"])
+            Path(record["socket"]).unlink(missing_ok=True)
+            if state is NodeState.TERMINATED:
+                for name in ("home", "tmp"):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                if self._clock.now_s() - ended["ended_s"] > KEEP_ENDED_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    return None
+        return Node(
+            id=folder.name,
+            cloud=self.name,
+            owner=record["owner"],
+            cluster=record["cluster"],
+            attempt=record["attempt"],
+            rank=record["rank"],
+            state=state,
+            address=record["address"],
+            region=record["region"],
+            zone=record["zone"],
+            token=record["token"],
+            is_spot=record["is_spot"],
+            usd_hour=record["usd_hour"],
+            created_s=record["created_s"],
+            ended_s=ended["ended_s"] if ended else None,
+            reason=ended["reason"] if ended else "",
+            handle=str(folder),
+        )
+
+    def _find(self, ids: Sequence[str]) -> list[Path]:
+        folders = [self._root / id for id in ids if Path(id).name == id]
+        return [folder for folder in folders if (folder / "node.json").exists()]
+
+    def _end(self, ids: Sequence[str], *, state: str, reason: str) -> None:
+        for folder in self._find(ids):
+            ended = read_json(folder / "ended.json")
+            if ended and ended["state"] == "STOPPED" and state == "TERMINATED":
+                (folder / "ended.json").unlink(missing_ok=True)
+            local_machine.record_end(str(folder), state=state, reason=reason)
+            kill(folder)
+            self._observe(folder)
+
+    def _start(self, ids: Sequence[str]) -> None:
+        for folder in self._find(ids):
+            node = self._observe(folder)
+            if node and node.state is NodeState.TERMINATED:
+                raise UsageError(f"node `{node.id}` is terminated and cannot be started")
+            if node and node.state is NodeState.STOPPED:
+                for name in LEFT_OVERS:
+                    (folder / name).unlink(missing_ok=True)
+                boot(folder)
+
+    def _give_notice(self, ids: Sequence[str], notice_s: float) -> None:
+        for folder in self._find(ids):
+            if is_alive(folder) and not (folder / "preempt.json").exists():
+                notice = {"notice_s": notice_s, "time_s": self._clock.now_s()}
+                local_machine.write_json(str(folder / "preempt.json"), notice)
+                local_machine.write_json(str(folder / "home/.broker/preemption"), notice)
+
+
+@contextlib.contextmanager
+def open_locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def boot(folder: Path) -> None:
+    """Start the node's processes and wait until they answer (some 40 ms)."""
+    command = [sys.executable, "-I", "-S", local_machine.__file__, str(folder)]
+    try:
+        done = subprocess.run(
+            command, env=make_env(folder), cwd=folder, timeout=BOOT_S_MAX, stdin=subprocess.DEVNULL, capture_output=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnknownOutcomeError(f"node `{folder.name}` did not boot within {BOOT_S_MAX:g} s") from error
+    if done.returncode and not is_alive(folder):
+        raise UnknownOutcomeError(f"node `{folder.name}` did not boot", hints=(f"see `{folder / 'machine.log'}`",))
+
+
+def make_env(folder: Path) -> dict[str, str]:
+    """A clean environment whose `python` is ours and which can import our `trainers`."""
+    passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
+    search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    spec = importlib.util.find_spec("trainers")
+    if spec and spec.submodule_search_locations:
+        passed["PYTHONPATH"] = str(Path(next(iter(spec.submodule_search_locations))).parent)
+    home = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "BROKER_NODE_DIR": str(folder)}
+    return {**passed, **home, "PATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1"}
+
+
+def is_alive(folder: Path) -> bool:
+    try:
+        fd = os.open(folder / "alive.lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def kill(folder: Path) -> None:
+    """End the node's processes now; they kill their own trees and let go of the lock last."""
+    give_up_s = time.monotonic() + KILL_S_MAX
+    while is_alive(folder):
+        pids = read_json(folder / "machine.json") or {}
+        for pid in pids.values():
+            if not local_machine.IS_LINUX or str(folder) in local_machine.read_text(f"/proc/{pid}/cmdline").split("\0"):
+                local_machine.send(pid, signal.SIGTERM)
+        if time.monotonic() > give_up_s:
+            raise UnknownOutcomeError(f"node `{folder.name}` does not end")
+        time.sleep(0.002)
+
+
+def settle_end(folder: Path) -> dict[str, Any]:
+    """How a dead node ended; where nobody could say (both its processes were killed), sweep up what they left."""
+    ended = read_json(folder / "ended.json")
+    if ended is None:
+        for pid in local_machine.find_marked(str(folder)):
+            local_machine.send(pid, signal.SIGKILL)
+        local_machine.record_end(str(folder), state="TERMINATED", reason="crashed")
+        ended = read_json(folder / "ended.json")
+    assert ended is not None, f"cannot record the end of {folder}"
+    return ended
+
+
+def pick_address(taken: set[str]) -> str:
+    """A loopback address of its own where the system has them (Linux: all of 127/8; macOS: one)."""
+    for last in range(2, 255):
+        address = f"127.0.0.{last}"
+        if address in taken:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, 0))
+                return address
+            except OSError:
+                break
+    return "127.0.0.1"
+
+
+def socket_folder() -> Path:
+    """A private folder with a short name: a Unix socket's path has at most 104 bytes (macOS) or 108 (Linux)."""
+    base = tempfile.gettempdir()
+    folder = Path(base if len(base) < 50 else "/tmp") / f"broker-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StateError(f"`{folder}` is not a private folder of yours", hints=(f"remove `{folder}`",))
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    assert isinstance(value, dict), f"{path} holds no object"
+    return value

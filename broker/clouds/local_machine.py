@@ -1,0 +1,319 @@
+"""The pretend machine of the local cloud: `python -I -S local_machine.py NODE_DIR`; standard library only.
+
+Two processes, so that none of its children outlives it however it dies. The keeper holds the tree; the machine serves
+commands on a Unix socket (the pretend sshd), one a connection. Both are child subreapers: whoever is left when the
+other is killed stops and kills every descendant, then exits. Without prctl (macOS) orphans are found by a marker in
+their environment instead. Both share a lock on NODE_DIR/alive.lock: a node is alive exactly as long as it is held.
+"""
+# Plain paths: pathlib would double the boot time.
+# ruff: noqa: PTH105, PTH108, PTH118, PTH123, PTH208
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+IS_LINUX = sys.platform.startswith("linux")
+TICK_S = 0.1
+REQUEST_BYTES_MAX = 1 << 30
+
+
+def main(folder: str) -> None:
+    """Boot the node in the background; returns (exit status 0) once its socket answers."""
+    ready_out, ready_in = os.pipe()
+    if os.fork():
+        os.close(ready_in)
+        sys.exit(0 if os.read(ready_out, 1) else 1)
+    os.close(ready_out)
+    os.setsid()
+    os.umask(0o077)
+    lock = open_lock(folder)
+    redirect_stdio(os.path.join(folder, "machine.log"))
+    os.environ["BROKER_NODE_DIR"] = folder
+    become_subreaper()
+    machine = os.fork()
+    if machine == 0:
+        serve(folder, ready_in)
+    os.close(ready_in)
+    signal.signal(signal.SIGTERM, lambda *_: power_off(folder, "terminated"))
+    os.waitpid(machine, 0)
+    power_off(folder, "crashed")
+    assert lock >= 0
+
+
+def open_lock(folder: str) -> int:
+    """Hold alive.lock; a reader that looks whether we live holds it for an instant, so try for a while."""
+    lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    give_up_s = time.monotonic() + 2
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > give_up_s:
+                sys.exit(1)
+            time.sleep(0.002)
+
+
+def redirect_stdio(log: str) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for target, source in ((0, null), (1, out), (2, out)):
+        os.dup2(source, target)
+
+
+def become_subreaper() -> None:
+    if IS_LINUX:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def serve(folder: str, ready: int) -> NoReturn:
+    """The machine: run commands until told, or seen to be told, to power off."""
+    keeper = os.getppid()
+    signal.signal(signal.SIGTERM, lambda *_: power_off(folder, "crashed"))
+    become_subreaper()
+    if IS_LINUX:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    with open(os.path.join(folder, "node.json"), encoding="utf-8") as file:
+        path = json.load(file)["socket"]
+    remove(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(64)
+    write_json(os.path.join(folder, "machine.json"), {"keeper": keeper, "machine": os.getpid()})
+    os.write(ready, b"1")
+    os.close(ready)
+    preempt_s: float | None = None
+    while os.getppid() == keeper:
+        if select.select([listener], [], [], TICK_S)[0]:
+            connection = listener.accept()[0]
+            if os.fork() == 0:
+                listener.close()
+                handle(connection)
+            connection.close()
+        reap()
+        preempt_s = check_power(folder, preempt_s)
+    power_off(folder, "crashed")
+
+
+def check_power(folder: str, preempt_s: float | None) -> float | None:
+    """Power off when the agent asked for it (`.broker/shutdown` says why) or a preemption notice has run out."""
+    shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))
+    if shutdown:
+        power_off(folder, shutdown.strip())
+    notice = read_text(os.path.join(folder, "preempt.json")) if preempt_s is None else ""
+    if notice:
+        preempt_s = time.monotonic() + float(json.loads(notice)["notice_s"])
+    if preempt_s is not None and time.monotonic() >= preempt_s:
+        power_off(folder, "preempted")
+    return preempt_s
+
+
+def handle(connection: socket.socket) -> NoReturn:
+    """One command: a 4-byte length, a JSON header {argv, env, stdin, timeout_s}, then stdin; answers in the same shape.
+
+    Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer.
+    """
+    code = 1
+    try:
+        header = json.loads(read_exactly(connection, struct.unpack("!I", read_exactly(connection, 4))[0]))
+        files = [open_unlinked() for _ in range(3)]
+        copy_stdin(connection, files[0], int(header["stdin"]))
+        returncode = run_command(header, files)
+        out, err = (os.fstat(fd).st_size for fd in files[1:])
+        answer = json.dumps({"returncode": returncode, "stdout": out, "stderr": err}).encode()
+        connection.sendall(struct.pack("!I", len(answer)) + answer)
+        for fd, size in ((files[1], out), (files[2], err)):
+            offset = 0
+            while offset < size:
+                chunk = os.pread(fd, min(1 << 20, size - offset), offset)
+                connection.sendall(chunk)
+                offset += len(chunk)
+        code = 0
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        print(f"command failed: {type(error).__name__}", flush=True)  # not its text: it may quote the request
+    finally:
+        os._exit(code)
+
+
+def run_command(header: dict[str, Any], files: list[int]) -> int:
+    """Run it in a session of its own and wait; past its time limit its whole group is killed."""
+    os.chdir(os.environ["HOME"])
+    environment = {**os.environ, **header["env"]}
+    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(files)]
+    defaults = [signal.SIGPIPE, signal.SIGTERM, signal.SIGINT]
+    try:
+        pid = os.posix_spawnp(
+            header["argv"][0], header["argv"], environment, file_actions=actions, setsid=IS_LINUX, setsigdef=defaults
+        )
+    except FileNotFoundError:
+        os.write(files[2], b"command not found\n")
+        return 127
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        os.killpg(pid, signal.SIGKILL) if IS_LINUX else os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, float(header["timeout_s"])))
+    status = os.waitpid(pid, 0)[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def open_unlinked() -> int:
+    path = os.path.join(os.environ["TMPDIR"], f".command-{os.getpid()}-{time.monotonic_ns()}")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    return fd
+
+
+def copy_stdin(connection: socket.socket, fd: int, size: int) -> None:
+    if size > REQUEST_BYTES_MAX:
+        raise ValueError("too much stdin")
+    while size:
+        chunk = connection.recv(min(1 << 20, size))
+        if not chunk:
+            raise EOFError
+        os.write(fd, chunk)
+        size -= len(chunk)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)
+
+
+def power_off(folder: str, reason: str) -> NoReturn:
+    """End at once and without a word, as a machine that loses its power: note why, kill every descendant, leave."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    state = "STOPPED" if reason == "stop" else "TERMINATED"
+    kill_tree(folder)
+    record_end(folder, state=state, reason="stopped" if reason == "stop" else reason)
+    os._exit(0)
+
+
+def record_end(folder: str, *, state: str, reason: str) -> None:
+    """The first to say why a node ended is believed; NODE_DIR/ended.json is written once a boot."""
+    path = os.path.join(folder, "ended.json")
+    aside = os.path.join(folder, f".ended.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        write_json(aside, {"state": state, "reason": reason, "ended_s": time.time()})
+        os.link(aside, path)
+    except OSError:
+        pass  # somebody said it before, or the folder is gone
+    remove(aside)
+
+
+def kill_tree(folder: str) -> None:
+    """Stop first, then kill, until nobody is left: a fork bomb cannot outrun it."""
+    while True:
+        stopped: set[int] = set()
+        while fresh := set(find_victims(folder)) - stopped:
+            for pid in fresh:
+                send(pid, signal.SIGSTOP)
+            stopped |= fresh
+        for pid in stopped:
+            send(pid, signal.SIGKILL)
+        reap()
+        if not stopped:
+            return
+        time.sleep(0.001)
+
+
+def find_victims(folder: str) -> Iterator[int]:
+    if not IS_LINUX:
+        yield from find_marked(folder)
+        return
+    stack = [os.getpid()]
+    while stack:
+        for child in list_children(stack.pop()):
+            if not is_zombie(child) or list_children(child):
+                yield child
+            stack.append(child)
+
+
+def list_children(pid: int) -> list[int]:
+    children: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())
+    except OSError:
+        pass
+    return children
+
+
+def is_zombie(pid: int) -> bool:
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] in ("Z", "X", "")
+
+
+def find_marked(folder: str) -> list[int]:
+    """Processes whose environment names this node: the net below the net, and the only one where there is no prctl."""
+    mark, found = f"BROKER_NODE_DIR={folder}", []
+    if IS_LINUX:
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            if mark in read_text(f"/proc/{entry}/environ").split("\0"):
+                found.append(int(entry))
+    else:
+        with os.popen("ps -axEww -o pid=,command=") as lines:
+            found = [int(line.split(None, 1)[0]) for line in lines if f"{mark} " in f"{line.strip()} "]
+    return [pid for pid in found if pid not in (os.getpid(), os.getppid())]
+
+
+def send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except OSError:
+        pass
+
+
+def reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def write_json(path: str, value: object) -> None:
+    aside = f"{path}.{os.getpid()}"
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(aside, path)
+
+
+def remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

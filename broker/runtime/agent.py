@@ -1,0 +1,243 @@
+"""The agent on every node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
+
+Verbs: submit, status, log, cancel, lease, autostop. All state is below ~/.broker. A watcher, started with the first
+verb that needs one, ends the node when its lease runs out or it idles past its autostop: nobody outside has to notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from broker.runtime import agent_files as files
+else:
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
+    import agent_files as files
+
+WATCH_S = 0.5
+LOG_BYTES_MAX = 1 << 20
+
+
+def main(verb: str, *arguments: str) -> None:
+    os.umask(0o077)
+    files.make_private(files.RUNS)
+    if verb == "_run":
+        import agent_run  # type: ignore[import-not-found]  # beside us on the node; only the runner needs it
+
+        agent_run.run(int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else None)
+    elif verb == "_watch":
+        watch()
+    elif verb == "log":
+        send_log(read_request())
+    else:
+        print(json.dumps(VERBS[verb](read_request())))
+
+
+def read_request() -> dict[str, Any]:
+    text = sys.stdin.read()
+    value = json.loads(text) if text.strip() else {}
+    assert isinstance(value, dict), "a request is a JSON object"
+    return value
+
+
+def submit(spec: dict[str, Any]) -> dict[str, Any]:
+    """Start a run, once: asked again, it only answers the ports again."""
+    run_id = int(spec["run_id"])
+    folder = files.make_private(files.run_folder(run_id))
+    lock = files.wait_lock(files.STATE / "submit.lock")
+    try:
+        known = files.read_json(folder / "spec.json")
+        has_begun = files.is_locked(folder / "runner.lock") or (folder / "state.json").exists()
+        if known is None or not has_begun:
+            known = begin(folder, spec)
+        if spec.get("lease_s"):
+            renew_lease(spec)
+        ensure_watcher()
+    finally:
+        os.close(lock)
+    return {key: known["head"][key] for key in ("coordinator_port", "master_port", "token")}
+
+
+def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's runner inherits the listening socket, and every runner its lock: no moment when either is free."""
+    runner_lock = files.try_lock(folder / "runner.lock")
+    assert runner_lock is not None, "no runner holds it: we looked, under the submit lock"
+    arguments, inherited = [str(spec["run_id"])], [runner_lock]
+    if int(spec["rank"]) == 0:
+        address = spec["node_ips"][0] if spec["node_ips"][0].startswith("127.") else ""
+        listener = socket.socket()
+        listener.bind((address, 0))
+        listener.listen(1024)
+        ports = {"coordinator_port": listener.getsockname()[1], "master_port": pick_port()}
+        spec = {**spec, "head": {**spec["head"], **ports}}
+        arguments.append(str(listener.fileno()))
+        inherited.append(listener.fileno())
+    files.write_json(folder / "spec.json", spec)
+    start_detached("_run", arguments, inherited)
+    for fd in inherited[:1]:
+        os.close(fd)
+    return spec
+
+
+def pick_port() -> int:
+    """Free now, and below the ephemeral ports (Linux: 32768 up), so that no outgoing connection takes it meanwhile."""
+    for port in random.sample(range(20000, 32000), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                continue
+    raise OSError("no free port between 20000 and 32000")
+
+
+def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> None:
+    """In a session of its own, with no ties to who asked."""
+    script = str(Path(__file__).resolve())
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", script, verb, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=inherited,
+        cwd=str(files.HOME),
+    )
+
+
+def report_status(request: dict[str, Any]) -> dict[str, Any]:
+    ids = [int(request["run_id"])] if "run_id" in request else files.list_run_ids()
+    known = set(files.list_run_ids())
+    lease = files.read_json(files.STATE / "lease.json")
+    return {
+        "runs": [{**files.describe_run(run_id), "name": read_name(run_id)} for run_id in ids if run_id in known],
+        "idle_s": measure_idle_s(),
+        "lease_left_s": lease["expires_s"] - time.time() if lease else None,
+    }
+
+
+def read_name(run_id: int) -> str:
+    spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
+    return str(spec.get("name") or "")
+
+
+def send_log(request: dict[str, Any]) -> None:
+    """Raw bytes of the merged log from `offset`, at most a mebibyte at a time."""
+    path = files.run_folder(int(request["run_id"])) / "log"
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(int(request["offset"]))
+            sys.stdout.buffer.write(file.read(LOG_BYTES_MAX))
+
+
+def cancel(request: dict[str, Any]) -> dict[str, Any]:
+    folder = files.run_folder(int(request["run_id"]))
+    if folder.exists():
+        (folder / "cancel").touch(mode=0o600)
+    return {}
+
+
+def renew_lease(request: dict[str, Any]) -> dict[str, Any]:
+    lease_s = float(request["lease_s"])
+    files.write_json(files.STATE / "lease.json", {"expires_s": time.time() + lease_s})
+    ensure_watcher()
+    return {}
+
+
+def set_autostop(request: dict[str, Any]) -> dict[str, Any]:
+    """`idle_minutes` null takes it back."""
+    path = files.STATE / "autostop.json"
+    if request.get("idle_minutes") is None:
+        if path.exists():
+            path.unlink()
+        return {}
+    rule = {"idle_minutes": float(request["idle_minutes"]), "is_down": bool(request["is_down"]), "set_s": time.time()}
+    files.write_json(path, rule)
+    ensure_watcher()
+    return {}
+
+
+def measure_idle_s() -> float:
+    """Seconds since the last run here ended, or since the agent came; 0 while one is live."""
+    newest = files.STATE.joinpath("boot")
+    if not newest.exists():
+        newest.touch(mode=0o600)
+    since_s = newest.stat().st_mtime
+    for run_id in files.list_run_ids():
+        run = files.describe_run(run_id)
+        if run["status"] not in files.TERMINAL:
+            return 0.0
+        since_s = max(since_s, float(run["ended_s"] or 0))
+    return max(0.0, time.time() - since_s)
+
+
+def ensure_watcher() -> None:
+    lock = files.try_lock(files.STATE / "watch.lock")
+    if lock is not None:
+        start_detached("_watch", [], [lock])
+        os.close(lock)
+
+
+def watch() -> None:
+    while True:
+        for run_id in files.list_run_ids():
+            bury_if_dead(run_id)
+        reason = decide_power_off()
+        if reason:
+            power_off(reason)
+        time.sleep(WATCH_S)
+
+
+def bury_if_dead(run_id: int) -> None:
+    folder = files.run_folder(run_id)
+    if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
+        return
+    lock = files.try_lock(folder / "runner.lock")
+    if lock is not None:
+        if not (folder / "outcome.json").exists():  # it may have written it between our two looks
+            import agent_run
+
+            agent_run.bury(run_id)
+        os.close(lock)
+
+
+def decide_power_off() -> str:
+    """ "" to stay, "lease" or "autostop" to end the node, "stop" to stop it with its disk kept."""
+    lease = files.read_json(files.STATE / "lease.json")
+    if lease and time.time() >= lease["expires_s"]:
+        return "lease"
+    rule = files.read_json(files.STATE / "autostop.json")
+    if rule and min(measure_idle_s(), time.time() - rule["set_s"]) >= rule["idle_minutes"] * 60:
+        return "autostop" if rule["is_down"] else "stop"
+    return ""
+
+
+def power_off(reason: str) -> None:
+    """As ~/.broker/node.json says: "file" (the pretend machine reads the reason) or a command, such as shutdown."""
+    (files.STATE / "lease.json").unlink() if reason == "lease" else None
+    (files.STATE / "autostop.json").unlink() if reason != "lease" else None
+    how = (files.read_json(files.STATE / "node.json") or {}).get("power_off", "file")
+    files.write_text(files.STATE / "shutdown", reason)
+    if how != "file":
+        subprocess.run([str(word) for word in how], check=False)
+
+
+VERBS = {
+    "submit": submit,
+    "status": report_status,
+    "cancel": cancel,
+    "lease": renew_lease,
+    "autostop": set_autostop,
+}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

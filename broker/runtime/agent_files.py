@@ -1,0 +1,133 @@
+"""What the agent keeps below ~/.broker, and how it writes it: private, atomic, durable. Standard library only."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HOME = Path(os.environ.get("HOME") or Path.home())
+STATE = HOME / ".broker"
+RUNS = STATE / "runs"
+TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
+
+
+def run_folder(run_id: int) -> Path:
+    return RUNS / str(int(run_id))
+
+
+def list_run_ids() -> list[int]:
+    if not RUNS.exists():
+        return []
+    return sorted(
+        int(entry.name) for entry in RUNS.iterdir() if entry.name.isdigit() and (entry / "spec.json").exists()
+    )
+
+
+def make_private(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """All or nothing, and on the disk when it returns."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    fd = os.open(str(aside), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_text(path, json.dumps(value))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def try_lock(path: Path) -> int | None:
+    """The lock's descriptor, or None while somebody else holds it."""
+    fd = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def wait_lock(path: Path) -> int:
+    fd = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds it; a shared look, so that two who look do not see each other."""
+    try:
+        fd = os.open(str(path), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def describe_run(run_id: int) -> dict[str, Any]:
+    """A run as its files and its runner's lock show it; a runner that vanished means FAILED."""
+    folder = run_folder(run_id)
+    is_live = is_locked(folder / "runner.lock")
+    report = {"id": run_id, "status": "SETTING_UP", "returncode": None, "started_s": 0.0, "ended_s": None, "reason": ""}
+    report.update(read_json(folder / "state.json") or {})
+    outcome = read_json(folder / "outcome.json")
+    if outcome:
+        report.update(outcome)
+    elif not is_live:
+        report.update(status="FAILED", reason="the runner died", ended_s=(folder / "spec.json").stat().st_mtime)
+    report["progress"] = read_progress(folder / "progress.jsonl")
+    return report
+
+
+def read_progress(path: Path) -> dict[str, Any] | None:
+    """The newest whole line that is a JSON object."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            value = json.loads(line.decode("utf-8", "replace"))
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return None
+
+
+def find_marked(mark: str) -> Iterator[int]:
+    """Processes with exactly this `NAME=value` in their environment (Linux; elsewhere none are found)."""
+    proc = Path("/proc")
+    for entry in proc.iterdir() if proc.exists() else ():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
+            except OSError:
+                continue

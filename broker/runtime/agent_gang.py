@@ -1,0 +1,213 @@
+"""The gang over TCP: rank 0's coordinator, and the link each rank (0 too) has to it. Standard library only.
+
+JSON lines. Up: hello {token, rank}, setup {returncode}, exit {returncode}, log {text}, notice {notice_s}, cancel, beat.
+Down: go, notice {notice_s}, kill {status, reason}, end {status, returncode, reason}, beat.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+BEAT_S = 2.0
+LOST_S = 15.0  # a peer silent for so long is lost
+JOIN_S = 120.0
+LEAVE_S = 5.0
+LINE_BYTES_MAX = 1 << 20
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
+
+
+class Link:
+    """One connection, either end. `on_message` gets {"type": "lost"} once, when the other side is gone."""
+
+    def __init__(self, connection: socket.socket, on_message: Callable[[Message], None]) -> None:
+        self._connection = connection
+        self._on_message = on_message
+        self._lock = threading.Lock()
+        connection.settimeout(LOST_S)
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def send(self, kind: str, **fields: Any) -> bool:
+        line = json.dumps({"type": kind, **fields}).encode() + b"\n"
+        try:
+            with self._lock:
+                self._connection.sendall(line)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def _beat(self) -> None:
+        while self.send("beat"):
+            time.sleep(BEAT_S)
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as lines:
+                while True:
+                    line = lines.readline(LINE_BYTES_MAX)
+                    if not line.endswith(b"\n"):
+                        break
+                    message = json.loads(line.decode("utf-8"))
+                    if message["type"] != "beat":
+                        self._on_message(message)
+        except (OSError, ValueError, KeyError):
+            pass
+        self._on_message({"type": "lost"})
+
+
+class Coordinator:
+    """Decides for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; says how it ended."""
+
+    def __init__(self, listener: socket.socket, *, token: str, num_nodes: int, log: Path) -> None:
+        self._listener = listener
+        self._token = token
+        self._num_nodes = num_nodes
+        self._log = log.open("ab", buffering=0)
+        self._lock = threading.RLock()
+        self._links: dict[int, Link] = {}
+        self._ready: set[int] = set()
+        self._gone: set[int] = set()
+        self._left = threading.Semaphore(0)
+        self._is_preempted = False
+        self._verdict: Message | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, daemon=True).start()
+        timer = threading.Timer(JOIN_S, self._check_joined)
+        timer.daemon = True
+        timer.start()
+
+    def wait_until_left(self) -> None:
+        """Until the other ranks have written their outcomes and hung up: the head says last that it is over."""
+        give_up_s = time.monotonic() + LEAVE_S
+        for _ in range(len(self._links) - 1):
+            self._left.acquire(timeout=max(0.0, give_up_s - time.monotonic()))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Whoever does not know the token is sent away; a rank can be taken once."""
+        try:
+            connection.settimeout(LOST_S)
+            data = b""
+            while not data.endswith(b"\n") and len(data) < 4096:
+                byte = connection.recv(1)
+                if not byte:
+                    raise ValueError("closed")
+                data += byte
+            hello = json.loads(data.decode("utf-8"))
+            rank = int(hello["rank"])
+            if not hmac.compare_digest(str(hello["token"]), self._token) or not 0 <= rank < self._num_nodes:
+                raise ValueError("stranger")
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        link = Link(connection, lambda message: self._hear(rank, message))
+        with self._lock:
+            if rank in self._links:
+                connection.close()
+                return
+            self._links[rank] = link
+            if self._verdict:
+                link.send("kill", **self._verdict)
+        link.start()
+
+    def _hear(self, rank: int, message: Message) -> None:
+        with self._lock:
+            kind = message["type"]
+            if kind == "log":
+                self._write_log(rank, str(message["text"]))
+            elif kind == "setup":
+                self._hear_setup(rank, message["returncode"])
+            elif kind == "exit":
+                self._gone.add(rank)
+                if message["returncode"] != 0:
+                    self._fail("FAILED", message["returncode"], f"rank {rank} exited with {message['returncode']}")
+                self._finish()
+            elif kind == "notice" and not self._is_preempted:
+                self._is_preempted = True
+                self._tell("notice", notice_s=message["notice_s"])
+            elif kind == "cancel":
+                self._fail("CANCELLED", None, "cancelled")
+            elif kind == "lost":
+                self._left.release()
+                self._hear_lost(rank)
+
+    def _hear_lost(self, rank: int) -> None:
+        if rank not in self._gone:
+            self._gone.add(rank)
+            self._fail("FAILED", None, f"rank {rank} is lost")
+            self._finish()
+
+    def _hear_setup(self, rank: int, returncode: int) -> None:
+        if returncode != 0:
+            self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}")
+        self._ready.add(rank)
+        if len(self._ready) == self._num_nodes and not self._verdict:
+            self._tell("go")
+
+    def _check_joined(self) -> None:
+        with self._lock:
+            if len(self._links) < self._num_nodes:
+                missing = sorted(set(range(self._num_nodes)) - set(self._links))
+                self._gone.update(missing)
+                self._fail("FAILED", None, f"rank {missing[0]} did not join within {JOIN_S:g} s")
+                self._finish()
+
+    def _fail(self, status: str, returncode: int | None, reason: str) -> None:
+        """The first failure is the gang's; after a preemption notice it is nobody's fault and nobody is hurried."""
+        if self._verdict:
+            return
+        if self._is_preempted and status == "FAILED":
+            returncode, reason = None, "preempted"
+        self._verdict = {"status": status, "returncode": returncode, "reason": reason}
+        if reason != "preempted":
+            self._tell("kill", **self._verdict)
+
+    def _finish(self) -> None:
+        if len(self._gone) == self._num_nodes:
+            success = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
+            self._tell("end", **(self._verdict or success))
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Rank 0 last: it is our own process, which leaves once it has heard the end."""
+        for _, link in sorted(self._links.items(), reverse=True):
+            link.send(kind, **fields)
+
+    def _write_log(self, rank: int, text: str) -> None:
+        prefix = f"(rank{rank}) " if rank else ""
+        self._log.write("".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1]).encode())
+
+
+def connect(address: str, port: int, hello: Message, on_message: Callable[[Message], None]) -> Link:
+    """Raises OSError while the coordinator does not listen."""
+    connection = socket.create_connection((address, port), timeout=5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link = Link(connection, on_message)
+    link.send("hello", **hello)
+    link.start()
+    return link

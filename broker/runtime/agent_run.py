@@ -1,0 +1,271 @@
+"""The runner of one run on one node: waits its turn, sets up, runs, leaves nothing behind. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from broker.runtime import agent_files, agent_gang
+else:
+    import agent_files
+    import agent_gang
+
+GRACE_S = 5.0
+TICK_S = 0.1
+END_S = 15.0  # how long to wait for the coordinator's last word
+RETURNCODE_OF_KILL = 137
+PHASES = ("setup", "run")
+
+
+class Runner:
+    """Main thread: the phases. Link's thread: what the coordinator says. One more thread copies output to the logs."""
+
+    def __init__(self, run_id: int, listener: socket.socket | None) -> None:
+        self._folder = agent_files.run_folder(run_id)
+        spec = agent_files.read_json(self._folder / "spec.json")
+        assert spec is not None, "submit wrote the spec"
+        self._spec = spec
+        self._id = run_id
+        self._listener = listener
+        self._link: agent_gang.Link | None = None
+        self._coordinator: agent_gang.Coordinator | None = None
+        self._wake = threading.Event()
+        self._is_go = False
+        self._notice_s: float | None = None
+        self._is_notice_told = False
+        self._verdict: dict[str, Any] | None = None
+        self._is_verdict_told = False
+        self._is_ended = False
+        self._cancel_told = False
+        self._returncode: int | None = None
+        self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
+
+    def run(self) -> None:
+        """Always leaves an outcome.json; the status is the gang's, `own_returncode` this node's."""
+        self._write_state("SETTING_UP")
+        if self._listener is not None:
+            log = self._folder / "log"
+            size, token = int(self._spec["num_nodes"]), self._spec["head"]["token"]
+            self._coordinator = agent_gang.Coordinator(self._listener, token=token, num_nodes=size, log=log)
+            self._coordinator.start()
+        if self._join():
+            self._execute()
+            give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
+            while not self._is_ended and time.monotonic() < give_up_s:
+                self._pause()
+        for phase in PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
+            kill_marked(self._mark(phase))
+        if self._coordinator:
+            self._coordinator.wait_until_left()
+        verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
+        outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
+        outcome.update(own_returncode=self._returncode, ended_s=time.time())
+        agent_files.write_json(self._folder / "outcome.json", outcome)
+
+    def _join(self) -> bool:
+        head, rank = self._spec["head"], int(self._spec["rank"])
+        hello = {"token": head["token"], "rank": rank}
+        give_up_s = time.monotonic() + agent_gang.JOIN_S
+        while time.monotonic() < give_up_s:
+            try:
+                self._link = agent_gang.connect(head["address"], int(head["coordinator_port"]), hello, self._hear)
+                return True
+            except OSError:
+                if (self._folder / "cancel").exists():
+                    self._verdict = {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
+                    return False
+                time.sleep(TICK_S)
+        return False
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "go":
+            self._is_go = True
+        elif kind == "notice":
+            self._notice_s = self._notice_s or float(message["notice_s"])
+        elif kind in ("kill", "end"):
+            self._verdict = self._verdict or message
+            self._is_ended = self._is_ended or kind == "end"
+        elif kind == "lost" and not self._is_ended:
+            self._verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
+            self._is_ended = True
+        self._wake.set()
+
+    def _execute(self) -> None:
+        """Our turn, setup, the gang's go, run; a verdict ends any of them."""
+        while not self._verdict and any(
+            agent_files.describe_run(other)["status"] not in agent_files.TERMINAL
+            for other in agent_files.list_run_ids()
+            if other < self._id
+        ):
+            self._pause()
+        returncode = self._run_phase("setup")
+        self._send("setup", returncode=returncode)
+        while returncode == 0 and not self._is_go and not self._verdict:
+            self._pause()
+        if returncode == 0 and not self._verdict:
+            self._write_state("RUNNING")
+            returncode = self._run_phase("run")
+        self._returncode = returncode
+        self._send("exit", returncode=returncode)
+
+    def _run_phase(self, phase: str) -> int:
+        script = self._spec.get(phase)
+        if self._verdict:
+            return RETURNCODE_OF_KILL
+        if not script:
+            return 0
+        workdir = agent_files.HOME / "sky_workdir"
+        workdir.mkdir(exist_ok=True)
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=str(workdir),
+            env=self._make_env(phase),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        pump = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
+        pump.start()
+        kill_s: float | None = None
+        while process.poll() is None:
+            kill_s = self._urge(process.pid, phase, kill_s)
+            self._pause()
+        returncode = process.wait()
+        if phase == "run":
+            kill_marked(self._mark(phase))
+        pump.join(GRACE_S)  # a daemon of setup may hold the pipe open for as long as it lives
+        return returncode if returncode >= 0 else 128 - returncode
+
+    def _urge(self, pid: int, phase: str, kill_s: float | None) -> float | None:
+        """Tell the processes to go when they must; returns when (monotonic) they will be made to."""
+        preempted = self._folder / "preemption"
+        if self._notice_s is not None and not preempted.exists():
+            preempted.touch(mode=0o600)
+            self._signal(pid, phase, signal.SIGTERM)
+            kill_s = time.monotonic() + self._notice_s
+        if self._verdict and not self._is_verdict_told:
+            self._is_verdict_told = True
+            self._signal(pid, phase, signal.SIGTERM)
+            kill_s = min(kill_s or float("inf"), time.monotonic() + GRACE_S)
+        if kill_s is not None and time.monotonic() >= kill_s:
+            self._signal(pid, phase, signal.SIGKILL)
+        return kill_s
+
+    def _signal(self, pid: int, phase: str, number: int) -> None:
+        """To the process group, and to whoever left it but still carries our mark."""
+        try:
+            os.killpg(pid, number)
+        except OSError:
+            pass
+        for stray in agent_files.find_marked(self._mark(phase)):
+            try:
+                if os.getpgid(stray) != pid:
+                    os.kill(stray, number)
+            except OSError:
+                pass
+
+    def _pause(self) -> None:
+        """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
+        self._wake.wait(TICK_S)
+        self._wake.clear()
+        if not self._cancel_told and (self._folder / "cancel").exists():
+            self._cancel_told = self._send("cancel")
+        if not self._is_notice_told:
+            notice = agent_files.read_json(agent_files.STATE / "preemption")
+            if notice:
+                self._notice_s = self._notice_s or float(notice["notice_s"])
+                self._is_notice_told = self._send("notice", notice_s=self._notice_s)
+
+    def _send(self, kind: str, **fields: Any) -> bool:
+        return self._link is not None and self._link.send(kind, **fields)
+
+    def _copy_output(self, output: IO[bytes]) -> None:
+        """To our own log with the time, and to the head's; what is there at once goes in one message."""
+        rest = b""
+        while True:
+            chunk = os.read(output.fileno(), 1 << 16)
+            if not chunk:
+                break
+            whole, newline, rest = (rest + chunk).rpartition(b"\n")
+            if newline or len(rest) > 1 << 16:
+                self._write_log(whole + newline if newline else rest + b"\n")
+                rest = rest if newline else b""
+        if rest:
+            self._write_log(rest + b"\n")
+
+    def _write_log(self, data: bytes) -> None:
+        text = data.decode("utf-8", "replace")
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime())
+        self._log.write("".join(f"{stamp}{line}\n" for line in text.split("\n")[:-1]).encode())
+        self._send("log", text=text)
+
+    def _write_state(self, status: str) -> None:
+        old = agent_files.read_json(self._folder / "state.json") or {"started_s": time.time()}
+        agent_files.write_json(self._folder / "state.json", {**old, "status": status})
+
+    def _mark(self, phase: str) -> str:
+        return make_mark(self._id, phase)
+
+    def _make_env(self, phase: str) -> dict[str, str]:
+        spec = self._spec
+        ips: list[str] = spec["node_ips"]
+        env = dict(os.environ)
+        if not float(spec["gpus_per_node"]):
+            env.setdefault("OMP_NUM_THREADS", "1")
+        if all(ip.startswith("127.") for ip in ips):
+            env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        env.update(spec["envs"])
+        env.update(spec["secrets"])
+        name, _, mark = self._mark(phase).partition("=")
+        env.update(
+            {
+                name: mark,
+                "SKYPILOT_NODE_RANK": str(spec["rank"]),
+                "SKYPILOT_NODE_IPS": "\n".join(ips),
+                "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
+                "SKYPILOT_NUM_GPUS_PER_NODE": f"{float(spec['gpus_per_node']):g}",
+                "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
+                "BROKER_PROGRESS_FILE": str(self._folder / "progress.jsonl"),
+                "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
+            }
+        )
+        return env
+
+
+def make_mark(run_id: int, phase: str) -> str:
+    return f"BROKER_RUN={agent_files.HOME}:{run_id}:{phase}"
+
+
+def kill_marked(mark: str) -> None:
+    for stray in agent_files.find_marked(mark):
+        try:
+            os.kill(stray, signal.SIGKILL)
+        except OSError:
+            pass
+
+
+def bury(run_id: int) -> None:
+    """The runner was killed from outside: end what it ran and write the outcome it could not."""
+    for phase in PHASES:
+        kill_marked(make_mark(run_id, phase))
+    outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
+    agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)
+
+
+def run(run_id: int, listener_fd: int | None) -> None:
+    listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
+    log = Path(agent_files.run_folder(run_id)) / "runner.log"
+    fd = os.open(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 2)
+    Runner(run_id, listener).run()

@@ -1,0 +1,185 @@
+"""A task on a cluster: all nodes at once, one call a node; what a run is, the nodes' agents know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from broker.clock import Clock
+from broker.errors import CloudError, TransientError
+from broker.runtime.base import Completed, Transport
+from broker.types import Autostop, Cluster, Node, Progress, Run, RunStatus, Task
+
+AGENT_FILES = ("agent.py", "agent_files.py", "agent_gang.py", "agent_run.py")
+AGENT_FOLDER = ".broker/agent"
+CALL_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangReport:
+    """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so."""
+
+    status: RunStatus
+    returncode: int | None
+    statuses: tuple[RunStatus | None, ...]
+    unreachable: tuple[int, ...]
+    progress: Progress | None
+    run_id: int
+    reason: str = ""
+
+
+class Gang:
+    def __init__(self, transport: Transport, *, clock: Clock) -> None:
+        self._transport = transport
+        self._clock = clock
+
+    async def prepare(self, cluster: Cluster, task: Task) -> None:
+        """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
+        await asyncio.gather(*(self._prepare(node, task) for node in cluster.nodes))
+
+    async def _prepare(self, node: Node, task: Task) -> None:
+        here = Path(__file__).parent
+        for name in AGENT_FILES:
+            await self._transport.put(node, here / name, f"{AGENT_FOLDER}/{name}")
+        if task.workdir:
+            await self._transport.put(node, Path(task.workdir).expanduser(), "sky_workdir")
+        for target, source in task.file_mounts.items():
+            await self._transport.put(node, Path(source).expanduser(), target)
+
+    async def start(
+        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+    ) -> None:
+        """Submit to the head, which names the ports, then to the rest; asked again it changes nothing."""
+        nodes = sort_nodes(cluster)
+        gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
+        offer = cluster.placement.offer
+        spec: dict[str, Any] = {
+            "run_id": run_id,
+            "name": task.name or "",
+            "setup": task.setup,
+            "run": task.run,
+            "envs": {**task.envs, **envs},
+            "secrets": {name: secret.value for name, secret in task.secrets.items()},
+            "num_nodes": len(nodes),
+            "node_ips": [node.address for node in nodes],
+            "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
+            "lease_s": lease_s,
+            "head": {"address": nodes[0].address, "token": secrets.token_hex(16)},
+        }
+        head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
+        spec["head"] = {**spec["head"], **head}
+        await asyncio.gather(
+            *(self._call(node, "submit", {**spec, "rank": rank}) for rank, node in enumerate(nodes) if rank)
+        )
+
+    async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
+        """What every node says of the run. The head speaks for the gang; where it is silent, the others do."""
+        nodes = sort_nodes(cluster)
+        answers = await asyncio.gather(*(self._try_status(node, run_id) for node in nodes))
+        runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
+        statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
+        unreachable = tuple(rank for rank, answer in enumerate(answers) if answer is None)
+        speaker: dict[str, Any] = next((run for run in runs if run), {})
+        return GangReport(
+            status=RunStatus(speaker.get("status", "SETTING_UP")),
+            returncode=speaker.get("returncode"),
+            statuses=statuses,
+            unreachable=unreachable,
+            progress=parse_progress(runs[0]["progress"]) if runs and runs[0] else None,
+            run_id=run_id,
+            reason=speaker.get("reason", ""),
+        )
+
+    async def cancel(self, cluster: Cluster, run_id: int) -> None:
+        """Ask every node that can be reached; the gang ends when any of them heard it."""
+        await self._call_all(cluster, "cancel", {"run_id": run_id})
+
+    async def list_runs(self, cluster: Cluster) -> Sequence[Run]:
+        answer = await self._call(sort_nodes(cluster)[0], "status", {})
+        return [
+            Run(
+                id=run["id"],
+                cluster=cluster.name,
+                name=run["name"],
+                status=RunStatus(run["status"]),
+                started_s=run["started_s"],
+                ended_s=run["ended_s"],
+                returncode=run["returncode"],
+            )
+            for run in answer["runs"]
+        ]
+
+    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        done = await self._run_agent(sort_nodes(cluster)[0], "log", {"run_id": run_id, "offset": offset})
+        return done.stdout, offset + len(done.stdout)
+
+    async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
+        await self._call_all(cluster, "lease", {"lease_s": lease_s})
+
+    async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
+        rule = {"idle_minutes": autostop.idle_minutes, "is_down": autostop.is_down} if autostop else {}
+        await self._call_all(cluster, "autostop", rule)
+
+    async def idle_minutes(self, cluster: Cluster) -> float | None:
+        """Of the head, by the agent's own clock; None when it cannot be asked."""
+        answer = await self._try_status(sort_nodes(cluster)[0], None)
+        return answer["idle_s"] / 60 if answer else None
+
+    async def _call_all(self, cluster: Cluster, verb: str, request: Mapping[str, Any]) -> None:
+        """All nodes hear it even if one cannot be reached; then that is raised."""
+        calls = (self._call(node, verb, request) for node in cluster.nodes)
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _try_status(self, node: Node, run_id: int | None) -> dict[str, Any] | None:
+        try:
+            return await self._call(node, "status", {} if run_id is None else {"run_id": run_id})
+        except CloudError:
+            return None
+
+    async def _call(self, node: Node, verb: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = json.loads((await self._run_agent(node, verb, request)).stdout)
+        assert isinstance(answer, dict), "the agent answers with an object"
+        return answer
+
+    async def _run_agent(self, node: Node, verb: str, request: Mapping[str, Any]) -> Completed:
+        argv = ["python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py", verb]
+        done = await self._transport.run(node, argv, timeout_s=CALL_S, stdin=json.dumps(request).encode())
+        if done.returncode:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise TransientError(f"the agent on node `{node.id}` failed at `{verb}`: {last[:200]}")
+        return done
+
+
+def sort_nodes(cluster: Cluster) -> list[Node]:
+    assert cluster.nodes, "a gang has nodes"
+    return sorted(cluster.nodes, key=lambda node: node.rank)
+
+
+def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
+    """The program wrote it: what is not of the right kind is left out."""
+    if line is None:
+        return None
+
+    def number(name: str) -> float | None:
+        value = line.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def whole(name: str) -> int | None:
+        value = number(name)
+        return int(value) if value is not None and abs(value) < 2**63 else None
+
+    return Progress(
+        step=whole("step") or 0,
+        total=whole("total"),
+        loss=number("loss"),
+        tokens_per_s=number("tokens_per_s"),
+        checkpoint_step=whole("checkpoint_step"),
+        time_s=number("time_s") or number("time") or 0.0,
+    )

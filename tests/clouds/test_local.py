@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from local_gang import Rig, make_request, processes_of, wait_for
+
+from broker.clock import SystemClock
+from broker.clouds import local_machine
+from broker.clouds.base import CanPreempt, CanStop
+from broker.clouds.local import LocalCloud
+from broker.errors import CapacityError, TransientError
+from broker.types import Node, NodeState
+
+# Three double-forked grandchildren in sessions of their own, deaf to SIGTERM, and one that works on in the foreground.
+EVIL = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for i in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            open(os.path.expanduser(f"~/evil-{i}"), "w").close()
+            time.sleep(1000)
+        os._exit(0)
+"""
+
+
+async def release_evil(rig: Rig, node: Node) -> None:
+    done = await rig.transport.run(node, ["python3", "-c", EVIL], timeout_s=60)
+    assert done.returncode == 0, done
+    await wait_for(lambda: all((Path(node.handle) / f"home/evil-{i}").exists() for i in range(3)))
+    assert len(processes_of(node)) >= 3
+
+
+@pytest.mark.parametrize("how", ["machine", "keeper", "both", "terminate", "preempt", "shutdown"])
+def test_no_process_outlives_its_node(rig: Rig, how: str) -> None:
+    async def act() -> None:
+        (node,) = await rig.cloud.create_nodes(make_request())
+        (other,) = await rig.cloud.create_nodes(make_request())
+        await release_evil(rig, node)
+        pids = json.loads((Path(node.handle) / "machine.json").read_text())
+        if how == "terminate":
+            await rig.cloud.terminate_nodes([node.id])
+        elif how == "preempt":
+            await rig.cloud.preempt_nodes([node.id], notice_s=0)
+        elif how == "shutdown":
+            (Path(node.handle) / "home/.broker/shutdown").write_text("lease")
+        else:
+            for pid in pids.values() if how == "both" else [pids[how]]:
+                os.kill(pid, signal.SIGKILL)
+        ended = await rig.wait_state(node, NodeState.TERMINATED)
+        await wait_for(lambda: not processes_of(node))
+        reasons = {"terminate": "terminated", "preempt": "preempted", "shutdown": "lease"}
+        assert ended.reason == reasons.get(how, "crashed")
+        assert ended.ended_s is not None and ended.ended_s >= ended.created_s
+        assert not (Path(node.handle) / "home").exists()
+        assert (await rig.state_of(other)).state is NodeState.RUNNING
+        with pytest.raises(TransientError):
+            await rig.transport.run(node, ["true"], timeout_s=10)
+
+    asyncio.run(act())
+
+
+def test_same_token_gives_the_same_nodes(rig: Rig) -> None:
+    async def act() -> None:
+        request = make_request(node_count=2)
+        again = LocalCloud(rig.root, clock=SystemClock())
+        first, second = await asyncio.gather(rig.cloud.create_nodes(request), again.create_nodes(request))
+        assert [node.id for node in first] == [node.id for node in second]
+        assert len(await rig.cloud.list_nodes("me")) == 2
+        assert {node.rank for node in first} == {0, 1}
+        assert first[0].usd_hour == pytest.approx(0.03)
+        await rig.cloud.terminate_nodes([node.id for node in first])
+        third = await rig.cloud.create_nodes(request)
+        assert {node.state for node in third} == {NodeState.TERMINATED}
+
+    asyncio.run(act())
+
+
+def test_addresses_are_unique_where_loopback_has_many(rig: Rig) -> None:
+    async def act() -> None:
+        nodes = await rig.cloud.create_nodes(make_request(node_count=3))
+        addresses = {node.address for node in nodes}
+        assert len(addresses) == 3 or addresses == {"127.0.0.1"}
+
+    asyncio.run(act())
+
+
+def test_other_owners_do_not_see_our_nodes(rig: Rig) -> None:
+    async def act() -> None:
+        await rig.cloud.create_nodes(make_request())
+        assert await rig.cloud.list_nodes("somebody") == []
+
+    asyncio.run(act())
+
+
+def test_interrupted_creation_is_pending_until_the_same_token_boots_it(rig: Rig) -> None:
+    async def act() -> None:
+        request = make_request()
+        (node,) = await rig.cloud.create_nodes(request)
+        await rig.cloud.terminate_nodes([node.id])
+        for name in ("machine.json", "ended.json"):  # as if the creator had died between the folder and the boot
+            (Path(node.handle) / name).unlink()
+        (Path(node.handle) / "home/.broker").mkdir(parents=True)
+        (Path(node.handle) / "tmp").mkdir(exist_ok=True)
+        assert (await rig.state_of(node)).state is NodeState.PENDING
+        (again,) = await rig.cloud.create_nodes(request)
+        assert (again.id, again.state) == (node.id, NodeState.RUNNING)
+
+    asyncio.run(act())
+
+
+def test_stopped_node_keeps_its_disk_and_starts_again(rig: Rig) -> None:
+    async def act() -> None:
+        (node,) = await rig.cloud.create_nodes(make_request())
+        await rig.transport.run(node, ["bash", "-c", "echo kept > ~/file"], timeout_s=60)
+        await rig.cloud.stop_nodes([node.id])
+        assert (await rig.state_of(node)).state is NodeState.STOPPED
+        assert not processes_of(node)
+        await rig.cloud.start_nodes([node.id])
+        assert (await rig.state_of(node)).state is NodeState.RUNNING
+        done = await rig.transport.run(node, ["cat", "file"], timeout_s=60)
+        assert done.stdout == b"kept\n"
+        await rig.cloud.stop_nodes([node.id])
+        await rig.cloud.terminate_nodes([node.id])
+        assert (await rig.state_of(node)).state is NodeState.TERMINATED
+
+    asyncio.run(act())
+
+
+def test_terminating_twice_or_the_unknown_is_success(rig: Rig) -> None:
+    async def act() -> None:
+        (node,) = await rig.cloud.create_nodes(make_request())
+        for _ in range(2):
+            await rig.cloud.terminate_nodes([node.id, "never-there", "../escape"])
+        assert (await rig.state_of(node)).reason == "terminated"
+
+    asyncio.run(act())
+
+
+def test_zone_without_capacity_refuses_and_makes_nothing(rig: Rig) -> None:
+    async def act() -> None:
+        await rig.cloud.check()
+        (rig.root / "faults.json").write_text('{"zones": {"local-a": "capacity"}}')
+        with pytest.raises(CapacityError) as caught:
+            await rig.cloud.create_nodes(make_request())
+        assert caught.value.scope == "zone"
+        assert await rig.cloud.list_nodes("me") == []
+
+    asyncio.run(act())
+
+
+def test_old_terminated_nodes_are_forgotten(rig: Rig) -> None:
+    class Later:
+        def now_s(self) -> float:
+            return SystemClock().now_s() + 4000
+
+        async def sleep(self, duration_s: float) -> None: ...
+
+    async def act() -> None:
+        (node,) = await rig.cloud.create_nodes(make_request())
+        await rig.cloud.terminate_nodes([node.id])
+        assert len(await rig.cloud.list_nodes("me")) == 1
+        assert await LocalCloud(rig.root, clock=Later()).list_nodes("me") == []
+        assert not Path(node.handle).exists()
+
+    asyncio.run(act())
+
+
+def test_folders_are_private_and_abilities_declared(rig: Rig) -> None:
+    async def act() -> None:
+        assert isinstance(rig.cloud, CanStop) and isinstance(rig.cloud, CanPreempt)
+        (node,) = await rig.cloud.create_nodes(make_request())
+        folder = Path(node.handle)
+        record = json.loads((folder / "node.json").read_text())
+        for private in (rig.root, folder, folder / "home", folder / "tmp", Path(record["socket"]).parent):
+            assert stat.S_IMODE(private.stat().st_mode) == 0o700, private
+        assert stat.S_IMODE((folder / "node.json").stat().st_mode) == 0o600
+
+    asyncio.run(act())
+
+
+def test_ended_is_told_once(tmp_path: Path) -> None:
+    local_machine.record_end(str(tmp_path), state="TERMINATED", reason="first")
+    local_machine.record_end(str(tmp_path), state="TERMINATED", reason="second")
+    assert json.loads((tmp_path / "ended.json").read_text())["reason"] == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ended.json"]

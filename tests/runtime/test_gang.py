@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from local_gang import Rig, make_task, processes_of, wait_for
+
+from broker.types import Autostop, NodeState, RunStatus, Secret
+
+CATCHER = """
+trap 'echo caught; [ -e "$BROKER_PREEMPTION_FILE" ] && echo noticed; touch ~/../caught-$SKYPILOT_NODE_RANK; exit 3' TERM
+echo ready; while true; do sleep 0.05; done
+"""
+
+
+def test_two_nodes_set_up_then_run_with_their_environment(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        where = '$SKYPILOT_NODE_RANK/$SKYPILOT_NUM_NODES $(echo "$SKYPILOT_NODE_IPS" | wc -l)'
+        run = f'echo "run {where} $OMP_NUM_THREADS $A $B"'
+        secrets = {"B": Secret(value="hush")}
+        setup = "echo setup $SKYPILOT_NODE_RANK; pwd"
+        await rig.start(cluster, make_task(run, setup=setup, num_nodes=2, envs={"A": "a"}, secrets=secrets))
+        report = await rig.finish(cluster)
+        assert (report.status, report.returncode) == (RunStatus.SUCCEEDED, 0), report
+        assert report.statuses == (RunStatus.SUCCEEDED,) * 2 and report.unreachable == ()
+        log = await rig.read_log(cluster)
+        assert "run 0/2 2 1 a hush\n" in log
+        assert "(rank1) run 1/2 2 1 a hush\n" in log
+        lines = log.splitlines()
+        setups = [i for i, line in enumerate(lines) if "setup" in line or line.endswith("/sky_workdir")]
+        assert len(setups) == 4
+        assert max(setups) < min(i for i, line in enumerate(lines) if "run " in line)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("phase", ["run", "setup"])
+def test_one_failing_rank_ends_the_others_and_gives_its_code(rig: Rig, phase: str) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        script = '[ "$SKYPILOT_NODE_RANK" = 1 ] && exit 7; sleep 1000'
+        task = make_task(script if phase == "run" else "true", setup=script if phase == "setup" else None, num_nodes=2)
+        await rig.start(cluster, task)
+        report = await rig.finish(cluster)
+        expected = RunStatus.FAILED if phase == "run" else RunStatus.FAILED_SETUP
+        assert (report.status, report.returncode) == (expected, 7), report
+
+    asyncio.run(act())
+
+
+def test_cancel_ends_every_process_of_the_run(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        evil = "trap '' TERM; (trap '' TERM; setsid sleep 4321 &) ; echo ready; sleep 4321"
+        await rig.start(cluster, make_task(evil, num_nodes=2))
+        await rig.wait_log(cluster, "(rank1) ready")
+        await rig.gang.cancel(cluster, 1)
+        report = await rig.finish(cluster)
+        assert (report.status, report.returncode) == (RunStatus.CANCELLED, None)
+        await wait_for(lambda: not any("4321" in cmdline(pid) for n in cluster.nodes for pid in processes_of(n)))
+
+    asyncio.run(act())
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_notice_lets_every_rank_catch_sigterm_before_the_node_goes(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        await rig.start(cluster, make_task(CATCHER, num_nodes=2))
+        await rig.wait_log(cluster, "(rank1) ready")
+        await rig.cloud.preempt_nodes([cluster.nodes[1].id], notice_s=8)
+        for node in cluster.nodes:
+            await wait_for((Path(node.handle) / f"caught-{node.rank}").exists)
+        report = await rig.finish(cluster)
+        assert (report.status, report.returncode, report.reason) == (RunStatus.FAILED, None, "preempted")
+        assert "(rank1) noticed" in await rig.read_log(cluster)
+        ended = await rig.wait_state(cluster.nodes[1], NodeState.TERMINATED)
+        assert ended.reason == "preempted"
+        assert (await rig.state_of(cluster.nodes[0])).state is NodeState.RUNNING
+
+    asyncio.run(act())
+
+
+def test_lost_node_without_notice_fails_the_gang(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        await rig.start(cluster, make_task(CATCHER, num_nodes=2))
+        await rig.wait_log(cluster, "(rank1) ready")
+        await rig.cloud.preempt_nodes([cluster.nodes[1].id], notice_s=0)
+        report = await rig.finish(cluster)
+        assert (report.status, report.returncode, report.unreachable) == (RunStatus.FAILED, None, (1,)), report
+        assert not (Path(cluster.nodes[1].handle) / "caught-1").exists()
+
+    asyncio.run(act())
+
+
+def test_lost_head_ends_the_others(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        await rig.start(cluster, make_task(CATCHER, num_nodes=2))
+        await rig.wait_log(cluster, "(rank1) ready")
+        await rig.cloud.preempt_nodes([cluster.nodes[0].id], notice_s=0)
+        report = await rig.finish(cluster)
+        assert (report.status, report.returncode, report.unreachable) == (RunStatus.FAILED, None, (0,)), report
+
+    asyncio.run(act())
+
+
+def test_runs_take_turns_and_a_waiting_one_can_be_cancelled(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_task("until [ -e ~/go ]; do sleep 0.05; done; echo one >> ~/order"), 1)
+        await rig.start(cluster, make_task("echo two >> ~/order"), 2)
+        await rig.start(cluster, make_task("echo three >> ~/order"), 3)
+        await rig.gang.cancel(cluster, 2)
+        assert (await rig.finish(cluster, 2)).status is RunStatus.CANCELLED
+        assert await rig.gang.idle_minutes(cluster) == 0
+        home = Path(cluster.nodes[0].handle) / "home"
+        (home / "go").touch()
+        assert (await rig.finish(cluster, 3)).status is RunStatus.SUCCEEDED
+        assert (home / "order").read_text() == "one\nthree\n"
+        runs = await rig.gang.list_runs(cluster)
+        expected = [RunStatus.SUCCEEDED, RunStatus.CANCELLED, RunStatus.SUCCEEDED]
+        assert [(run.id, run.status) for run in runs] == list(enumerate(expected, 1))
+
+    asyncio.run(act())
+
+
+def test_submitting_twice_runs_once(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        task = make_task("echo x >> ~/count; until [ -e ~/go ]; do sleep 0.05; done", num_nodes=2)
+        await rig.start(cluster, task)
+        await rig.start(cluster, task)
+        for node in cluster.nodes:
+            (Path(node.handle) / "home/go").touch()
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        await rig.start(cluster, task)
+        for node in cluster.nodes:
+            assert (Path(node.handle) / "home/count").read_text() == "x\n"
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "reason"),
+    [
+        ("lease", NodeState.TERMINATED, "lease"),
+        ("down", NodeState.TERMINATED, "autostop"),
+        ("stop", NodeState.STOPPED, "stopped"),
+    ],
+)
+def test_node_ends_itself(rig: Rig, rule: str, state: NodeState, reason: str) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        if rule == "lease":
+            await rig.start(cluster, make_task("sleep 1000"), lease_s=1000)
+            await rig.gang.renew_lease(cluster, lease_s=0.1)
+        else:
+            await rig.gang.prepare(cluster, make_task(None))
+            await rig.gang.set_autostop(cluster, Autostop(idle_minutes=0, is_down=rule == "down"))
+        ended = await rig.wait_state(cluster.nodes[0], state)
+        assert ended.reason == reason
+        assert not processes_of(cluster.nodes[0])
+
+    asyncio.run(act())
+
+
+def test_runner_killed_from_outside_is_a_failure(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_task("echo ready; sleep 5434"))
+        await rig.wait_log(cluster, "ready")
+        for pid in processes_of(cluster.nodes[0]):
+            if "_run" in cmdline(pid).split("\0"):
+                os.kill(pid, signal.SIGKILL)
+        report = await rig.finish(cluster)
+        assert (report.status, report.reason) == (RunStatus.FAILED, "the runner died")
+        await wait_for(lambda: not any("5434" in cmdline(pid) for pid in processes_of(cluster.nodes[0])))
+
+    asyncio.run(act())
+
+
+def test_progress_is_the_newest_whole_line(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        script = """printf '{"step":1}\\n{"step":2,"total":9,"loss":"bad"}\\n{"st' >> "$BROKER_PROGRESS_FILE" """
+        await rig.start(cluster, make_task(script))
+        progress = (await rig.finish(cluster)).progress
+        assert progress is not None
+        assert (progress.step, progress.total, progress.loss) == (2, 9, None)
+
+    asyncio.run(act())
+
+
+def test_secrets_stay_in_private_files(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_task("echo ok", secrets={"KEY": Secret(value="s3cr3t-value")}))
+        await rig.finish(cluster)
+        for path in Path(cluster.nodes[0].handle).rglob("*"):
+            if path.is_file() and b"s3cr3t-value" in path.read_bytes():
+                assert path.name == "spec.json"
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        broker = Path(cluster.nodes[0].handle) / "home/.broker/runs"
+        assert stat.S_IMODE(broker.stat().st_mode) == 0o700
+
+    asyncio.run(act())
+
+
+def test_log_is_read_on_from_an_offset(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_task("seq 1 20000"))
+        await rig.finish(cluster)
+        whole, offset = b"", 0
+        while True:
+            chunk, offset = await rig.gang.read_log(cluster, 1, offset=offset)
+            if not chunk:
+                break
+            whole += chunk
+        assert whole == b"".join(b"%d\n" % i for i in range(1, 20001))
+        assert offset == len(whole)
+
+    asyncio.run(act())
+
+
+def test_unreachable_nodes_are_reported_not_raised(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_task("sleep 1000"))
+        await rig.cloud.terminate_nodes([cluster.nodes[0].id])
+        report = await rig.gang.poll(cluster, 1)
+        assert (report.unreachable, report.statuses) == ((0,), (None,))
+        assert await rig.gang.idle_minutes(cluster) is None
+
+    asyncio.run(act())
