@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from broker.state.jobs import StepRange
 from broker.types import Attempt, Job
@@ -27,10 +28,7 @@ def summarize(
 ) -> RunSummary:
     """`steps` and `paid_usd` are the store's `list_steps(job.id)` and `spend_usd(job_id=job.id, now_s=now_s)`."""
     newest = job.progress.step if job.progress else 0
-    lost = sum(
-        _count_lost(steps.get(old.number), steps.get(new.number))
-        for old, new in zip(attempts, attempts[1:], strict=False)
-    )
+    lost = sum(_count_lost(steps.get(old.number), steps.get(new.number)) for old, new in pairwise(attempts))
     end_s = job.ended_s if job.ended_s is not None else now_s
     running_s = sum(
         min(attempt.ended_s or end_s, end_s) - attempt.running_s
@@ -44,8 +42,7 @@ def summarize(
         steps_lost=lost,
         recoveries=max(0, len(started) - 1),
         recovery_s=sum(
-            max(0.0, (new.running_s or 0.0) - (old.ended_s or new.started_s))
-            for old, new in zip(started, started[1:], strict=False)
+            max(0.0, (new.running_s or 0.0) - (old.ended_s or new.started_s)) for old, new in pairwise(started)
         ),
         total_s=end_s - job.submitted_s,
         useful_s=running_s * (newest / (newest + lost) if newest else 1.0),

@@ -42,16 +42,16 @@ async def drive(world: World, scenario: str, done: set[str]) -> None:
 async def disturb(world: World, scenario: str, done: set[str]) -> None:
     if scenario == "plain" or scenario in done:
         return
-    while not any(attempt.running_s for attempt in world.store.list_attempts(world.job_id)):
-        await world.clock.sleep(1.0)
-    await world.clock.sleep(25.0)
-    done.add(scenario)
+    started_s = None
+    while started_s is None or world.clock.now_s() < started_s + 12.0:
+        await world.clock.sleep(0.5)
+        started_s = min((a.running_s for a in world.store.list_attempts(world.job_id) if a.running_s), default=None)
     if scenario == "cancel":
         world.store.request_cancel(world.job_id)
-    if scenario == "preemption":
-        live = world.list_live_nodes()
-        if live:
-            world.cloud.preempt([live[0].id])
+    live = world.list_live_nodes()
+    if scenario == "preemption" and live:
+        world.cloud.preempt([live[0].id])
+    done.add(scenario)
 
 
 def run_to_end(world: World, scenario: str) -> int:
@@ -79,9 +79,8 @@ def check(world: World, expected: JobStatus) -> None:
     twins = Counter((node.cluster, node.rank, node.token) for node in mine)
     assert max(twins.values(), default=0) <= 1
     # A preempted node is billed to the second the cloud says, whoever noticed it when.
-    foreign_usd = 0.0
     spend_usd = world.store.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
-    assert spend_usd == pytest.approx(world.cloud.bill_usd() - foreign_usd, rel=0.05, abs=0.01)
+    assert spend_usd == pytest.approx(world.cloud.bill_usd(), rel=0.05, abs=0.01)
 
 
 EXPECTED = {"plain": JobStatus.SUCCEEDED, "preemption": JobStatus.SUCCEEDED, "cancel": JobStatus.CANCELLED}
@@ -125,5 +124,6 @@ def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Pa
     else:
         world.reborn()
         world.clock.run(lambda: drive(world, scenario, done))
-    world.reborn()
-    check(world, EXPECTED[scenario])
+    is_cancelled = world.get_job().cancel_requested  # many crashes may let the job end before anybody cancels
+    check(world, JobStatus.CANCELLED if is_cancelled else JobStatus.SUCCEEDED)
+    assert world.cloud.fault_counts, "no fault was played"

@@ -26,6 +26,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._virtual = _Selector()
         self._start_s = start_s
         super().__init__(self._virtual)
+        self._clock_resolution = 1e-5  # coarser than a float near 1.7e9 can be
 
     def time(self) -> float:
         return self._start_s + self._virtual.skipped_s

@@ -93,7 +93,7 @@ class SimulatedGang:
     """One step a second, a checkpoint each tenth. Two attempts of one job at work at once fail the test."""
 
     def __init__(
-        self, cloud: SimulatedCloud, clock: VirtualClock, *, steps: int = 100, exit_codes: tuple[int, ...] = ()
+        self, cloud: SimulatedCloud, clock: VirtualClock, *, steps: int = 30, exit_codes: tuple[int, ...] = ()
     ) -> None:
         self._cloud = cloud
         self._clock = clock

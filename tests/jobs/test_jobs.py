@@ -1,0 +1,154 @@
+"""Jobs end as their program ended; only the user's own failures count as failures."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.config import Config
+from broker.errors import NoOfferError
+from broker.jobs.controller import JobController
+from broker.jobs.daemon import run_daemon
+from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
+from broker.jobs.logs import get_log_path
+from broker.jobs.order import order_plan
+from broker.jobs.summary import summarize
+from broker.types import Attempt, JobRecovery, JobStatus, Node, NodeState, Plan, Resources, RunStatus, Task
+from tests.simulation.test_crashes import check, run_to_end
+from tests.simulation.world import OWNER, World, make_plan
+
+
+def node(rank: int, state: NodeState = NodeState.RUNNING) -> Node:
+    return Node(id=f"n{rank}", cloud="x", owner="me", cluster="c", attempt=1, rank=rank, state=state)
+
+
+WELL = Signs(status=RunStatus.RUNNING, returncode=None, unreachable=(), nodes=(node(0), node(1)), is_spot=True)
+GONE = (node(0), node(1, NodeState.TERMINATED))
+
+
+@pytest.mark.parametrize(
+    ("signs", "verdict"),
+    [
+        (WELL, Verdict.RUNNING),
+        (replace(WELL, unreachable=(1,), misses=2, unreachable_s=500.0), Verdict.UNCLEAR),
+        (replace(WELL, unreachable=(1,), misses=50, unreachable_s=20.0), Verdict.UNCLEAR),
+        (replace(WELL, unreachable=(1,), misses=50, unreachable_s=121.0), Verdict.LOST),
+        (replace(WELL, nodes=GONE), Verdict.LOST),
+        (replace(WELL, status=RunStatus.SUCCEEDED, nodes=GONE), Verdict.SUCCEEDED),
+        (replace(WELL, status=RunStatus.FAILED, returncode=1, nodes=GONE), Verdict.LOST),
+        (replace(WELL, status=RunStatus.FAILED, returncode=1), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, returncode=1, failed_s=5.0), Verdict.FAILED),
+        (replace(WELL, status=RunStatus.FAILED, returncode=1, is_spot=False), Verdict.FAILED),
+        (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=100.0), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=150.0), Verdict.FAILED),
+        (replace(WELL, status=RunStatus.FAILED_SETUP, returncode=2, failed_s=9.0), Verdict.FAILED_SETUP),
+    ],
+)
+def test_verdicts(signs: Signs, verdict: Verdict) -> None:
+    assert judge(signs) is verdict
+
+
+def test_listed_exit_codes_restart_whatever_the_count() -> None:
+    assert is_restart_due(JobRecovery(recover_on_exit_codes=(33,)), 33, 9)
+    assert is_restart_due(JobRecovery(max_restarts_on_errors=1), 1, 0)
+    assert not is_restart_due(JobRecovery(max_restarts_on_errors=1), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [(None, ["east1b", "east1a", "west1a"]), ("EAGER_NEXT_REGION", ["west1a", "east1a", "east1b"])],
+)
+def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list[str]) -> None:
+    task = Task(num_nodes=2, resources=(Resources(job_recovery=JobRecovery(strategy=strategy)),))
+    plan = make_plan(task)
+    last = Attempt(job_id=1, number=1, cluster="c", placement=plan.estimates[1].placement, started_s=0.0)
+    assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
+
+
+def test_a_users_failure_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
+    world = World(tmp_path, exit_codes=(7,))
+    run_to_end(world, "plain")
+    check(world, JobStatus.FAILED)
+    assert "7" in world.get_job().failure
+
+
+def test_no_offer_ends_the_job_with_the_reason(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def refuse(task: Task, avoid: object) -> Plan:
+        raise NoOfferError("nothing fits")
+
+    controller = JobController(
+        world.job_id,
+        store=world.store,
+        provisioner=world.make_provisioner(),
+        gang=world.gang,
+        planner=refuse,
+        clock=world.clock,
+        config=Config(home=tmp_path, owner=OWNER),
+    )
+    world.clock.run(controller.step)
+    assert world.get_job().status is JobStatus.FAILED_NO_RESOURCE
+    assert math.isinf(world.clock.run(controller.step))
+
+
+def test_the_log_of_all_attempts_has_no_gap_and_no_repeat_even_across_a_crash(tmp_path: Path) -> None:
+    for crash_at in (None, 60, 75, 90, 130):
+        folder = tmp_path / str(crash_at)
+        folder.mkdir()
+        world = World(folder, crash_at=crash_at)
+        run_to_end(world, "preemption")
+        lines = get_log_path(folder / "logs", world.job_id).read_text().splitlines()
+        first = [line for line in lines if line.startswith("job-1-1 ")]
+        assert first == [f"job-1-1 step {n}" for n in range(1, len(first) + 1)]
+        assert len(lines) == len(set(lines)) and lines[-1].endswith("step 30")
+
+
+def test_the_summary_counts_what_was_lost_and_paid(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    run_to_end(world, "preemption")
+    job, now_s = world.get_job(), world.clock.now_s()
+    paid_usd = world.store.spend_usd(job_id=job.id, now_s=now_s)
+    summary = summarize(job, job.attempts, world.store.list_steps(job.id), paid_usd=paid_usd, now_s=now_s)
+    assert (summary.steps, summary.recoveries) == (30, 1)
+    assert 0 <= summary.steps_lost < 10
+    assert 2.5 * paid_usd < summary.ondemand_usd < 3.5 * paid_usd
+    assert 0 < summary.useful_s < summary.total_s
+
+
+def test_the_daemon_finishes_every_job_though_one_controller_is_broken_and_then_leaves(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    config = Config(home=tmp_path, owner=OWNER)
+    provisioner = world.make_provisioner()
+    broken = world.store.add_job("broken", world.task).id
+    failures = 0
+
+    def make(job_id: int) -> JobController:
+        nonlocal failures
+        if job_id == broken and failures < 5:
+            failures += 1
+            raise RuntimeError("a bug")
+        world.job_id = job_id
+        return world.make_controller(provisioner)
+
+    async def work() -> None:
+        daemon = run_daemon(
+            store=world.store, make_controller=make, provisioner=provisioner, clock=world.clock, config=config
+        )
+        second = run_daemon(
+            store=world.store, make_controller=make, provisioner=provisioner, clock=world.clock, config=config
+        )
+        first = asyncio.ensure_future(daemon)
+        await world.clock.sleep(1.0)
+        before_s = world.clock.now_s()
+        await second
+        assert world.clock.now_s() == before_s, "the second daemon left at once"
+        await first
+
+    world.clock.run(work)
+    assert [job.status for job in world.store.list_jobs()] == [JobStatus.SUCCEEDED] * 2
+    assert not world.list_live_nodes()

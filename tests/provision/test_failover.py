@@ -1,0 +1,134 @@
+"""Clusters come up whole or not at all, go down only when confirmed, and nothing of ours is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.simulated import FaultRates
+from broker.errors import AuthError, CapacityError, QuotaError
+from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
+from broker.types import Cluster, Node, NodeRequest, NodeState, Task
+from tests.simulation.world import FOREIGN, OWNER, World, make_plan
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def up(world: World, name: str = "c", *zones: str) -> Cluster:
+    cluster = world.clock.run(lambda: world.make_provisioner().up(name, make_plan(world.task, *zones)))
+    assert isinstance(cluster, Cluster)
+    return cluster
+
+
+def test_a_full_zone_is_not_asked_again_before_its_refusal_expires(world: World) -> None:
+    world.cloud.full_zones["east1a"] = world.clock.now_s() + 5.0
+    assert up(world, "one").placement.offer.zone == "east1b"
+    assert up(world, "two").placement.offer.zone == "east1b"
+    world.clock.run(lambda: world.clock.sleep(CAPACITY_REFUSAL_S))
+    assert up(world, "three").placement.offer.zone == "east1a"
+
+
+def test_the_token_is_the_same_for_the_same_try_only() -> None:
+    plan = make_plan(Task(num_nodes=2))
+    first, second = (estimate.placement for estimate in plan.estimates[:2])
+    assert make_token("o", "c", 1, first, 0) == make_token("o", "c", 1, first, 0)
+    tokens = {make_token("o", "c", a, p, s) for a in (1, 2) for p in (first, second) for s in (0, 1)}
+    assert len(tokens) == 8
+
+
+def test_an_answer_lost_after_the_deed_makes_no_second_gang(world: World) -> None:
+    world.cloud.faults = FaultRates(unknown_after=0.7)
+    cluster = up(world)
+    assert world.cloud.fault_counts["create:unknown_after"]
+    assert sorted(node.id for node in cluster.nodes) == sorted(node.id for node in world.list_live_nodes())
+
+
+def test_a_gang_that_loses_a_node_while_starting_is_ended_and_tried_elsewhere(world: World) -> None:
+    provisioner = world.make_provisioner()
+
+    async def scenario() -> Cluster:
+        coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
+        while not world.list_live_nodes():
+            await world.clock.sleep(0.1)
+        world.cloud.preempt([world.list_live_nodes()[0].id])
+        return await coming
+
+    cluster = world.clock.run(scenario)
+    assert cluster.placement.offer.zone == "east1b"
+    assert world.count_live(lambda node: node.zone == "east1a") == 0
+
+
+def test_a_cluster_can_come_up_again_under_its_old_name(world: World) -> None:
+    first = up(world)
+    world.clock.run(lambda: world.make_provisioner().down("c"))
+    assert not world.list_live_nodes() and world.store.get_cluster("c") is None
+    second = up(world)
+    assert not {node.id for node in first.nodes} & {node.id for node in second.nodes}
+
+
+def test_partial_loss_of_a_gang_shows_in_refresh(world: World) -> None:
+    cluster = up(world)
+    world.cloud.preempt([cluster.nodes[1].id])
+    world.clock.run(lambda: world.clock.sleep(1.0))
+    refreshed = world.clock.run(lambda: world.make_provisioner().refresh(cluster))
+    assert [node.state for node in refreshed.nodes] == [NodeState.RUNNING, NodeState.TERMINATED]
+
+
+def test_a_node_missing_from_a_few_lists_is_not_believed_gone(world: World) -> None:
+    cluster = up(world)
+    provisioner = world.make_provisioner()
+    world.cloud.list_nodes = list_nothing  # type: ignore[method-assign]
+    for _ in range(10):
+        refreshed = world.clock.run(lambda: provisioner.refresh(cluster))
+        assert all(node.state is NodeState.RUNNING for node in refreshed.nodes)
+        world.clock.run(lambda: world.clock.sleep(5.0))
+
+
+async def list_nothing(owner: str) -> Sequence[Node]:
+    return []
+
+
+@pytest.mark.parametrize("error", [QuotaError("vCPU limit reached"), CapacityError("full", scope="region")])
+def test_a_wide_refusal_covers_the_other_zones_of_its_region(world: World, error: QuotaError | CapacityError) -> None:
+    asked: list[str] = []
+    create = world.cloud.create_nodes
+
+    async def refuse_east(request: NodeRequest) -> Sequence[Node]:
+        asked.append(str(request.placement.offer.zone))
+        if request.placement.offer.region == "east1":
+            raise error
+        return await create(request)
+
+    world.cloud.create_nodes = refuse_east  # type: ignore[method-assign]
+    assert up(world).placement.offer.zone == "west1a"
+    assert asked == ["east1a", "west1a"]
+
+
+def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(world: World) -> None:
+    asked = 0
+
+    async def refuse(request: NodeRequest) -> Sequence[Node]:
+        nonlocal asked
+        asked += 1
+        raise AuthError("not logged in", hints=("Run `aws configure`.",))
+
+    world.cloud.create_nodes = refuse  # type: ignore[method-assign]
+    with pytest.raises(AuthError):
+        up(world)
+    assert asked == 1 and not world.store.list_open_intents() and not world.store.list_clusters()
+
+
+def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> None:
+    kept = up(world, "kept")
+    world.cloud.add_foreign_node(replace(FOREIGN, id="lost-1", owner=OWNER, cluster="forgotten"))
+    assert world.clock.run(lambda: world.make_provisioner().collect()) == 1
+    world.clock.run(lambda: world.clock.sleep(10.0))
+    assert {node.id for node in world.list_live_nodes()} == {node.id for node in kept.nodes}
+    assert any(node.id == FOREIGN.id and node.state is NodeState.RUNNING for node in world.cloud.observe())
