@@ -55,9 +55,7 @@ class Context:
         """Every cloud that nodes can be made on today."""
         from broker.clouds import CLOUDS
 
-        return {
-            name: load_entry(path)(self.config.local_cloud, clock=self.clock) for name, path in CLOUDS.items()
-        }
+        return {name: load_entry(path)(self.config.local_cloud, clock=self.clock) for name, path in CLOUDS.items()}
 
     @cached_property
     def provisioner(self) -> Provisioner:
@@ -103,7 +101,9 @@ class Context:
         if cluster is not None:
             return cluster
         names = [each.name for each in self.store.list_clusters()]
-        hint = f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
+        hint = (
+            f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
+        )
         raise UsageError(f"there is no cluster `{name}`", hints=[hint])
 
     def plan(

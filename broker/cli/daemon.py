@@ -12,7 +12,9 @@ from broker.cli.context import Context
 from broker.jobs.daemon import run_daemon
 
 
-def daemon(idle: Annotated[float, typer.Option("--idle", help="Leave after so many seconds without a job.")] = 60) -> None:
+def daemon(
+    idle: Annotated[float, typer.Option("--idle", help="Leave after so many seconds without a job.")] = 60,
+) -> None:
     """Drive the managed jobs of a state folder."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     context = Context()

@@ -52,6 +52,11 @@ class ClusterRows(Database):
             ).fetchone()
         return int(row["newest"])
 
+    def newest_run_id(self, cluster: str) -> int:
+        """0 where nothing was run."""
+        row = self._row("SELECT newest FROM run_ids WHERE cluster = ?", (cluster,))
+        return int(row["newest"]) if row else 0
+
 
 class IntentRows(Database):
     def put_intent(self, request: NodeRequest) -> None:

@@ -117,7 +117,9 @@ def test_choice_is_the_minimum_of_all_estimates(rows: list[tuple[float, float, f
 def test_more_hazard_never_takes_less_time(work: float, one: float, two: float, stall: float, restart: float) -> None:
     low, high = sorted((one, two))
     tau = best_interval_s(stall, low)
-    assert expected_hours(work, low, tau, stall, restart) <= expected_hours(work, high, tau, stall, restart) * (1 + 1e-9)
+    assert expected_hours(work, low, tau, stall, restart) <= expected_hours(work, high, tau, stall, restart) * (
+        1 + 1e-9
+    )
 
 
 @given(st.floats(1, 1000), st.floats(10, 36000), st.floats(0, 60))

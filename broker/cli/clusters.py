@@ -1,0 +1,303 @@
+"""`broker launch` and what people do with a cluster that is up: exec, status, logs, queue, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.cli.context import Context
+from broker.cli.plan import read_pairs, show_plan
+from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.errors import NoOfferError, RunFailedError, UsageError
+from broker.types import Autostop, Cluster, ClusterStatus, Plan, RunStatus, Task
+
+POLL_S = 0.3
+ClusterName = Annotated[str, typer.Argument(help="The cluster's name.", show_default=False)]
+
+
+def load_one(
+    path: Path,
+    *,
+    infra: str | None,
+    gpus: str | None,
+    num_nodes: int | None,
+    use_spot: bool | None,
+    envs: Mapping[str, str],
+    secrets: Mapping[str, str],
+) -> Task:
+    """The single task of a file, with the flags over it. Raises UsageError for a pipeline."""
+    from broker.task.loader import load_tasks
+    from broker.task.override import override_resources
+
+    tasks = load_tasks(path, envs=envs, secrets=secrets)
+    if len(tasks) > 1:
+        raise UsageError(
+            f"{path} is a pipeline of {len(tasks)} tasks, which cannot be launched yet",
+            hints=["`broker plan` ranks each; launch them one by one from files of their own"],
+        )
+    return override_resources(tasks[0], infra=infra, accelerators=gpus, num_nodes=num_nodes, use_spot=use_spot)
+
+
+def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
+    """A plan among the clouds that can launch; a dry run plans among all."""
+    if is_dryrun:
+        return context.plan(task)
+    try:
+        return context.plan(task, usable_clouds=frozenset(context.clouds))
+    except NoOfferError as error:
+        usable = ", ".join(f"`{name}`" for name in context.clouds)
+        hint = f"only {usable} can launch yet: `--dryrun` plans on every cloud, `--infra local` runs the task here"
+        raise NoOfferError(error.message, hints=[hint, *error.hints]) from None
+
+
+def confirm_price(plan: Plan, *, yes: bool) -> None:
+    """Money is visible: nothing paid starts without a yes."""
+    choice = plan.choice
+    text = f"{show_usd(choice.placement.usd_hour)} USD/h"
+    if choice.expected_usd is not None:
+        text += f", {show_usd(choice.expected_usd)} USD expected in all"
+    if choice.placement.offer.cloud == "local":
+        print_note(f"pretend price: {text}")
+    elif not yes:
+        typer.confirm(f"Start at {text}?", abort=True)
+
+
+def launch(
+    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
+    cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="The cluster's name.")] = None,
+    infra: Annotated[str | None, typer.Option("--infra", help="CLOUD[/REGION[/ZONE]] over the file's.")] = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", help="NAME[:COUNT] over the file's.")] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1)] = None,
+    use_spot: Annotated[bool | None, typer.Option("--use-spot/--no-use-spot")] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`.")] = None,
+    secret: Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`.")] = None,
+    idle: Annotated[int | None, typer.Option("--idle-minutes-to-autostop", "-i", min=0)] = None,
+    down: Annotated[bool, typer.Option("--down", help="Take the cluster down when it is idle.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    detach: Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")] = False,
+    dryrun: Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dryrun: the plan as data.")] = False,
+) -> None:
+    """Bring a cluster up and run a task on it."""
+    context = Context()
+    one = load_one(
+        task, infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=use_spot,
+        envs=read_pairs(env or [], "--env"), secrets=read_pairs(secret or [], "--secret"),
+    )  # fmt: skip
+    plan = plan_launch(context, one, is_dryrun=dryrun)
+    if dryrun and as_json:
+        from broker.cli.plan import describe_plan
+
+        print_json(describe_plan(plan, 10))
+        return
+    show_plan(plan)
+    if dryrun:
+        return
+    name = cluster or f"{one.name or 'broker'}-{context.config.owner[:4]}"
+    autostop = one.resources[0].autostop
+    if idle is not None or down:
+        autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
+    known = context.store.get_cluster(name)
+    if known is None or known.status is not ClusterStatus.UP:
+        confirm_price(plan, yes=yes)
+    asyncio.run(_launch(context, name, one, plan, autostop))
+    follow_unless(context, name, context.store.newest_run_id(name), detach=detach)
+
+
+async def _launch(context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None) -> None:
+    cluster = await context.provisioner.up(name, plan, autostop=autostop, on_event=print_note)
+    if len(cluster.nodes) < task.num_nodes:
+        raise UsageError(
+            f"cluster `{name}` has {len(cluster.nodes)} nodes, the task asks for {task.num_nodes}",
+            hints=["choose another name with `-c`"],
+        )
+    print_note(f"cluster `{name}` is up: {len(cluster.nodes)} nodes")
+    await _submit(context, cluster, task)
+    if autostop:
+        await context.gang.set_autostop(cluster, autostop)
+
+
+async def _submit(context: Context, cluster: Cluster, task: Task) -> int:
+    if task.run is None and task.setup is None:
+        raise UsageError("the task has nothing to run", hints=["give it `run:`"])
+    run_id = context.store.next_run_id(cluster.name)
+    envs = {
+        "BROKER_CHECKPOINT_DIR": str(context.config.checkpoints / cluster.name),
+        "SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}",
+    }
+    await context.gang.prepare(cluster, task)
+    await context.gang.start(cluster, task, run_id=run_id, envs=envs)
+    return run_id
+
+
+def exec_(
+    cluster: ClusterName,
+    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
+    env: Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`.")] = None,
+    secret: Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`.")] = None,
+    detach: Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")] = False,
+) -> None:
+    """Run a task on a cluster that is up; its `setup` is not run again."""
+    from dataclasses import replace
+
+    context = Context()
+    found = find_up(context, cluster)
+    one = load_one(
+        task, infra=None, gpus=None, num_nodes=None, use_spot=None,
+        envs=read_pairs(env or [], "--env"), secrets=read_pairs(secret or [], "--secret"),
+    )  # fmt: skip
+    run_id = asyncio.run(_submit(context, found, replace(one, setup=None)))
+    follow_unless(context, cluster, run_id, detach=detach)
+
+
+def find_up(context: Context, name: str) -> Cluster:
+    """A cluster that can take work."""
+    cluster = context.find_cluster(name)
+    if cluster.status is ClusterStatus.STOPPED:
+        raise UsageError(f"cluster `{name}` is stopped", hints=[f"`broker start {name}`"])
+    if cluster.status is not ClusterStatus.UP:
+        raise UsageError(f"cluster `{name}` is {cluster.status.value}", hints=["`broker status`"])
+    return cluster
+
+
+def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> None:
+    come_back = f"`broker logs {name} {run_id}` shows its output, `broker down {name}` ends the cluster"
+    if detach:
+        print_note(f"run {run_id} is submitted; {come_back}")
+        return
+    try:
+        asyncio.run(_follow(context, context.find_cluster(name), run_id, is_following=True))
+    except KeyboardInterrupt:
+        print_note(f"\ndetached; the run goes on. {come_back}")
+
+
+async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> None:
+    """Print the merged log; a failed run is this command's failure."""
+    offset, rest = 0, b""
+    while True:
+        report = await context.gang.poll(cluster, run_id)
+        if report.unreachable and len(report.unreachable) == len(cluster.nodes):
+            raise UsageError(f"no node of `{cluster.name}` answers", hints=["`broker status --refresh`"])
+        chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            print_line(clean(line.decode(errors="replace")))
+        if not chunk and (report.status.is_terminal or not is_following):
+            break
+        if not chunk:
+            await context.clock.sleep(POLL_S)
+    if rest:
+        print_line(clean(rest.decode(errors="replace")))
+    if report.status.is_terminal:
+        print_note(f"run {run_id} on `{cluster.name}` ended {report.status.value}")
+        if report.status is not RunStatus.SUCCEEDED:
+            code = "" if report.returncode is None else f" with exit code {report.returncode}"
+            raise RunFailedError(f"run {run_id} ended {report.status.value}{code}", returncode=report.returncode or 1)
+
+
+def logs(
+    cluster: ClusterName,
+    run_id: Annotated[int | None, typer.Argument(help="Which run; the newest without it.", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the run ends.")] = True,
+) -> None:
+    """Show what a run prints."""
+    context = Context()
+    found = find_up(context, cluster)
+    wanted = run_id or context.store.newest_run_id(cluster)
+    if not wanted:
+        raise UsageError(f"nothing has run on `{cluster}`", hints=[f"`broker exec {cluster} TASK.yaml`"])
+    try:
+        asyncio.run(_follow(context, found, wanted, is_following=follow))
+    except KeyboardInterrupt:
+        print_note(f"\ndetached; `broker logs {cluster} {wanted}` comes back")
+
+
+def queue(cluster: ClusterName, as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False) -> None:
+    """List the runs of a cluster."""
+    context = Context()
+    runs = asyncio.run(context.gang.list_runs(find_up(context, cluster)))
+    if as_json:
+        print_json(plain(list(runs)))
+        return
+    now_s = context.clock.now_s()
+    rows = [
+        [str(run.id), run.name or "-", run.status.value, show_duration((run.ended_s or now_s) - run.started_s),
+         "-" if run.returncode is None else str(run.returncode)]
+        for run in sorted(runs, key=lambda run: -run.id)
+    ]  # fmt: skip
+    print_table(["ID", "NAME", "STATUS", "TIME", "EXIT CODE"], rows, right=("ID", "TIME", "EXIT CODE"))
+
+
+def cancel(
+    cluster: ClusterName,
+    run_ids: Annotated[list[int] | None, typer.Argument(help="Which runs; all live ones with --all.")] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Every live run.")] = False,
+) -> None:
+    """End runs of a cluster."""
+    context = Context()
+    found = find_up(context, cluster)
+
+    async def end() -> list[int]:
+        live = [run.id for run in await context.gang.list_runs(found) if not run.status.is_terminal]
+        wanted = live if everything else [each for each in run_ids or [] if each in live]
+        for run_id in wanted:
+            await context.gang.cancel(found, run_id)
+        return wanted
+
+    ended = asyncio.run(end())
+    for run_id in ended:
+        print_line(f"run {run_id} is cancelled")
+    if not ended:
+        print_line("nothing to cancel")
+
+
+def status(
+    refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Ask the clouds first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+) -> None:
+    """Show clusters, managed jobs and what they have cost."""
+    context = Context()
+    clusters = list(context.store.list_clusters())
+    if refresh:
+        clusters = asyncio.run(_refresh_all(context, clusters))
+    now_s = context.clock.now_s()
+    spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
+    jobs = [job for job in context.store.list_jobs() if not job.status.is_terminal]
+    if jobs:
+        context.ensure_daemon()
+    if as_json:
+        print_json(
+            {
+                "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
+                "live_jobs": [job.id for job in jobs],
+                "spent_usd": context.store.spend_usd(now_s=now_s),
+            }
+        )
+        return
+    rows = []
+    for each in clusters:
+        offer = each.placement.offer
+        lost = sum(1 for node in each.nodes if node.state == "TERMINATED")
+        state = each.status.value + (f" ({lost} lost)" if lost else "")
+        where = f"{offer.cloud} {offer.zone or offer.region}"
+        rows.append(
+            [each.name, state, f"{each.placement.node_count} x {offer.instance_type}", where,
+             show_duration(now_s - each.created_s), show_usd(each.placement.usd_hour), show_usd(spent[each.name])]
+        )  # fmt: skip
+    if rows:
+        columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]
+        print_table(columns, rows, right=("AGE", "USD/h", "USD"))
+    else:
+        print_line("No clusters; `broker launch TASK.yaml` makes one")
+    if jobs:
+        print_line(f"{len(jobs)} managed job{'s' if len(jobs) > 1 else ''} live; `broker jobs queue` shows them")
+    print_line(f"Spent so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
+
+
+async def _refresh_all(context: Context, clusters: list[Cluster]) -> list[Cluster]:
+    """One after the other: each asks its cloud once."""
+    return [await context.provisioner.refresh(each) if each.nodes else each for each in clusters]
