@@ -13,7 +13,7 @@ from typing import Any
 
 from broker.catalog.schema import ARCHIVE, INDEXES, SCHEMA_VERSION
 from broker.errors import NoOfferError, StateError
-from broker.types import Offer, Quantity, Resources, Task
+from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
 SHIPPED = Path(__file__).parent / "data" / ARCHIVE
 
@@ -37,23 +37,6 @@ class AcceleratorPrice:
     region: str
     ondemand_usd_hour: float | None
     spot_usd_hour: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """Datasheet figures; None where unknown."""
-
-    name: str
-    memory_gib: float
-    bf16_dense_tflops: float | None
-    fp32_tflops: float | None
-    memory_bandwidth_gbs: float | None
-    nvlink_gbs: float | None
-
-    @property
-    def training_tflops(self) -> float | None:
-        """What mixed-precision training can use at most."""
-        return self.bf16_dense_tflops or self.fp32_tflops
 
 
 def open_book(cache: Path, archive: Path = SHIPPED) -> Book:
@@ -196,19 +179,27 @@ class Book:
             for row in rows
         ]  # fmt: skip
 
-    def find_accelerator(self, name: str) -> Accelerator | None:
-        row = self._database.execute("SELECT * FROM accelerators WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            return None
-        return Accelerator(
-            name=row[0], memory_gib=row[1], bf16_dense_tflops=row[2], fp32_tflops=row[3],
-            memory_bandwidth_gbs=row[4], nvlink_gbs=row[5],
-        )  # fmt: skip
+    def read_figures(self) -> Mapping[str, AcceleratorFigures]:
+        """What every accelerator can do, by name."""
+        rows = self._database.execute(
+            "SELECT name, memory_gib, bf16_dense_tflops, fp32_tflops, memory_bandwidth_gbs, nvlink_gbs"
+            " FROM accelerators ORDER BY name"
+        )
+        return {
+            row[0]: AcceleratorFigures(
+                name=row[0], memory_gib=row[1], bf16_dense_tflops=row[2], fp32_tflops=row[3],
+                memory_bandwidth_gbs=row[4], nvlink_gbs=row[5],
+            )
+            for row in rows
+        }  # fmt: skip
 
-    def list_training_tflops(self) -> Mapping[str, float]:
-        """What mixed-precision training can use at most, by accelerator; unknown ones are left out."""
-        rows = self._database.execute("SELECT name, coalesce(bf16_dense_tflops, fp32_tflops) FROM accelerators")
-        return {name: tflops for name, tflops in rows if tflops}
+    def read_egress(self) -> Sequence[EgressPrice]:
+        """What leaving each cloud's regions costs."""
+        rows = self._database.execute("SELECT cloud, from_region, target, usd_per_gb FROM egress ORDER BY 1, 2, 3")
+        return [
+            EgressPrice(cloud=cloud, from_region=region, target=target, usd_per_gb=usd)
+            for cloud, region, target, usd in rows
+        ]
 
 
 _OFFER_FIELDS = (

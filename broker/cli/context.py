@@ -120,10 +120,14 @@ class Context:
         offers = list(self.book.find_offers(task))
         if any(each.cloud == "local" for each in task.resources):
             offers += list_local_offers(*measure_machine())
-        needs_speed = task.goal is not None and task.goal.work_on is not None
-        tflops = self.book.list_training_tflops() if needs_speed else {}
         return make_plan(
-            task, offers, prices_as_of=self.book.as_of, usable_clouds=usable_clouds, avoid=avoid, tflops=tflops
+            task,
+            offers,
+            prices_as_of=self.book.as_of,
+            usable_clouds=usable_clouds,
+            avoid=avoid,
+            figures=self.book.read_figures(),
+            egress=self.book.read_egress(),
         )
 
 

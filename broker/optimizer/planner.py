@@ -8,7 +8,7 @@ from broker.errors import NoOfferError
 from broker.optimizer.cost import estimate_cost
 from broker.optimizer.filters import apply_filters
 from broker.optimizer.throughput import scale_work
-from broker.types import Estimate, Offer, Placement, Plan, Rejection, Resources, Task
+from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Plan, Rejection, Resources, Task
 
 
 def make_plan(
@@ -18,7 +18,8 @@ def make_plan(
     prices_as_of: str,
     usable_clouds: frozenset[str] | None = None,
     avoid: Callable[[Placement], bool] | None = None,
-    tflops: Mapping[str, float] | None = None,
+    figures: Mapping[str, AcceleratorFigures] | None = None,
+    egress: Sequence[EgressPrice] = (),
 ) -> Plan:
     """Rank by expected dollars to finish, or by price per hour where no work is given. Pure.
 
@@ -28,7 +29,7 @@ def make_plan(
     rejections: list[Rejection] = []
     seen: set[tuple[str, str, str | None, str, bool]] = set()
     for resources in task.resources:
-        estimates, rejected = _plan_alternative(task, resources, offers, usable_clouds, avoid, tflops or {})
+        estimates, rejected = _plan_alternative(task, resources, offers, usable_clouds, avoid, figures or {})
         rejections.extend(each for each in rejected if each not in rejections)
         estimates.sort(key=_rank)
         for each in estimates:
@@ -55,7 +56,7 @@ def _plan_alternative(
     offers: Sequence[Offer],
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
-    tflops: Mapping[str, float],
+    figures: Mapping[str, AcceleratorFigures],
 ) -> tuple[list[Estimate], list[Rejection]]:
     """All estimates of one alternative; filters go from what is asked to what is reached."""
     kept, rejections = apply_filters(resources, offers)
@@ -92,7 +93,7 @@ def _plan_alternative(
         placements = allowed
     estimates = [
         estimate_cost(
-            each, work_hours=scale_work(task.goal, each.offer, tflops), goal=task.goal, checkpoint=task.checkpoint
+            each, work_hours=scale_work(task.goal, each.offer, figures), goal=task.goal, checkpoint=task.checkpoint
         )
         for each in placements
     ]

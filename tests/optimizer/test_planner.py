@@ -15,7 +15,7 @@ from broker.optimizer.planner import make_plan
 from broker.spot.hazard import hazard_per_node_hour
 from broker.spot.interval import best_interval_s
 from broker.task.loader import load_tasks_text
-from broker.types import Offer, Plan
+from broker.types import AcceleratorFigures, Offer, Plan
 
 prices = st.floats(0.1, 100)
 
@@ -96,8 +96,11 @@ def test_unusable_and_refused_places_are_left_out() -> None:
 
 def test_work_measured_on_one_accelerator_scales_to_another() -> None:
     text = "resources: {accelerators: H100:8}\ngoal: {work: {hours: 90, on: A100:8}}"
-    tflops = {"H100": 900.0, "A100": 300.0}
-    hours = plan(text, [offer(spot_usd_hour=None)], tflops=tflops).choice.expected_hours
+    peaks = {"H100": 900.0, "A100": 300.0}
+    figures = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak) for name, peak in peaks.items()
+    }
+    hours = plan(text, [offer(spot_usd_hour=None)], figures=figures).choice.expected_hours
     assert hours == pytest.approx(30, rel=0.05)
 
 

@@ -1,0 +1,79 @@
+"""Managed jobs: promised to finish, over as many attempts as it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from broker.types.market import Placement
+from broker.types.task import Task
+
+
+class JobStatus(StrEnum):
+    """States of a managed job, in SkyPilot's words. The last seven are terminal and never change."""
+
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    CANCELLING = "CANCELLING"
+    SUCCEEDED = "SUCCEEDED"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+    FAILED_SETUP = "FAILED_SETUP"
+    FAILED_PRECHECKS = "FAILED_PRECHECKS"
+    FAILED_NO_RESOURCE = "FAILED_NO_RESOURCE"
+    FAILED_CONTROLLER = "FAILED_CONTROLLER"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self not in (
+            JobStatus.PENDING,
+            JobStatus.STARTING,
+            JobStatus.RUNNING,
+            JobStatus.RECOVERING,
+            JobStatus.CANCELLING,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One try at a job on one cluster. `number` counts from 1 and only grows."""
+
+    job_id: int
+    number: int
+    cluster: str
+    placement: Placement
+    started_s: float
+    running_s: float | None = None  # first time the program was seen running
+    ended_s: float | None = None
+    outcome: str = ""
+    usd: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The newest line of BROKER_PROGRESS_FILE."""
+
+    step: int = 0
+    total: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    checkpoint_step: int | None = None
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A managed job: promised to finish or to say why not."""
+
+    id: int
+    name: str
+    status: JobStatus
+    task: Task
+    submitted_s: float
+    ended_s: float | None = None
+    attempts: tuple[Attempt, ...] = ()
+    progress: Progress | None = None
+    failure: str = ""
+    cancel_requested: bool = False

@@ -1,0 +1,102 @@
+"""Rented machines, the cluster they form, and one execution on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from broker.types.market import Placement
+from broker.types.task import Autostop
+
+
+class NodeState(StrEnum):
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    TERMINATED = "TERMINATED"  # confirmed gone; `Node.reason` may say why
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRequest:
+    """A gang to create. The same `token` gives the same nodes, however often it is asked."""
+
+    owner: str
+    cluster: str
+    attempt: int
+    token: str
+    placement: Placement
+    disk_size_gib: int = 256
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine as its cloud lists it; `owner`, `cluster` and `attempt` come from its tags."""
+
+    id: str
+    cloud: str
+    owner: str
+    cluster: str
+    attempt: int
+    rank: int
+    state: NodeState
+    address: str = ""
+    region: str = ""
+    zone: str | None = None
+    token: str = ""
+    is_spot: bool = False
+    usd_hour: float = 0.0
+    created_s: float = 0.0
+    ended_s: float | None = None  # when billing stopped
+    reason: str = ""  # why it ended: "preempted", "lease", "terminated"
+    handle: str = ""  # what the transport needs to reach it (local: the node's folder; ssh: user@host)
+
+
+class ClusterStatus(StrEnum):
+    """SkyPilot's words."""
+
+    INIT = "INIT"
+    UP = "UP"
+    STOPPED = "STOPPED"
+    TERMINATING = "TERMINATING"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    name: str
+    status: ClusterStatus
+    placement: Placement
+    attempt: int
+    nodes: tuple[Node, ...] = ()
+    created_s: float = 0.0
+    job_id: int | None = None  # the managed job it belongs to
+    autostop: Autostop | None = None
+
+
+class RunStatus(StrEnum):
+    """States of one execution of a task on a cluster; each node's agent reports one, the gang's is derived."""
+
+    SETTING_UP = "SETTING_UP"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    FAILED_SETUP = "FAILED_SETUP"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self not in (RunStatus.SETTING_UP, RunStatus.RUNNING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One execution on a cluster. `id` counts from 1 within the cluster."""
+
+    id: int
+    cluster: str
+    name: str
+    status: RunStatus
+    started_s: float
+    ended_s: float | None = None
+    returncode: int | None = None

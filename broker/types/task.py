@@ -1,0 +1,134 @@
+"""What the user wrote: a task, the shapes of node that it accepts, and what finishing means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where in a task file something was written; lines and columns count from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """An asked amount: `4` is exactly 4, `4+` at least 4."""
+
+    value: float
+    is_minimum: bool = False
+
+    def admits(self, amount: float) -> bool:
+        return amount >= self.value if self.is_minimum else amount == self.value
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{'+' if self.is_minimum else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autostop:
+    idle_minutes: int
+    is_down: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecovery:
+    """`strategy` None is the default: same place first, then the plan's order."""
+
+    strategy: str | None = None
+    max_restarts_on_errors: int = 0
+    recover_on_exit_codes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """One acceptable shape of a node. Alternatives (`any_of`, a set of accelerators) become several Resources."""
+
+    accelerator: str | None = None
+    accelerator_count: float = 0
+    cpus: Quantity | None = None
+    memory_gib: Quantity | None = None
+    instance_type: str | None = None
+    cloud: str | None = None
+    region: str | None = None
+    zone: str | None = None
+    use_spot: bool | None = None  # None: on-demand, or both when the task has a goal
+    disk_size_gib: int = 256
+    disk_tier: str | None = None
+    network_tier: str | None = None
+    ports: tuple[str, ...] = ()
+    image_id: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    autostop: Autostop | None = None
+    job_recovery: JobRecovery = JobRecovery()
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What finishing means. `work_hours` is the time without faults on `work_on` ("A100:8"; None: on any placement)."""
+
+    work_hours: float | None = None
+    work_on: str | None = None
+    deadline_hours: float | None = None
+    budget_usd: float | None = None
+    confidence: float = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """What a checkpoint costs. `every_s` None: the Young/Daly interval is used."""
+
+    every_s: float | None = None
+    stall_s: float = 5.0
+    restart_s: float = 300.0
+    size_gib: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secret:
+    """A value that never shows itself: not in repr, logs, or `str`."""
+
+    value: str
+
+    def __repr__(self) -> str:
+        return "Secret(***)"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """Data that a task reads or writes: a folder or bucket URL, and its size."""
+
+    url: str
+    size_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the user wrote. `resources` is never empty; its order is a preference when `is_ordered`."""
+
+    name: str | None = None
+    resources: tuple[Resources, ...] = (Resources(),)
+    is_ordered: bool = False
+    num_nodes: int = 1
+    workdir: str | None = None
+    file_mounts: Mapping[str, str] = field(default_factory=dict)  # target on the node -> local source
+    envs: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, Secret] = field(default_factory=dict)
+    setup: str | None = None
+    run: str | None = None
+    goal: Goal | None = None
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    inputs: tuple[DataSet, ...] = ()
+    outputs: tuple[DataSet, ...] = ()
+    needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
+    origin: Origin | None = None
