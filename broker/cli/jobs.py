@@ -104,8 +104,6 @@ def logs(
     context = Context()
     found = find_job(context, job)
     if follow:
-        if not found.status.is_terminal:
-            context.ensure_daemon()
         _follow(context, found.id)
     else:
         _print_log(context, found.id, 0)
@@ -167,6 +165,8 @@ def _follow(context: Context, job_id: int) -> None:
         while True:
             job = context.store.get_job(job_id)
             assert job is not None
+            if not job.status.is_terminal:
+                context.ensure_daemon()  # whoever killed it, the one who waits brings it back
             offset = _print_log(context, job_id, offset)
             if job.status.is_terminal:
                 offset = _print_log(context, job_id, offset)

@@ -29,8 +29,14 @@ def stop(cluster: ClusterName) -> None:
 def start(cluster: ClusterName) -> None:
     """Start a stopped cluster again."""
     context = Context()
-    context.find_cluster(cluster)
-    asyncio.run(context.provisioner.start(cluster))
+    rule = context.find_cluster(cluster).autostop
+
+    async def go_on() -> None:
+        started = await context.provisioner.start(cluster)
+        if rule:  # what the agents knew ended with their machines
+            await context.gang.set_autostop(started, rule)
+
+    asyncio.run(go_on())
     print_line(f"cluster `{cluster}` is up")
 
 

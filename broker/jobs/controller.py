@@ -24,12 +24,14 @@ from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
 from broker.provision.nodes import draw_backoff_s
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, RunStatus, Task
+from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, RunStatus, Task
 
 POLL_S = 0.5
 LEASE_S = 900.0
 RUN_ID = 1  # every attempt has a cluster of its own, so its run is always the first
 FAILED_OUTCOME = "failed"
+NOT_STARTED_OUTCOME = "not started"
+START_TRIES_MAX = 3
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 T = TypeVar("T")
 
@@ -127,23 +129,35 @@ class JobController:
         try:
             await self._gang.prepare(cluster, job.task)
             await self._gang.start(cluster, job.task, run_id=RUN_ID, envs=self._make_envs(attempt), lease_s=LEASE_S)
+        except InvalidRequestError as error:
+            return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:
-            cluster = await self._provisioner.refresh(cluster)
-            if list_lost_ranks(cluster.nodes) or watch.note_silence(self._clock.now_s()):
-                return self._lose(attempt, f"lost while starting: {error.message}")
-            return POLL_S
+            return await self._judge_start(job, attempt, cluster, watch, error)
         now_s = self._clock.now_s()
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, running_s=now_s))
             self._store.set_job_status(job.id, JobStatus.RUNNING)
-            ended_s = max((old.ended_s or 0.0 for old in job.attempts if old.number < attempt.number), default=0.0)
-            lost_s = self._find_loss_s() or ended_s
-            if attempt.number > 1:
-                self._tell("recovered", f"recovered in {now_s - lost_s:.1f} s on {describe(attempt.placement)}")
-            else:
-                self._tell("running", "the program was started")
+            self._tell("started", "the program was started")
         watch.note_lease(now_s)
         return POLL_S
+
+    async def _judge_start(
+        self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, error: CloudError
+    ) -> float:
+        """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
+        cluster = await self._provisioner.refresh(cluster)
+        if list_lost_ranks(cluster.nodes):
+            return self._lose(attempt, f"lost while starting: {error.message}")
+        if not watch.note_silence(self._clock.now_s()):
+            return POLL_S
+        tries = 1 + sum(1 for old in job.attempts if old.outcome == NOT_STARTED_OUTCOME)
+        if tries >= START_TRIES_MAX:
+            failure = f"the program could not be started on {tries} clusters: {error.message}"
+            return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, NOT_STARTED_OUTCOME, failure)
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=NOT_STARTED_OUTCOME))
+            self._tell("restart", f"not started on {cluster.name}, trying another: {error.message}")
+        return 0.0
 
     async def _look(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
@@ -152,7 +166,7 @@ class JobController:
         watch = self._get_watch(attempt)
         report = await self._gang.poll(cluster, RUN_ID)
         if report.progress is not None and report.progress != job.progress:
-            self._store.set_progress(job.id, report.progress)
+            attempt = self._note_progress(job, attempt, report.progress)
         if watch.needs_list(report, self._clock.now_s()):
             try:
                 cluster = await self._provisioner.refresh(cluster)
@@ -169,7 +183,10 @@ class JobController:
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable
             step = f" after step {report.progress.step}" if report.progress else ""
-            return self._lose(attempt, f"node {' and '.join(map(str, ranks))} gone{step}")
+            ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
+            return self._lose(
+                attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
+            )
         return await self._conclude(job, attempt, verdict, report.returncode)
 
     async def _conclude(self, job: Job, attempt: Attempt, verdict: Verdict, returncode: int | None) -> float:
@@ -187,14 +204,29 @@ class JobController:
         if not is_restart_due(get_recovery(job.task), returncode, failures):
             return await self._end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with code {returncode}")
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome))
+            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
             self._tell("restart", f"the program exited with code {returncode} and is restarted")
         return 0.0
 
-    def _lose(self, attempt: Attempt, reason: str) -> float:
+    def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
+        """The first step of an attempt ends its recovery: that is when work goes on."""
+        now_s = self._clock.now_s()
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=f"preempted: {reason}"))
+            self._store.set_progress(job.id, progress)
+            if attempt.resumed_s is not None:
+                return attempt
+            attempt = replace(attempt, resumed_s=now_s)
+            self._store.put_attempt(attempt)
+            lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
+            if lost_s is not None:
+                self._tell("recovered", f"recovered: step {progress.step} came {now_s - lost_s:.1f} s after the loss")
+        return attempt
+
+    def _lose(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
+        with self._store.transaction():
+            gone_s = self._clock.now_s() if lost_s is None else lost_s
+            self._store.put_attempt(replace(attempt, outcome=f"preempted: {reason}", lost_s=gone_s))
             self._store.set_job_status(self.job_id, JobStatus.RECOVERING)
             self._tell("preempted", f"preempted: {reason}")
         return 0.0
@@ -294,11 +326,6 @@ class JobController:
             "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{self.job_id}"),
             "SKYPILOT_TASK_ID": f"broker-job-{self.job_id}",
         }
-
-    def _find_loss_s(self) -> float | None:
-        """When the newest attempt was found lost or restarted."""
-        events = self._store.list_events(job_id=self.job_id)
-        return next((event.time_s for event in reversed(events) if event.kind in ("preempted", "restart")), None)
 
     def _tell(self, kind: str, message: str) -> None:
         self._store.add_event(kind, message, job_id=self.job_id)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import BrokerError
+from broker.errors import BrokerError, StateError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.nodes import draw_backoff_s
 from broker.state.store import Store
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 LOOK_FOR_JOBS_S = 0.3
 COLLECT_EVERY_S = 60.0
+START_LOOK_S = 0.05
+START_LOOKS_MAX = 400
+LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it for an instant
 
 
 class Controller(Protocol):
@@ -42,31 +45,70 @@ async def run_daemon(
     config: Config,
     idle_s: float = 60,
 ) -> None:
-    """Returns at once if another daemon holds the lock, after `idle_s` without live jobs, or on SIGTERM."""
-    with _hold_lock(config) as is_held:
-        if not is_held:
+    """Returns when another daemon holds the lock, after `idle_s` without live jobs, or on SIGTERM."""
+    loop = asyncio.get_running_loop()
+    is_needed = True
+    while is_needed:
+        if not await _take_turn(store, make_controller, provisioner, clock, config, idle_s, loop):
             return
-        daemon = _Daemon(store, make_controller, provisioner, clock, idle_s)
-        main = asyncio.ensure_future(daemon.run())
-        loop = asyncio.get_running_loop()
-        with _cancel_on_sigterm(loop, main):
-            try:
-                await main
-            except asyncio.CancelledError:
-                log.info("the daemon was asked to leave; jobs go on without it")
+        # A job submitted while the lock was still held found a daemon; it must not be left without one.
+        is_needed = bool(store.list_unfinished_job_ids())
+
+
+async def _take_turn(
+    store: Store,
+    make_controller: Callable[[int], Controller],
+    provisioner: Provisioner,
+    clock: Clock,
+    config: Config,
+    idle_s: float,
+    loop: asyncio.AbstractEventLoop,
+) -> bool:
+    """Whether this process had the lock and left only because nothing was to do."""
+    for _ in range(LOCK_TRIES):
+        with _hold_lock(config) as is_held:
+            if is_held:
+                daemon = _Daemon(store, make_controller, provisioner, clock, idle_s)
+                main = asyncio.ensure_future(daemon.run())
+                with _cancel_on_sigterm(loop, main):
+                    try:
+                        await main
+                    except asyncio.CancelledError:
+                        log.info("the daemon was asked to leave; jobs go on without it")
+                        return False
+                return True
+        await clock.sleep(START_LOOK_S)
+    return False
 
 
 def ensure_daemon(config: Config, argv: Sequence[str]) -> None:
-    """Start `argv` on its own, away from this terminal, unless a daemon holds the lock."""
-    with _hold_lock(config) as is_held:
-        if not is_held:
-            return
+    """Start `argv` on its own, away from this terminal, unless a daemon holds the lock; returns when one does.
+
+    Raises StateError, with the end of its log, when the new process leaves instead.
+    """
+    if _is_held(config):
+        return
     config.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(config.logs / "daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "ab") as output:
-        subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=config.home
-        )
+    path = config.logs / "daemon.log"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    for _ in range(START_LOOKS_MAX):
+        if _is_held(config):
+            return
+        try:
+            returncode = process.wait(START_LOOK_S)
+        except subprocess.TimeoutExpired:
+            continue
+        if returncode == 0:
+            return  # another one was faster, or has already done all there was to do
+        last = path.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise StateError(f"the jobs daemon did not start: {last}", hints=[f"its log is {path}"])
+    raise StateError("the jobs daemon does not take its lock", hints=[f"its log is {path}"])
+
+
+def _is_held(config: Config) -> bool:
+    with _hold_lock(config) as is_ours:
+        return not is_ours
 
 
 class _Daemon:

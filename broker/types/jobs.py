@@ -45,7 +45,9 @@ class Attempt:
     cluster: str
     placement: Placement
     started_s: float
-    running_s: float | None = None  # first time the program was seen running
+    running_s: float | None = None  # when the program was started
+    resumed_s: float | None = None  # when it first reported a step
+    lost_s: float | None = None  # when its first node went, or its program failed
     ended_s: float | None = None
     outcome: str = ""
     usd: float = 0.0

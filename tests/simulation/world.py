@@ -8,7 +8,7 @@ from pathlib import Path
 
 from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.config import Config
-from broker.errors import TransientError
+from broker.errors import CloudError, TransientError
 from broker.jobs.controller import JobController
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -102,6 +102,7 @@ class SimulatedGang:
         self._runs: dict[str, _Run] = {}
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
+        self.start_error: CloudError | None = None
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         await self._clock.sleep(0.1)
@@ -112,6 +113,8 @@ class SimulatedGang:
     ) -> None:
         await self._clock.sleep(0.1)
         self._reach(cluster)
+        if self.start_error:
+            raise self.start_error
         if cluster.name in self._runs:
             return
         job = envs["BROKER_JOB_ID"]
@@ -145,7 +148,9 @@ class SimulatedGang:
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
         self._reach(cluster)
-        run = self._runs[cluster.name]
+        run = self._runs.get(cluster.name)
+        if run is None:
+            return b"", offset
         last = self._measure(run)[0]
         text = "".join(f"{cluster.name} step {n}\n" for n in range(run.first_step + 1, last + 1)).encode()
         chunk = text[offset : offset + 4096]
