@@ -214,7 +214,7 @@ class JobController:
         now_s = self._clock.now_s()
         with self._store.transaction():
             self._store.set_progress(job.id, progress)
-            if attempt.resumed_s is not None:
+            if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
                 return attempt
             attempt = replace(attempt, resumed_s=now_s)
             self._store.put_attempt(attempt)
@@ -222,6 +222,11 @@ class JobController:
             if lost_s is not None:
                 self._tell("recovered", f"recovered: step {progress.step} came {now_s - lost_s:.1f} s after the loss")
         return attempt
+
+    def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
+        """A program that has just restored reports the step it restored, which is no new one."""
+        first_step = self._store.list_steps(attempt.job_id)[attempt.number].first_step
+        return progress.step > min(first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1)
 
     def _lose(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
         with self._store.transaction():

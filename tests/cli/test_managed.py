@@ -118,6 +118,7 @@ def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
     process = shell.open("rehearse", shell.write("count.yaml", COUNT))
     assert process.stdout is not None
     assert any("the program was started" in line for line in iter(process.stdout.readline, ""))
+    assert len(shell.find_processes()) > 3, "its nodes run"
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
