@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.plan import read_pairs, show_plan
+from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
 from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus
@@ -27,32 +27,38 @@ LOOK_S = 0.3
 
 @app.command()
 def launch(
-    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
-    name: Annotated[str | None, typer.Option("--name", "-n", help="The job's name.")] = None,
-    infra: Annotated[str | None, typer.Option("--infra", help="CLOUD[/REGION[/ZONE]] over the file's.")] = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="NAME[:COUNT] over the file's.")] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1)] = None,
-    use_spot: Annotated[bool | None, typer.Option("--use-spot/--no-use-spot")] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`.")] = None,
-    secret: Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
-    detach: Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the job's output.")] = False,
-    dryrun: Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")] = False,
+    entrypoint: options.Entrypoint,
+    name: options.Name = None,
+    workdir: options.Workdir = None,
+    infra: options.Infra = None,
+    gpus: options.Gpus = None,
+    cpus: options.Cpus = None,
+    memory: options.Memory = None,
+    instance_type: options.InstanceType = None,
+    num_nodes: options.NumNodes = None,
+    use_spot: options.UseSpot = None,
+    env: options.Env = None,
+    env_file: options.EnvFile = None,
+    secret: options.Secret = None,
+    yes: options.Yes = False,
+    detach: options.Detach = False,
+    dryrun: options.Dryrun = False,
 ) -> None:
     """Promise a task: it runs until it succeeds or fails by itself."""
-    from broker.cli.clusters import confirm_price, load_one, plan_launch
+    from broker.cli.clusters import confirm_price, plan_launch
 
     context = Context()
-    one = load_one(
-        task, infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=use_spot,
-        envs=read_pairs(env or [], "--env"), secrets=read_pairs(secret or [], "--secret"),
+    overrides = options.Overrides(
+        name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
+        num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
     )  # fmt: skip
+    one = options.read_task(entrypoint, overrides)
     plan = plan_launch(context, one, is_dryrun=dryrun)
     show_plan(plan)
     if dryrun:
         return
     confirm_price(plan, yes=yes)
-    job = context.store.add_job(name or one.name or "job", one)
+    job = context.store.add_job(one.name or "job", one)
     context.ensure_daemon()
     print_line(f"Managed job {job.id} ({job.name}) is submitted")
     print_note(f"`broker jobs logs {job.id}` follows it, `broker jobs cancel {job.id}` ends it")

@@ -97,6 +97,13 @@ def test_a_cancelled_job_ends_with_its_machines(shell: Shell) -> None:
     assert read_ledger(shell)[-1][1] < 40
 
 
+def test_the_daemon_sends_the_folder_that_the_user_stood_in(shell: Shell) -> None:
+    (shell.folder / "code").mkdir()
+    (shell.folder / "code" / "main.sh").write_text("echo I was sent\n")
+    task = shell.write("code.yaml", "resources: {infra: local}\nworkdir: code\nrun: sh main.sh\n")
+    assert "I was sent" in shell.run("jobs", "launch", task, "--yes").stdout
+
+
 def test_two_jobs_at_once_both_end(shell: Shell) -> None:
     task = shell.write("count.yaml", COUNT)
     for name in ("one", "two"):
