@@ -38,4 +38,9 @@ _FIRST = (
        PRIMARY KEY (cloud, region, zone, instance_type, is_spot))""",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
+_LEADER = (
+    "CREATE TABLE leader (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, beat_s REAL NOT NULL)",
+    "INSERT INTO leader (one, epoch, beat_s) VALUES (1, 0, 0)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER)

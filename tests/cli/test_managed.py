@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -78,6 +79,21 @@ def test_nodes_lost_while_the_daemon_is_dead_are_replaced_and_no_step_runs_twice
     story = shell.run("jobs", "events", "1").stdout
     for word in ("attempt 1", "preempted", "attempt 2", "recovered: step", "SUCCEEDED"):
         assert word in story
+
+
+def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
+    wait_for_step(shell, 3)
+    (zombie,) = shell.find_processes("broker daemon")
+    os.kill(zombie, signal.SIGSTOP)
+    try:
+        job = wait_for_end(shell)
+    finally:
+        os.kill(zombie, signal.SIGCONT)
+    assert job["status"] == "SUCCEEDED" and len(read_ledger(shell)) == 40
+    shell.wait_until(lambda: zombie not in shell.find_processes(), "the zombie leaves")
+    assert len(shell.read_json("jobs", "queue")) == 1
+    assert "taken over" in (shell.home / "logs" / "daemon.log").read_text()
 
 
 def test_a_job_that_fails_by_itself_is_not_tried_again_and_says_its_code(shell: Shell) -> None:

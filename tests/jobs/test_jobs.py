@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from broker.clock import SystemClock
 from broker.config import Config
-from broker.errors import CloudError, InvalidRequestError, NoOfferError, StateError, TransientError
+from broker.errors import CloudError, FencedError, InvalidRequestError, NoOfferError, StateError, TransientError
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
 from broker.jobs.logs import get_log_path
 from broker.jobs.order import order_plan
 from broker.jobs.summary import summarize
+from broker.state.store import Store
 from broker.types import Attempt, JobRecovery, JobStatus, Node, NodeState, Plan, Resources, RunStatus, Task
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, World, make_plan
@@ -174,10 +176,42 @@ def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Pa
     assert world.get_job().status is JobStatus.SUCCEEDED
 
 
+def test_a_daemon_that_slept_through_its_replacement_writes_nothing_more(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    config = Config(home=tmp_path, owner=OWNER)
+    successor = world.open()
+
+    async def work() -> None:
+        provisioner = world.make_provisioner()
+        daemon = asyncio.ensure_future(
+            run_daemon(
+                store=world.store,
+                make_controller=lambda job_id: world.make_controller(provisioner),
+                provisioner=provisioner,
+                clock=world.clock,
+                config=config,
+            )
+        )
+        await world.clock.sleep(5.0)
+        successor.lead()
+        before = len(successor.list_events())
+        with pytest.raises(FencedError):
+            world.store.add_event("late", "a zombie speaks")
+        await daemon
+        assert len(successor.list_events()) == before
+
+    world.clock.run(work)
+    assert world.get_job().status is not JobStatus.SUCCEEDED
+    world.reborn()  # a new process goes on from what it finds
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+
+
 def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner=OWNER)
+    store = Store(config.database, clock=SystemClock())
     with pytest.raises(StateError, match="no such thing"):
-        ensure_daemon(config, [sys.executable, "-c", "import sys; sys.exit('no such thing')"])
+        ensure_daemon(config, store, [sys.executable, "-c", "import sys; sys.exit('no such thing')"])
 
 
 def test_the_daemon_finishes_every_job_though_one_controller_is_broken_and_then_leaves(tmp_path: Path) -> None:
