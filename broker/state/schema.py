@@ -43,4 +43,11 @@ _LEADER = (
     "INSERT INTO leader (one, epoch, beat_s) VALUES (1, 0, 0)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER)
+_PIPELINES = (
+    "ALTER TABLE jobs ADD COLUMN needs TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE jobs ADD COLUMN pipeline TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE jobs ADD COLUMN resumes INTEGER",
+    "ALTER TABLE jobs ADD COLUMN first_attempt INTEGER NOT NULL DEFAULT 1",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES)
