@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.clock import Clock, SystemClock
 from broker.config import Config, load_config
-from broker.errors import UsageError
-from broker.types import Cluster, Placement, Plan, Task
+from broker.errors import NoOfferError, UsageError
+from broker.types import Cluster, Offer, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
@@ -84,7 +84,7 @@ class Context:
             store=self.store,
             provisioner=self.provisioner,
             gang=self.gang,
-            planner=lambda task, avoid: self.plan(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
+            planner=lambda task, avoid: self._rank(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
             clock=self.clock,
             config=self.config,
         )
@@ -113,22 +113,52 @@ class Context:
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
-        """Rank placements from the price book, and from this machine where the task names `local`."""
-        from broker.catalog.local import list_local_offers
+        """Rank placements from the price book, and from this machine where the task names `local`.
+
+        Raises NoOfferError with hints, each of which was tried.
+        """
+        try:
+            return self._rank(task, usable_clouds=usable_clouds, avoid=avoid)
+        except NoOfferError as error:
+            from broker.optimizer.diagnosis import explain_nothing, loosen_places
+
+            wide = self._find_offers(loosen_places(task))
+
+            def try_plan(changed: Task) -> Plan:
+                return self._rank(changed, usable_clouds=usable_clouds, avoid=avoid, offers=wide)
+
+            try:
+                return try_plan(task)
+            except NoOfferError as wider:
+                raise explain_nothing(wider, task, try_plan) from error
+
+    def _rank(
+        self,
+        task: Task,
+        *,
+        usable_clouds: frozenset[str] | None,
+        avoid: Callable[[Placement], bool] | None,
+        offers: Sequence[Offer] | None = None,
+    ) -> Plan:
         from broker.optimizer.planner import make_plan
 
-        offers = list(self.book.find_offers(task))
-        if any(each.cloud == "local" for each in task.resources):
-            offers += list_local_offers(*measure_machine())
         return make_plan(
             task,
-            offers,
+            self._find_offers(task) if offers is None else offers,
             prices_as_of=self.book.as_of,
             usable_clouds=usable_clouds,
             avoid=avoid,
             figures=self.book.read_figures(),
             egress=self.book.read_egress(),
         )
+
+    def _find_offers(self, task: Task) -> Sequence[Offer]:
+        from broker.catalog.local import list_local_offers
+
+        offers = self.book.find_offers(task)
+        if any(each.cloud == "local" for each in task.resources):
+            return [*offers, *list_local_offers(*measure_machine())]
+        return offers
 
 
 def load_entry(path: str) -> Any:

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from broker.types.jobs import Attempt, Job, JobStatus, Progress
 from broker.types.machines import Cluster, ClusterStatus, Node, NodeRequest, NodeState, Run, RunStatus
-from broker.types.market import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Plan, Rejection
+from broker.types.market import (
+    AcceleratorFigures,
+    Breakdown,
+    EgressPrice,
+    Estimate,
+    Offer,
+    Placement,
+    Plan,
+    Rejection,
+    Strategy,
+)
 from broker.types.pipeline import Objective, PipelineEdge, PipelinePlan, PipelineStep, Transfer
 from broker.types.task import (
     Autostop,
@@ -28,6 +38,7 @@ __all__ = [
     "AcceleratorFigures",
     "Attempt",
     "Autostop",
+    "Breakdown",
     "CheckpointSpec",
     "Cluster",
     "ClusterStatus",
@@ -56,6 +67,7 @@ __all__ = [
     "Run",
     "RunStatus",
     "Secret",
+    "Strategy",
     "Task",
     "Transfer",
 ]

@@ -69,6 +69,7 @@ class Resources:
     labels: Mapping[str, str] = field(default_factory=dict)
     autostop: Autostop | None = None
     job_recovery: JobRecovery = JobRecovery()
+    usd_hour_max: float | None = None  # of one node, at the price of its pricing model
     origin: Origin | None = None
 
 
