@@ -40,7 +40,7 @@ class Context:
 
     @cached_property
     def book(self) -> Book:
-        from broker.catalog.book import open_book
+        from broker.catalog.opening import open_book
 
         return open_book(find_cache())
 
