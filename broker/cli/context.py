@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from broker.clock import Clock, SystemClock
 from broker.config import Config, load_config
 from broker.errors import UsageError
-from broker.types import Cluster, Placement, Plan, Task
+from broker.types import Cluster, PipelinePlan, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
@@ -129,6 +129,12 @@ class Context:
             figures=self.book.read_figures(),
             egress=self.book.read_egress(),
         )
+
+    def plan_pipeline(self, plans: Sequence[Plan]) -> PipelinePlan:
+        """Choose among the plans of tasks that pass data on, by the price book's egress prices."""
+        from broker.optimizer.dag import plan_pipeline
+
+        return plan_pipeline([each.task for each in plans], plans, self.book.read_egress())
 
 
 def load_entry(path: str) -> Any:

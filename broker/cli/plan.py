@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import Context
+from broker.cli.pipeline import describe_pipeline, show_pipeline
 from broker.cli.render import plain, print_json, print_line, print_table, show_duration, show_hours, show_usd
 from broker.types import Estimate, Plan, Task
 
@@ -41,6 +42,14 @@ def plan(
         )
         for each in tasks
     ]  # fmt: skip
+    if len(plans) > 1:
+        pipeline = context.plan_pipeline(plans)
+        if as_json:
+            print_json({**describe_pipeline(pipeline), "tasks": [describe_plan(each, top) for each in plans]})
+            return
+        show_pipeline(pipeline)
+        if not explain:
+            return
     if as_json:
         print_json([describe_plan(each, top) for each in plans])
         return

@@ -10,7 +10,7 @@ from broker.optimizer.dag_problem import Problem
 from broker.optimizer.dag_search import Found, search
 
 
-def find_cheapest(problem: Problem, *, steps_max: int) -> Found:
+def find_cheapest(problem: Problem, *, work_max: float) -> Found:
     """The least USD of all tasks and transfers."""
     core = Core(
         [[state.usd for state in states] for states in problem.states],
@@ -28,7 +28,7 @@ def find_cheapest(problem: Problem, *, steps_max: int) -> Found:
             [problem.greedy[v] for v in left],
             evaluate=sums.add_up,
             improve=sums.improve,
-            steps_max=steps_max,
+            work_max=work_max,
         )
     else:
         found = Found(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)

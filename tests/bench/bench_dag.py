@@ -66,14 +66,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2000)
     arguments = parser.parse_args()
     for name, count, candidates, parents, scale in list_cases(is_quick=arguments.quick):
         seconds, gaps, saved = list[float](), list[float](), list[float]()
         for seed in range(arguments.seeds):
             tasks, plans = make_pipeline(seed, count, candidates, parents, scale_gib=scale)
             began = time.perf_counter()
-            result = plan_pipeline(tasks, plans, PRICES, steps_max=arguments.steps)
+            result = plan_pipeline(tasks, plans, PRICES)
             seconds.append(time.perf_counter() - began)
             gaps.append((result.usd - result.lower_bound) / result.usd)
             saved.append(1 - result.usd / result.greedy_usd)

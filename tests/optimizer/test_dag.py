@@ -150,6 +150,65 @@ def test_the_search_was_needed_and_found_the_same_as_trying_everything() -> None
         assert solved.usd == near(try_everything(each)), f"seed {seed}"
 
 
+def list_outcomes(case: Case) -> list[tuple[float, float]]:
+    """(USD, hours) of all choices, one by one."""
+    table = EgressTable.from_prices(case.egress)
+    outcomes = list[tuple[float, float]]()
+    for picked in itertools.product(*(plan.estimates for plan in case.plans)):
+        chosen = {task.name or "": each for task, each in zip(case.tasks, picked, strict=True)}
+        ends = dict[str, float]()
+        for task in case.tasks:  # draw_case writes what is needed first
+            name = task.name or ""
+            starts = [
+                ends[other]
+                + price_transfer(chosen[other].placement.offer, chosen[name].placement.offer, gib, table).hours
+                for other, gib in task.needs.items()
+            ]
+            ends[name] = max(starts, default=0.0) + (chosen[name].expected_hours or 1.0)
+        outcomes.append((price_choice(case, chosen), max(ends.values())))
+    return outcomes
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_possible_choice_is_cheaper_in_time_or_sooner(block: int) -> None:
+    for seed in range(block * 75, block * 75 + 75):
+        each = draw_case(seed, tasks_max=5)
+        outcomes = list_outcomes(each)
+        soonest = min(hours for _, hours in outcomes)
+        greedy = each.solve()
+        sooner = plan_pipeline(each.tasks, each.plans, each.egress, objective="time")
+        assert sooner.is_optimal
+        assert sooner.hours == near(soonest), f"draw_case({seed}, tasks_max=5)"
+        in_time = [usd for usd, hours in outcomes if hours <= soonest * (1 + 1e-9)]
+        assert sooner.usd == near(min(in_time)), f"draw_case({seed}, tasks_max=5)"
+        for share in (0.0, 0.3, 0.7, 1.0):
+            deadline = soonest * (1 + 1e-9) + share * (greedy.hours - soonest)
+            planned = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=deadline)
+            in_time = [usd for usd, hours in outcomes if hours <= deadline]
+            assert planned.is_optimal
+            assert planned.usd == near(min(in_time)), f"draw_case({seed}, tasks_max=5) within {share}"
+            assert planned.hours <= deadline * (1 + 1e-9)
+
+
+def test_a_deadline_that_nothing_meets_says_what_is_possible() -> None:
+    each = case({"a": {}, "b": {"a": 1.0}}, {"a": [estimate("aws/a", 1.0, 5.0)], "b": [estimate("aws/a", 1.0, 7.0)]})
+    with pytest.raises(NoOfferError, match=r"deadline of 10 h: the soonest takes 12\.0 h"):
+        plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=10.0)
+
+
+def test_a_deadline_pays_for_speed_only_where_it_is_needed() -> None:
+    """Two tasks side by side: the short one may dawdle."""
+    options = {
+        "long": [estimate("aws/a", 10.0, 10.0), estimate("aws/a", 30.0, 5.0, "fast")],
+        "short": [estimate("aws/a", 4.0, 4.0), estimate("aws/a", 9.0, 2.0, "fast")],
+        "join": [estimate("aws/a", 1.0, 1.0)],
+    }
+    each = case({"long": {}, "short": {}, "join": {"long": 0.0, "short": 0.0}}, options)
+    planned = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=6.0)
+    assert [step.estimate.placement.offer.instance_type for step in planned.steps] == ["fast", "x", "x"]
+    assert (planned.usd, planned.hours, planned.is_optimal) == (35.0, 6.0, True)
+
+
 @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_names_and_order_of_writing_change_nothing(seed: int, draw: random.Random) -> None:
@@ -235,7 +294,7 @@ def test_a_search_that_is_cut_short_says_how_far_it_may_be_off() -> None:
     needs = {name: {other: draw.uniform(5, 60) for other in names[:i]} for i, name in enumerate(names)}
     options = {name: [estimate(place, draw.uniform(1, 20)) for place in PLACES] for name in names}
     each = case(needs, options)
-    cut = plan_pipeline(each.tasks, each.plans, each.egress, steps_max=0)
+    cut = plan_pipeline(each.tasks, each.plans, each.egress, work_max=0)
     best = each.solve()
     assert not cut.is_optimal
     assert cut.lower_bound <= best.usd <= cut.usd <= cut.greedy_usd
