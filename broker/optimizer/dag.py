@@ -20,7 +20,7 @@ from broker.types import EgressPrice, Objective, PipelineEdge, PipelinePlan, Pip
 
 __all__ = ["order_tasks", "plan_pipeline"]
 
-WORK_MAX = 2e8  # additions before the search gives up on a proof; some 10 s
+WORK_MAX = 1e8  # additions before the search gives up on a proof; some 10 s
 
 
 def plan_pipeline(

@@ -7,12 +7,14 @@ costs, and its bound, less what the deadline's own hours are worth, is a bound h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
 from typing import Self
 
 from broker.optimizer.dag_bound import Field, Row
+from broker.optimizer.dag_labels import TooManyLabelsError, find_by_labels, is_forest
 from broker.optimizer.dag_problem import Problem
 from broker.optimizer.dag_search import Found, search
 from broker.optimizer.dag_timely import TimelyMoves
@@ -78,15 +80,17 @@ def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours
     if not times.close_late(limit):
         return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
     prices, best, value, times = _raise_prices(problem, times, moves, best, value, limit)
+    offset = -limit * sum(prices.by_path.values())
     root = _make_field(problem, times, prices, limit)
-    return search(
-        root,
-        best,
-        evaluate=moves.evaluate,
-        improve=moves.improve,
-        offset=-limit * sum(prices.by_path.values()),
-        work_max=work_max,
-    )
+    if not all(root.sweep(value - offset, is_forward=is_forward) for is_forward in (True, False, True, False)):
+        return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
+    if is_forest(len(problem.states), root.edges):
+        with suppress(TooManyLabelsError):
+            better = find_by_labels(problem, root, root.times, upper=value - offset, limit=limit, work_max=work_max)
+            if better is not None:
+                best, value = better, problem.add_usd(better)
+            return Found(choice=tuple(best), value=value, lower_bound=value, is_optimal=True, steps=0)
+    return search(root, best, evaluate=moves.evaluate, improve=moves.improve, offset=offset, work_max=work_max)
 
 
 def _raise_prices(

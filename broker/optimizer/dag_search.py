@@ -55,7 +55,7 @@ class _Search:
         self._best, self._value = improve(list(start), evaluate(start))
         self._seen = set[tuple[int, ...]]()
         self._steps = 0
-        self._work = 0.0
+        self._work, self._root_size = 0.0, field.size
 
     def run(self) -> Found:
         # (bound, field, task, place of the state that it takes); deepest last, so that memory stays small
@@ -108,6 +108,7 @@ class _Search:
         if tuple(choice) in self._seen:
             return
         self._seen.add(tuple(choice))
+        self._work += self._root_size  # small moves look at all states, open or not
         better, value = self._improve(choice, self._evaluate(choice))
         if value < self._value:
             self._best, self._value = better, value
