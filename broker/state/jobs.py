@@ -36,15 +36,24 @@ class LogOffset:
 
 
 class JobRows(Database):
-    def add_job(self, name: str, task: Task, request_id: str | None = None) -> Job:
+    def add_job(
+        self,
+        name: str,
+        task: Task,
+        request_id: str | None = None,
+        *,
+        needs: Sequence[int] = (),
+        pipeline: str = "",
+        resumes: Job | None = None,
+    ) -> Job:
         """The same `request_id` is the same job: a repeated submit adds nothing."""
         with self.transaction():
             known = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
             if known:
                 return self._must_get(known["id"])
             cursor = self._execute(
-                "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s, needs, pipeline, "
+                "resumes, first_attempt) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     name,
                     JobStatus.PENDING.value,
@@ -52,6 +61,10 @@ class JobRows(Database):
                     encode_task(task),
                     msgspec.json.encode(sorted(task.secrets)),
                     self.clock.now_s(),
+                    json.dumps(list(needs)),
+                    pipeline,
+                    (resumes.resumes or resumes.id) if resumes else None,
+                    resumes.next_attempt if resumes else 1,
                 ),
             )
             job_id = cursor.lastrowid
@@ -66,6 +79,9 @@ class JobRows(Database):
 
     def list_jobs(self) -> Sequence[Job]:
         return [self._read_job(row) for row in self._rows("SELECT * FROM jobs ORDER BY id")]
+
+    def count_jobs(self) -> int:
+        return int(self._rows("SELECT count(*) FROM jobs")[0][0])
 
     def list_live_job_ids(self) -> Sequence[int]:
         return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
@@ -163,6 +179,10 @@ class JobRows(Database):
             progress=msgspec.json.decode(progress, type=Progress) if progress is not None else None,
             failure=row["failure"],
             cancel_requested=bool(row["cancel_requested"]),
+            needs=tuple(json.loads(row["needs"])),
+            pipeline=row["pipeline"],
+            resumes=row["resumes"],
+            first_attempt=row["first_attempt"],
         )
 
     def _secrets_path(self, job_id: int) -> Path:

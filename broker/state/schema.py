@@ -38,4 +38,16 @@ _FIRST = (
        PRIMARY KEY (cloud, region, zone, instance_type, is_spot))""",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
+_LEADER = (
+    "CREATE TABLE leader (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, beat_s REAL NOT NULL)",
+    "INSERT INTO leader (one, epoch, beat_s) VALUES (1, 0, 0)",
+)
+
+_PIPELINES = (
+    "ALTER TABLE jobs ADD COLUMN needs TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE jobs ADD COLUMN pipeline TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE jobs ADD COLUMN resumes INTEGER",
+    "ALTER TABLE jobs ADD COLUMN first_attempt INTEGER NOT NULL DEFAULT 1",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES)
