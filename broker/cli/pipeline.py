@@ -10,7 +10,8 @@ def show_pipeline(plan: PipelinePlan) -> None:
     """Steps in the order that they can run, transfers that cost anything to move, the total, and the greedy total."""
     aim = "cheapest" if plan.objective == "cost" else "soonest done"
     limit = f" within {show_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
-    print_line(f"Pipeline of {len(plan.steps)} tasks: {aim} as a whole{limit}")
+    count = len(plan.steps)
+    print_line(f"Pipeline of {count} task{'s' if count > 1 else ''}: {aim} as a whole{limit}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],
@@ -50,7 +51,7 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
     greedy = f"{show_usd(plan.greedy_usd)} USD and {show_hours(plan.greedy_hours)}"
     is_same = abs(plan.greedy_usd - plan.usd) < 0.005 and abs(plan.greedy_hours - plan.hours) < 1 / 60
     print_line(
-        "Choosing for each task alone comes to the same" if is_same else f"Each task alone would come to {greedy}"
+        "Choosing task by task comes to the same" if is_same else f"Choosing task by task would come to {greedy}"
     )
     if not plan.is_optimal:
         print_line(f"Not proven best: {_say_gap(plan)}")

@@ -55,7 +55,7 @@ class Sums:
     ) -> None:
         self.unary = unary
         self._edges = edges
-        self._tables = tables
+        self.tables = tables
         # of each task: its neighbours, with the table's rows by the neighbour's state
         self._around: list[list[tuple[int, Sequence[Sequence[float]]]]] = [[] for _ in unary]
         for (u, v), rows in zip(edges, tables, strict=True):
@@ -64,7 +64,7 @@ class Sums:
 
     def add_up(self, choice: Sequence[int]) -> float:
         total = sum(costs[i] for costs, i in zip(self.unary, choice, strict=True))
-        return total + sum(rows[choice[u]][choice[v]] for (u, v), rows in zip(self._edges, self._tables, strict=True))
+        return total + sum(rows[choice[u]][choice[v]] for (u, v), rows in zip(self._edges, self.tables, strict=True))
 
     def improve(self, choice: list[int], value: float) -> tuple[list[int], float]:
         """Change one task at a time to what suits its neighbours best, until nothing changes."""

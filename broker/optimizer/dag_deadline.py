@@ -39,6 +39,10 @@ class TimedField(Field):
         twin.times, twin.limit = self.times.copy(), self.limit
         return twin
 
+    @property
+    def size(self) -> int:
+        return 3 * super().size  # hours are bounded forwards and backwards besides
+
     def restrict(self, v: int, keep: Sequence[int]) -> None:
         super().restrict(v, keep)
         self.times.restrict(v, keep)

@@ -60,6 +60,17 @@ def test_json_holds_the_whole_and_every_ranking(file: str) -> None:
     assert data["usd"] <= data["greedy_usd"]
 
 
+def test_time_and_a_deadline_can_be_asked_for(file: str) -> None:
+    cheapest = json.loads(broker("plan", file, "--json"))
+    soonest = json.loads(broker("plan", file, "--json", "--minimize", "time"))
+    assert soonest["hours"] < cheapest["hours"]
+    assert soonest["usd"] > cheapest["usd"]
+    halfway = (soonest["hours"] + cheapest["hours"]) / 2
+    between = json.loads(broker("plan", file, "--json", "--deadline-hours", str(halfway)))
+    assert between["hours"] <= halfway
+    assert cheapest["usd"] <= between["usd"] <= soonest["usd"]
+
+
 def make_step(name: str, cloud: str, usd: float, *, is_assumed: bool = False) -> PipelineStep:
     offer = Offer(
         cloud=cloud, region="far-away-1", zone=None, instance_type="x" * 40, vcpus=8, memory_gib=32,
@@ -91,7 +102,7 @@ def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) ->
         "DATA FROM  TO    GiB    USD     TIME\n"
         "a          b   1,234  ~9.00  30m 00s\n"
         "Total: 39.00 USD, 9.00 of it for moving data; 2h 30m along the longest path\n"
-        "Each task alone would come to 60.00 USD and 3h 00m\n"
+        "Choosing task by task would come to 60.00 USD and 3h 00m\n"
         "Prices of 2026-01-02\n"
         "~ a task without `goal: work` counts as one hour\n"
         "~ no egress price is known for this cloud; a high one is assumed\n"
