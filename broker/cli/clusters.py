@@ -251,14 +251,14 @@ def status(
         clusters = asyncio.run(_refresh_all(context, clusters))
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
-    jobs = [job for job in context.store.list_jobs() if not job.status.is_terminal]
+    jobs = context.store.list_live_job_ids()
     if jobs:
         context.ensure_daemon()
     if as_json:
         print_json(
             {
                 "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
-                "live_jobs": [job.id for job in jobs],
+                "live_jobs": list(jobs),
                 "spent_usd": context.store.spend_usd(now_s=now_s),
             }
         )

@@ -29,7 +29,7 @@ def cost(
 ) -> None:
     """Show what was spent, by job, cloud or day."""
     context = Context()
-    names = {job.id: job.name for job in context.store.list_jobs()} if by is By.JOB else {}
+    names = {job.id: job.name for job in context.store.list_job_lines()} if by is By.JOB else {}
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for key, hours, usd in list_shares(context.store.list_bills(), by, context.clock.now_s()):
         sums[key] = (sums[key][0] + hours, sums[key][1] + usd)

@@ -17,6 +17,7 @@ from broker.types import Job, JobStatus
 
 LOOK_S = 0.3
 WATCH_S = 2.0
+NEWEST = 50
 CLEAR = "\x1b[H\x1b[2J"
 JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
 
@@ -38,14 +39,18 @@ MEANING = {
 
 
 def queue(
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also ended jobs of long ago.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """List managed jobs."""
+    """List managed jobs, newest first."""
     context = Context()
     try:
         while True:
-            _show_queue(context, as_json=as_json, is_cleared=watch and sys.stdout.isatty())
+            if as_json:
+                _print_jobs(context)
+            else:
+                _show_queue(context, newest=None if everything else NEWEST, is_cleared=watch and sys.stdout.isatty())
             if not watch:
                 return
             asyncio.run(context.clock.sleep(WATCH_S))
@@ -53,24 +58,32 @@ def queue(
         return
 
 
-def _show_queue(context: Context, *, as_json: bool, is_cleared: bool) -> None:
+def _print_jobs(context: Context) -> None:
     jobs = context.store.list_jobs()
-    if any(not job.status.is_terminal for job in jobs):
+    _keep_going(context, any(not job.status.is_terminal for job in jobs))
+    spent = context.store.list_spend_usd(now_s=context.clock.now_s())
+    print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
+
+
+def _keep_going(context: Context, has_live_jobs: bool) -> None:
+    """Whoever looks at live jobs makes sure that somebody drives them."""
+    if has_live_jobs:
         context.ensure_daemon()
+
+
+def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
+    lines = context.store.list_job_lines(newest)
+    _keep_going(context, any(not line.status.is_terminal for line in lines))
     now_s = context.clock.now_s()
     spent = context.store.list_spend_usd(now_s=now_s)
-    if as_json:
-        print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
-        return
     rows = []
-    for job in reversed(jobs):
-        step = "-"
-        if job.progress:
-            step = f"{job.progress.step}" + (f"/{job.progress.total}" if job.progress.total else "")
-        recoveries = max(0, sum(1 for each in job.attempts if each.running_s is not None) - 1)
-        duration = show_duration((job.ended_s or now_s) - job.submitted_s)
-        usd = show_usd(spent.get(job.id, 0.0))
-        rows.append([str(job.id), job.name, job.status.value, step, str(recoveries), duration, usd])
+    for line in lines:
+        step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
+        duration = show_duration((line.ended_s or now_s) - line.submitted_s)
+        rows.append(
+            [str(line.id), line.name, line.status.value, step, str(max(0, line.starts - 1)), duration,
+             show_usd(spent.get(line.id, 0.0))]
+        )  # fmt: skip
     if is_cleared:
         print_line(CLEAR + time.strftime("%H:%M:%S", time.localtime(now_s)))
     if not rows:
@@ -80,6 +93,8 @@ def _show_queue(context: Context, *, as_json: bool, is_cleared: bool) -> None:
         ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
+    if hidden := context.store.count_jobs() - len(rows):
+        print_line(f"... and {hidden} that ended before; `--all` shows them")
 
 
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
