@@ -122,6 +122,11 @@ def _ask(task: Task, field: str) -> object:
     return next((value for each in task.resources if (value := getattr(each, field)) is not None), None)
 
 
+def drop_fields(task: Task, *fields: str) -> Task:
+    """The task without what its alternatives ask for in these fields of Resources."""
+    return _drop(*fields)(task)
+
+
 def _drop(*fields: str) -> Callable[[Task], Task]:
     return _set(**dict.fromkeys(fields))
 
