@@ -72,11 +72,12 @@ def iterate_steps(
     Whether one rank asks to stop travels with the loss, so that all ranks know at the same step.
     """
     while position.steps_done < config.steps:
-        loss_part = strategy.run_passes(model, _read_passes(config, strategy, corpus, position, ranks))
+        passes = _read_passes(config, strategy, corpus, position, ranks)
+        loss_part = strategy.run_passes(model, passes)
         norm = strategy.clip(model, config.norm_max)
         strategy.step(model, optimizer)
         position.advance(config.batch)
-        loss, is_stopping = strategy.tally(loss_part, is_stop_asked=is_stop_asked())
+        loss, is_stopping = strategy.tally(loss_part, part=passes.part, is_stop_asked=is_stop_asked())
         yield StepReport(step=position.steps_done, loss=loss, norm=norm, is_stop_asked=is_stopping)
 
 
