@@ -129,14 +129,16 @@ class CheckpointManager:
         # Another strategy may have left out what this one keeps besides; that begins as it was made.
         shared = {key: each for key, each in self._shared.items() if key in contents.shared}
         own = {key: each for key, each in self._own.items() if key in contents.own and is_same_world}
+        # One after the other: both may be read into the same tensors, and a rank's own values are to stay.
         state = {key: each.state_dict() for key, each in shared.items()}
-        if own:
-            state[self._own_key] = {key: each.state_dict() for key, each in own.items()}
         self._load(state, str(name))
         for key, each in shared.items():
             each.load_state_dict(state[key])
-        for key, each in own.items():
-            each.load_state_dict(state[self._own_key][key])
+        if own:
+            own_state = {self._own_key: {key: each.state_dict() for key, each in own.items()}}
+            self._load(own_state, str(name))
+            for key, each in own.items():
+                each.load_state_dict(own_state[self._own_key][key])
         self._step_saved = self.step_committed = name.step
         return name.step
 

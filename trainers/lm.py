@@ -139,4 +139,7 @@ def flush(step: int, checkpoints: "CheckpointManager", progress: "Progress") -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    from trainers.ranks import end_process
+
+    end_process(exit_code)

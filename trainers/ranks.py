@@ -5,8 +5,9 @@ One process alone needs no process group, and gets none.
 
 import datetime
 import os
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,17 @@ def join_ranks() -> Ranks:
         local_world_size=local_world_size,
         background_group=background_group,
     )
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End at once, without taking the interpreter down.
+
+    While it goes down, a thread of gloo that lets go of a last tensor is ended where C++ forbids it, and the process
+    aborts after a run that succeeded: seen once in some thirty runs of `pipeline+fsdp` on torch 2.13.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def leave_ranks() -> None:
