@@ -83,12 +83,10 @@ def iterate_steps(
 
 def _read_passes(config: TrainConfig, strategy: Strategy, corpus: Corpus, position: Position, ranks: Ranks) -> Passes:
     """This rank's samples of the step, in micro-batches."""
-    samples = strategy.share.find_samples(position.samples_done, config.batch)
     micro_batches = []
-    for first in range(samples.start, samples.stop, config.micro_batch):
-        count = min(config.micro_batch, samples.stop - first)
-        windows = corpus.windows(first, count).to(ranks.device)
-        micro_batches.append(MicroBatch(inputs=windows[:, :-1], targets=windows[:, 1:], part=count / config.batch))
+    for samples, part in strategy.share.find_passes(position.samples_done, config.batch, config.micro_batch):
+        windows = corpus.windows(samples.start, len(samples)).to(ranks.device)
+        micro_batches.append(MicroBatch(inputs=windows[:, :-1], targets=windows[:, 1:], part=part))
     is_mixed = config.precision == "bfloat16"
     return Passes(
         micro_batches=micro_batches,

@@ -63,11 +63,7 @@ class PipelineParallel(Strategy):
 
         count = len(passes.micro_batches)
         name = self.options.pipeline.schedule
-        if name != "gpipe" and count % self.grid.size("pipeline"):
-            raise TrainerError(
-                f"`{name}` needs a multiple of {self.grid.size('pipeline')} micro-batches a step, not {count}; "
-                "see `--train.batch` and `--train.micro_batch`"
-            )
+        _check_count(name, count, self.grid.size("pipeline"))
         first = passes.micro_batches[0]
         stages = [
             self._make_stage(module, place, first.inputs, passes)
@@ -98,6 +94,16 @@ class PipelineParallel(Strategy):
             input_grads=(None,) if is_first else torch.empty_like(entering),
             output_grads=(None,) if is_last else torch.empty_like(leaving),
             group=self.grid.group("pipeline"),
+        )
+
+
+def _check_count(schedule: str, count: int, ranks: int) -> None:
+    """Refuse a number of micro-batches that torch's schedule cannot keep all ranks busy with."""
+    needs = {"1f1b": f"at least {ranks}", "interleaved": f"a multiple of {ranks}"}
+    if (schedule == "1f1b" and count < ranks) or (schedule == "interleaved" and count % ranks):
+        raise TrainerError(
+            f"`{schedule}` needs {needs[schedule]} micro-batches a step on each rank, not {count}; "
+            "see `--train.batch` and `--train.micro_batch`"
         )
 
 
