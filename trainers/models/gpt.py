@@ -23,7 +23,6 @@ class GPT(nn.Module):  # type: ignore[misc]
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
         super().__init__()
-        self.width = config.width
         self.token_embedding = nn.Embedding(VOCABULARY_COUNT, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -53,15 +52,6 @@ class GPT(nn.Module):  # type: ignore[misc]
                 self.blocks[place] = nn.Identity()  # keeps the numbers, and so the names, of the others
         self._drop_ends(is_first=0 in kept, is_last=len(self.blocks) - 1 in kept)
         return segments
-
-    def describe_run(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens or hidden states in, hidden states or logits out."""
-        hidden = torch.empty(*inputs.shape, self.width, device="meta")
-        logits = torch.empty(*inputs.shape, VOCABULARY_COUNT, device="meta")
-        return (
-            hidden if self.token_embedding is None else torch.empty_like(inputs, device="meta"),
-            hidden if self.head is None else logits,
-        )
 
     def _embed(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
