@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ def daemon(
     """Drive the managed jobs of a state folder."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     context = Context()
+    os.chdir(context.config.home)  # the caller's folder may go away
     asyncio.run(
         run_daemon(
             store=context.store,

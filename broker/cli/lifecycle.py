@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import os
 import re
 import sys
 from dataclasses import replace
@@ -29,8 +30,14 @@ def stop(cluster: ClusterName) -> None:
 def start(cluster: ClusterName) -> None:
     """Start a stopped cluster again."""
     context = Context()
-    context.find_cluster(cluster)
-    asyncio.run(context.provisioner.start(cluster))
+    rule = context.find_cluster(cluster).autostop
+
+    async def go_on() -> None:
+        started = await context.provisioner.start(cluster)
+        if rule:  # what the agents knew ended with their machines
+            await context.gang.set_autostop(started, rule)
+
+    asyncio.run(go_on())
     print_line(f"cluster `{cluster}` is up")
 
 
@@ -101,12 +108,7 @@ def ssh(
         if done.returncode:
             raise RunFailedError(f"the command exited with code {done.returncode}", returncode=done.returncode)
         return
-    while True:  # the pretend sshd has no terminal: line by line is what it can do
-        try:
-            line = input(f"{node}$ ")
-        except EOFError:
-            return
-        done = asyncio.run(context.transport.run(wanted, ["bash", "-c", line], timeout_s=3600))
-        sys.stdout.buffer.write(done.stdout)
-        sys.stderr.buffer.write(done.stderr)
-        sys.stdout.flush()
+    shell = asyncio.run(context.transport.open_shell(wanted))
+    os.chdir(shell.folder)
+    terminal = {name: value for name in ("TERM", "LANG", "COLUMNS", "LINES") if (value := os.getenv(name))}
+    os.execvpe(shell.argv[0], shell.argv, {**terminal, **shell.env})

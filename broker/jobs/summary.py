@@ -16,7 +16,7 @@ class RunSummary:
     steps_total: int | None
     steps_lost: int  # done, but not in the checkpoint the next attempt resumed from
     recoveries: int
-    recovery_s: float  # from the end of one attempt to the program running again, summed
+    recovery_s: float  # from each loss to the next attempt's first step, summed
     total_s: float  # from submission to the end, or to now
     useful_s: float  # running, less the share of the steps done twice
     paid_usd: float
@@ -41,14 +41,19 @@ def summarize(
         steps_total=job.progress.total if job.progress else None,
         steps_lost=lost,
         recoveries=max(0, len(started) - 1),
-        recovery_s=sum(
-            max(0.0, (new.running_s or 0.0) - (old.ended_s or new.started_s)) for old, new in pairwise(started)
-        ),
+        recovery_s=sum(_measure_recovery_s(old, new) for old, new in pairwise(started)),
         total_s=end_s - job.submitted_s,
         useful_s=running_s * (newest / (newest + lost) if newest else 1.0),
         paid_usd=paid_usd,
         ondemand_usd=sum(_price_ondemand(attempt, end_s) for attempt in attempts),
     )
+
+
+def _measure_recovery_s(old: Attempt, new: Attempt) -> float:
+    """A program that reports no steps counts as recovered when it was started."""
+    since_s = old.lost_s if old.lost_s is not None else old.ended_s
+    until_s = new.resumed_s if new.resumed_s is not None else new.running_s
+    return max(0.0, until_s - since_s) if since_s is not None and until_s is not None else 0.0
 
 
 def _count_lost(old: StepRange | None, new: StepRange | None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.clock import Clock
-from broker.errors import CloudError, TransientError
+from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.runtime.base import Completed, Transport
 from broker.types import Autostop, Cluster, Node, Progress, Run, RunStatus, Task
 
@@ -47,9 +47,16 @@ class Gang:
         for name in AGENT_FILES:
             await self._transport.put(node, here / name, f"{AGENT_FOLDER}/{name}")
         if task.workdir:
-            await self._transport.put(node, Path(task.workdir).expanduser(), "sky_workdir")
+            await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
         for target, source in task.file_mounts.items():
-            await self._transport.put(node, Path(source).expanduser(), target)
+            await self._put(node, f"file_mounts: {target}", Path(source), target)
+
+    async def _put(self, node: Node, field: str, source: Path, target: str) -> None:
+        """A source that has gone since the task was loaded is the user's to mend, not ours to try again."""
+        path = source.expanduser()
+        if not path.exists():
+            raise InvalidRequestError(f"`{field}`: {path} is not there any more")
+        await self._transport.put(node, path, target)
 
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.config import Config
-from broker.errors import TransientError
-from broker.jobs.controller import JobController
+from broker.errors import CloudError, TransientError
+from broker.jobs.controller import JobController, Planner
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import (
@@ -102,6 +102,8 @@ class SimulatedGang:
         self._runs: dict[str, _Run] = {}
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
+        self.start_error: CloudError | None = None
+        self.hangs = 0  # so many attempts stop at step 15 and go on running
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         await self._clock.sleep(0.1)
@@ -112,6 +114,8 @@ class SimulatedGang:
     ) -> None:
         await self._clock.sleep(0.1)
         self._reach(cluster)
+        if self.start_error:
+            raise self.start_error
         if cluster.name in self._runs:
             return
         job = envs["BROKER_JOB_ID"]
@@ -145,7 +149,9 @@ class SimulatedGang:
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
         self._reach(cluster)
-        run = self._runs[cluster.name]
+        run = self._runs.get(cluster.name)
+        if run is None:
+            return b"", offset
         last = self._measure(run)[0]
         text = "".join(f"{cluster.name} step {n}\n" for n in range(run.first_step + 1, last + 1)).encode()
         chunk = text[offset : offset + 4096]
@@ -160,7 +166,10 @@ class SimulatedGang:
         now_s = self._clock.now_s()
         end_s = min([now_s, *ends, *([run.cancelled_s] if run.cancelled_s else [])])
         step = min(self._steps, run.first_step + max(0, int(end_s - run.started_s)))
-        code = self._exit_codes[list(self._runs.values()).index(run)] if self._has_code(run) else 0
+        number = list(self._runs.values()).index(run)
+        if number < self.hangs and not ends:
+            return min(step, 15), RunStatus.CANCELLED if run.cancelled_s else RunStatus.RUNNING, None
+        code = self._exit_codes[number] if self._has_code(run) else 0
         if step >= self._steps:
             return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
         if run.cancelled_s:
@@ -248,13 +257,13 @@ class World:
     def make_provisioner(self) -> Provisioner:
         return Provisioner({"simulated": self.cloud}, self.store, clock=self.clock, owner=OWNER)
 
-    def make_controller(self, provisioner: Provisioner | None = None) -> JobController:
+    def make_controller(self, provisioner: Provisioner | None = None, planner: Planner | None = None) -> JobController:
         return JobController(
             self.job_id,
             store=self.store,
             provisioner=provisioner or self.make_provisioner(),
             gang=self.gang,
-            planner=lambda task, avoid: make_plan(task),
+            planner=planner or (lambda task, avoid: make_plan(task)),
             clock=self.clock,
             config=Config(home=self.folder, owner=OWNER),
         )

@@ -1,0 +1,96 @@
+"""A state folder of its own for each test, and the proof that nothing outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND_S_MAX = 60  # far more than any needs: a hang fails instead of blocking the suite
+
+
+class Shell:
+    """The user's terminal: `broker` commands on one state folder, task files beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.environment = {
+            **os.environ, "BROKER_HOME": str(self.home), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+
+    def write(self, name: str, text: str) -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def run(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+        """One command to its end; `code` None takes any exit code."""
+        command = [sys.executable, "-m", "broker", *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=self.folder, env=self.environment, timeout=COMMAND_S_MAX
+        )
+        assert code is None or done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    def read_json(self, *arguments: str) -> Any:
+        return json.loads(self.run(*arguments, "--json").stdout)
+
+    def open(self, *arguments: str, stdin: int | None = None) -> subprocess.Popen[str]:
+        """A command that goes on while the test does."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "broker", *arguments],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=self.environment,
+        )
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        end_s = time.monotonic() + COMMAND_S_MAX
+        while not is_so():
+            assert time.monotonic() < end_s, f"it never came to this: {what}"
+            time.sleep(0.05)
+
+    def find_processes(self, word: str = "") -> dict[int, str]:
+        """Everything that runs for this test: its folder is in the command line or in the environment."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                about = command + (entry / "environ").read_bytes().decode(errors="replace")
+                if str(self.folder) in about and word in command and int(entry.name) != os.getpid():
+                    found[int(entry.name)] = command
+        return found
+
+    def kill_daemon(self) -> None:
+        """kill -9, as the out-of-memory killer does."""
+        daemons = self.find_processes("broker daemon")
+        assert daemons, "a daemon runs"
+        for pid in daemons:
+            os.kill(pid, signal.SIGKILL)
+        self.wait_until(lambda: not self.find_processes("broker daemon"), "the daemon is dead")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.run("jobs", "cancel", "--all", code=None)
+    shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "all jobs have ended")
+    shell.run("down", "--all", "--yes")
+    for pid in shell.find_processes("broker daemon"):
+        os.kill(pid, signal.SIGTERM)
+    shell.wait_until(lambda: not shell.find_processes(), f"nothing is left of {shell.find_processes()}")

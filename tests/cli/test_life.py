@@ -1,0 +1,113 @@
+"""A cluster's whole life at the command line, on real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+
+HELLO = """\
+name: hello
+resources: {infra: local}
+num_nodes: 2
+envs: {WHO: world}
+secrets: {TOKEN: null}
+setup: echo "setting up"
+run: |
+  echo "hello $WHO from node $SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES"
+  echo "token has ${#TOKEN} letters"
+  echo kept >> ~/kept
+"""
+FAILS = "resources: {infra: local}\nnum_nodes: 2\nrun: '[ $SKYPILOT_NODE_RANK = 0 ] || exit 7; sleep 600'\n"
+LONG = "resources: {infra: local}\nrun: 'echo begun; sleep 600'\n"
+
+
+def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
+    launched = shell.run("launch", shell.write("hello.yaml", HELLO), "-c", "dev", "--secret", "TOKEN=swordfish")
+    for rank in (0, 1):
+        assert f"hello world from node {rank} of 2" in launched.stdout
+    assert "token has 9 letters" in launched.stdout and "setting up" in launched.stdout
+
+    (cluster,) = shell.read_json("status")["clusters"]
+    assert (cluster["name"], cluster["status"], len(cluster["nodes"])) == ("dev", "UP", 2)
+    assert len({node["address"] for node in cluster["nodes"]}) == 2
+
+    failed = shell.run("exec", "dev", shell.write("fails.yaml", FAILS), code=100)
+    assert "exit code 7" in failed.stderr
+    runs = {run["id"]: (run["status"], run["returncode"]) for run in shell.read_json("queue", "dev")}
+    assert runs == {1: ("SUCCEEDED", 0), 2: ("FAILED", 7)}
+    assert "hello world from node 1" in shell.run("logs", "dev", "1", "--no-follow").stdout
+
+    shell.run("exec", "dev", shell.write("long.yaml", LONG), "--detach-run")
+    assert "run 3 is cancelled" in shell.run("cancel", "dev", "--all").stdout
+    shell.wait_until(lambda: shell.read_json("queue", "dev")[-1]["status"] == "CANCELLED", "run 3 has ended")
+
+    assert shell.run("ssh", "dev-1", "--", "cat", "kept").stdout == "kept\n"
+    shell.run("stop", "dev")
+    assert shell.read_json("status")["clusters"][0]["status"] == "STOPPED"
+    refused = shell.run("exec", "dev", shell.write("again.yaml", LONG), code=2)
+    assert "`broker start dev`" in refused.stderr
+    shell.run("start", "dev")
+    assert shell.run("ssh", "dev-1", "--", "cat", "kept").stdout == "kept\n"
+
+    shell.run("down", "dev", "--yes")
+    after = shell.read_json("status")
+    assert after["clusters"] == [] and after["spent_usd"] > 0
+    assert not shell.find_processes(), "its machines are gone"
+    found = [path for path in shell.home.rglob("*") if path.is_file() and b"swordfish" in path.read_bytes()]
+    assert not found, "no file keeps the secret"
+
+
+def test_ssh_opens_a_shell_in_the_nodes_own_home(shell: Shell) -> None:
+    shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: touch ~/mine\n"), "-c", "dev")
+    process = shell.open("ssh", "dev", stdin=subprocess.PIPE)
+    out, _ = process.communicate("ls; echo home is $HOME; exit 0\n", timeout=60)
+    assert "mine" in out and f"home is {shell.home}" in out
+
+
+def test_ctrl_c_detaches_and_says_how_to_come_back(shell: Shell) -> None:
+    process = shell.open("launch", shell.write("long.yaml", LONG), "-c", "dev")
+    assert process.stdout is not None
+    assert any("begun" in line for line in iter(process.stdout.readline, ""))
+    process.send_signal(signal.SIGINT)
+    _, notes = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "`broker logs dev 1`" in notes and "`broker down dev`" in notes
+    assert shell.read_json("queue", "dev")[0]["status"] == "RUNNING"
+    assert "begun" in shell.run("logs", "dev", "--no-follow").stdout
+
+
+def test_an_idle_cluster_goes_down_by_itself(shell: Shell) -> None:
+    task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
+    shell.run("launch", task, "-c", "dev", "--idle-minutes-to-autostop", "0", "--down")
+    shell.wait_until(lambda: not shell.find_processes(), "its machine has ended itself")
+    status = shell.run("status", "--refresh").stdout
+    assert "1 lost" in status or "dev" not in status
+
+
+def test_a_launch_killed_in_the_middle_leaves_a_cluster_that_the_next_command_finds(shell: Shell) -> None:
+    task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nsetup: sleep 600\nrun: echo hi\n")
+    process = shell.open("launch", task, "-c", "dev")
+    assert process.stderr is not None
+    assert any("is up" in line for line in iter(process.stderr.readline, ""))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]
+    shell.run("down", "dev", "--yes")
+    assert not shell.find_processes()
+
+
+def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> None:
+    task = shell.write("spot.yaml", "resources: {infra: local, use_spot: true}\nnum_nodes: 2\nrun: echo hi\n")
+    shell.run("launch", task, "-c", "dev")
+    assert "1 of 2 nodes" in shell.run("local", "preempt", "dev", "--node", "1").stdout
+    shell.wait_until(lambda: "1 lost" in shell.run("status", "--refresh").stdout, "the loss shows")
+    shell.run("down", "dev", "--yes")
+    assert shell.read_json("status")["clusters"] == []

@@ -1,0 +1,209 @@
+"""Managed jobs and the rehearsal at the command line: real daemon, real processes, kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+
+# Counts to 40 and writes each number with its attempt into a ledger that outlives the nodes.
+COUNT = """\
+name: count
+resources: {infra: local, use_spot: true}
+num_nodes: 2
+run: |
+  n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0)
+  mkdir -p $BROKER_CHECKPOINT_DIR
+  while [ $n -lt 40 ]; do
+    n=$((n + 1))
+    if [ $SKYPILOT_NODE_RANK = 0 ]; then
+      echo $n > $BROKER_CHECKPOINT_DIR/n.new && mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
+      echo "$BROKER_ATTEMPT $n" >> $BROKER_CHECKPOINT_DIR/ledger
+      echo "{\\"step\\": $n, \\"total\\": 40, \\"checkpoint_step\\": $((n > 1 ? n - 1 : 1))}" >> $BROKER_PROGRESS_FILE
+      echo "step $n"
+    fi
+    sleep 0.1
+  done
+"""
+
+
+def read_ledger(shell: Shell) -> list[tuple[int, int]]:
+    lines = (shell.home / "checkpoints" / "job-1" / "ledger").read_text().splitlines()
+    return [(int(attempt), int(step)) for attempt, step in (line.split() for line in lines)]
+
+
+def wait_for_step(shell: Shell, step: int) -> None:
+    def is_there() -> bool:
+        progress = shell.read_json("jobs", "queue")[0]["progress"]
+        return progress is not None and progress["step"] >= step
+
+    shell.wait_until(is_there, f"step {step}")
+
+
+def wait_for_end(shell: Shell) -> dict[str, object]:
+    shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
+    job: dict[str, object] = shell.read_json("jobs", "queue")[0]
+    return job
+
+
+def test_the_daemon_may_be_killed_and_the_job_goes_on_where_it_was(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
+    wait_for_step(shell, 5)
+    shell.kill_daemon()
+    job = wait_for_end(shell)  # the commands that look bring the daemon back
+    assert job["status"] == "SUCCEEDED"
+    assert read_ledger(shell) == [(1, step) for step in range(1, 41)]
+    log = shell.run("jobs", "logs", "1").stdout.splitlines()
+    assert [line for line in log if "step" in line] == [f"step {step}" for step in range(1, 41)]
+    assert shell.read_json("status")["clusters"] == []
+
+
+def test_nodes_lost_while_the_daemon_is_dead_are_replaced_and_no_step_runs_twice_at_once(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
+    wait_for_step(shell, 5)
+    shell.kill_daemon()
+    shell.run("local", "preempt", "count")
+    job = wait_for_end(shell)
+    assert job["status"] == "SUCCEEDED"
+    ledger = read_ledger(shell)
+    attempts = [attempt for attempt, _ in ledger]
+    assert attempts == sorted(attempts) and set(attempts) == {1, 2}, "one attempt after the other"
+    assert {step for _, step in ledger} == set(range(1, 41))
+    assert len(ledger) <= 41, "at most the step under way is done again"
+    story = shell.run("jobs", "events", "1").stdout
+    for word in ("attempt 1", "preempted", "attempt 2", "recovered: step", "SUCCEEDED"):
+        assert word in story
+
+
+def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
+    wait_for_step(shell, 3)
+    (zombie,) = shell.find_processes("broker daemon")
+    os.kill(zombie, signal.SIGSTOP)
+    try:
+        job = wait_for_end(shell)
+    finally:
+        os.kill(zombie, signal.SIGCONT)
+    assert job["status"] == "SUCCEEDED" and len(read_ledger(shell)) == 40
+    shell.wait_until(lambda: zombie not in shell.find_processes(), "the zombie leaves")
+    assert len(shell.read_json("jobs", "queue")) == 1
+    assert "taken over" in (shell.home / "logs" / "daemon.log").read_text()
+
+
+def test_a_job_that_fails_by_itself_is_not_tried_again_and_says_its_code(shell: Shell) -> None:
+    task = shell.write("fails.yaml", "name: bad\nresources: {infra: local}\nrun: 'echo oh no; exit 3'\n")
+    done = shell.run("jobs", "launch", task, "--yes", code=100)
+    assert "oh no" in done.stdout and "FAILED" in done.stderr and "code 3" in done.stderr
+    (job,) = shell.read_json("jobs", "queue")
+    assert len(job["attempts"]) == 1
+
+
+def test_a_cancelled_job_ends_with_its_machines(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
+    wait_for_step(shell, 2)
+    shell.run("jobs", "cancel", "count")
+    assert wait_for_end(shell)["status"] == "CANCELLED"
+    assert shell.read_json("status")["clusters"] == []
+    assert read_ledger(shell)[-1][1] < 40
+
+
+def test_the_daemon_sends_the_folder_that_the_user_stood_in(shell: Shell) -> None:
+    (shell.folder / "code").mkdir()
+    (shell.folder / "code" / "main.sh").write_text("echo I was sent\n")
+    task = shell.write("code.yaml", "resources: {infra: local}\nworkdir: code\nrun: sh main.sh\n")
+    assert "I was sent" in shell.run("jobs", "launch", task, "--yes").stdout
+
+
+def test_two_jobs_at_once_both_end(shell: Shell) -> None:
+    task = shell.write("count.yaml", COUNT)
+    for name in ("one", "two"):
+        shell.run("jobs", "launch", task, "--name", name, "--yes", "--detach-run")
+    wait_for_end(shell)
+    assert [job["status"] for job in shell.read_json("jobs", "queue")] == ["SUCCEEDED"] * 2
+
+
+def test_a_rehearsal_shows_the_preemption_and_the_recovery(shell: Shell) -> None:
+    shown = shell.run("rehearse", shell.write("count.yaml", COUNT)).stdout
+    for word in ("Choice: 2 x", "takes all 2 nodes away", "preempted", "recovered: step", "SUCCEEDED"):
+        assert word in shown
+    summary = dict(line.strip().split("  ", 1) for line in shown.splitlines() if line.startswith("    "))
+    assert summary["recoveries"] == "1" and summary["steps"] == "40 of 40"
+    assert not shell.find_processes()
+
+
+def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
+    process = shell.open("rehearse", shell.write("count.yaml", COUNT))
+    assert process.stdout is not None
+    assert any("the program was started" in line for line in iter(process.stdout.readline, ""))
+    assert len(shell.find_processes()) > 3, "its nodes run"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not shell.find_processes()
+
+
+PIPELINE = """\
+name: pipe
+---
+name: prepare
+resources: {infra: local}
+run: mkdir -p $BROKER_PIPELINE_DIR && echo data > $BROKER_PIPELINE_DIR/x
+---
+name: train
+resources: {infra: local}
+run: cat $BROKER_PIPELINE_DIR/x
+"""
+
+
+def test_a_pipeline_runs_in_order_and_hands_its_data_on(shell: Shell) -> None:
+    done = shell.run("jobs", "launch", shell.write("pipe.yaml", PIPELINE), "--yes")
+    assert "data" in done.stdout
+    first, second = shell.read_json("jobs", "queue")
+    assert (first["status"], second["status"], second["needs"]) == ("SUCCEEDED", "SUCCEEDED", [1])
+    assert second["attempts"][0]["started_s"] >= first["ended_s"]
+
+
+def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
+    broken = PIPELINE.replace("mkdir -p $BROKER_PIPELINE_DIR && ", "exit 4; ")
+    shell.run("jobs", "launch", shell.write("pipe.yaml", broken), "--yes", "--detach-run")
+    shell.run("jobs", "wait", "2", "--for", "CANCELLED")
+    first, second = shell.read_json("jobs", "queue")
+    assert first["status"] == "FAILED" and second["attempts"] == []
+    assert "job 1 (prepare), which it needs, is FAILED" in shell.run("jobs", "why", "2").stdout
+
+
+def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(shell: Shell) -> None:
+    text = COUNT.replace("sleep 0.1\n", "sleep 0.02\n    [ $n -lt 10 ] || [ $BROKER_ATTEMPT -gt 1 ] || exit 5\n")
+    task = shell.write("count.yaml", text)
+    shell.run("jobs", "launch", task, "--yes", code=100)
+    refused = shell.run("jobs", "wait", "1", code=1)
+    assert "ended FAILED" in refused.stderr
+    shell.run("jobs", "retry", "1")
+    assert read_ledger(shell) == [(1, step) for step in range(1, 11)] + [(2, step) for step in range(11, 41)]
+    twice = shell.run("jobs", "retry", "1", code=2)
+    assert "job 2 goes on with the checkpoints of job 1" in twice.stderr
+
+
+def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
+    task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
+    for _ in range(2):
+        shell.run("jobs", "launch", task, "--yes", "--detach-run", "--request-id", "mine")
+    shell.run("jobs", "wait", "1")
+    assert len(shell.read_json("jobs", "queue")) == 1
+
+
+def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:
+    shell.run(
+        "jobs", "launch", shell.write("hello.yaml", "name: hi\nresources: {infra: local}\nrun: echo hi\n"), "--yes"
+    )
+    shell.wait_until(lambda: not shell.read_json("status")["clusters"], "its cluster is down")
+    sums = {by: shell.read_json("cost", "--by", by)["usd"] for by in ("job", "cloud", "day")}
+    assert sums["job"] > 0 and len(set(sums.values())) == 1
+    assert "job 1 (hi)" in shell.run("cost").stdout
+    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False}
