@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
-def knob(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
-    """Declare a field that is also a flag."""
-    return field(default=default, metadata={"help": help_text, "choices": tuple(choices)})
+from trainers.knobs import knob
+from trainers.strategies.options import StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +57,9 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(StrategyOptions):
     """A whole run."""
 
-    strategy: str = knob("ddp", "how ranks share the work, see trainers/strategies/")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -52,10 +52,11 @@ def run(config: Config, environment: Environment, notice: PreemptionNotice) -> i
     random_numbers = RandomNumbers(ranks.device)
     random_numbers.seed(train.seed)  # equal on all ranks: they draw equal weights
     model = GPT(config.model).to(ranks.device)
-    random_numbers.seed(train.seed + 1 + ranks.rank)  # unequal: they drop different activations
     progress = Progress(environment.progress_file, total=train.steps, is_silent=not ranks.is_first)
     try:
-        strategy = create_strategy(config.strategy, ranks)
+        strategy = create_strategy(config.strategy, ranks, config)
+        random_numbers.seed(train.seed + 1 + strategy.share.draw)  # unequal: they drop different activations
+        wrapped = strategy.wrap(model)
         corpus = Corpus(read_text(config.data), config.model.context, config.data.seed)
         optimizer = AdamW(model.named_parameters(), train)
         position = Position(corpus.fingerprint)
@@ -64,8 +65,8 @@ def run(config: Config, environment: Environment, notice: PreemptionNotice) -> i
             ranks,
             attempt=environment.attempt,
             keep=config.checkpoint.keep,
-            shared={"model": model, "optimizer": optimizer, "position": position},
-            own={"random_numbers": random_numbers},
+            shared={**strategy.shared_state(model, optimizer), "position": position},
+            own={**strategy.own_state(model, optimizer), "random_numbers": random_numbers},
         )
         step = checkpoints.restore()
         progress.report(
@@ -76,7 +77,7 @@ def run(config: Config, environment: Environment, notice: PreemptionNotice) -> i
         )
         steps = iterate_steps(
             train,
-            model=strategy.wrap(model),
+            model=wrapped,
             strategy=strategy,
             optimizer=optimizer,
             corpus=corpus,

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from trainers.config import TrainConfig
-from trainers.data import Corpus, samples_of_rank
+from trainers.data import Corpus
 from trainers.errors import TrainerError
 from trainers.optimizer import AdamW
 from trainers.ranks import Ranks
-from trainers.strategies.base import Strategy
+from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,29 +72,31 @@ def iterate_steps(
     Whether one rank asks to stop travels with the loss, so that all ranks know at the same step.
     """
     while position.steps_done < config.steps:
-        loss = _accumulate_gradients(config, model, strategy, corpus, position, ranks)
+        loss_part = strategy.run_passes(model, _read_passes(config, strategy, corpus, position, ranks))
         norm = strategy.clip(model, config.norm_max)
-        optimizer.step()
+        strategy.step(model, optimizer)
         position.advance(config.batch)
-        loss_mean, stop_count = ranks.sum([loss, float(is_stop_asked())])
-        yield StepReport(step=position.steps_done, loss=loss_mean, norm=norm, is_stop_asked=stop_count > 0)
+        loss, is_stopping = strategy.tally(loss_part, is_stop_asked=is_stop_asked())
+        yield StepReport(step=position.steps_done, loss=loss, norm=norm, is_stop_asked=is_stopping)
 
 
-def _accumulate_gradients(
-    config: TrainConfig, model: nn.Module, strategy: Strategy, corpus: Corpus, position: Position, ranks: Ranks
-) -> float:
-    """Leave the mean gradient of the global batch in the parameters; return this rank's part of the mean loss."""
-    samples = samples_of_rank(position.samples_done, config.batch, ranks.rank, ranks.world_size)
-    loss_part = 0.0
+def _read_passes(config: TrainConfig, strategy: Strategy, corpus: Corpus, position: Position, ranks: Ranks) -> Passes:
+    """This rank's samples of the step, in micro-batches."""
+    samples = strategy.share.find_samples(position.samples_done, config.batch)
+    micro_batches = []
     for first in range(samples.start, samples.stop, config.micro_batch):
         count = min(config.micro_batch, samples.stop - first)
         windows = corpus.windows(first, count).to(ranks.device)
-        with strategy.micro_step(model, last=first + count == samples.stop):
-            with torch.autocast(ranks.device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
-                logits = model(windows[:, :-1])
-            loss = functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-            # The strategy takes the mean over ranks. Weighing by samples makes that the mean of the global batch
-            # also where the ranks' shares differ in size.
-            (loss * (count * ranks.world_size / config.batch)).backward()
-        loss_part += loss.item() * count / config.batch
-    return loss_part
+        micro_batches.append(MicroBatch(inputs=windows[:, :-1], targets=windows[:, 1:], part=count / config.batch))
+    is_mixed = config.precision == "bfloat16"
+    return Passes(
+        micro_batches=micro_batches,
+        loss_of=_mean_loss,
+        precision=lambda: torch.autocast(ranks.device.type, dtype=torch.bfloat16, enabled=is_mixed),
+        share_count=strategy.share.count,
+    )
+
+
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    loss: Tensor = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return loss

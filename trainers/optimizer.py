@@ -27,9 +27,12 @@ class AdamW:
         self._second = {name: torch.zeros_like(value) for name, value in self._parameters.items()}
         self.steps_done = 0
 
-    def step(self) -> None:
-        """Move every parameter once along its gradient and drop the gradients."""
-        rate = learning_rate(self.steps_done, self._config)
+    def step(self, *, schedule_step: int | None = None, rate_share: float = 1.0) -> None:
+        """Move every parameter once along its gradient and drop the gradients.
+
+        Where several moves make up one step of the run, `schedule_step` says which, and each moves by a share.
+        """
+        rate = rate_share * learning_rate(self.steps_done if schedule_step is None else schedule_step, self._config)
         self.steps_done += 1
         # Decay shapes matrices; on biases and norms it only pulls towards a meaningless zero.
         for is_matrix in (True, False):
@@ -49,14 +52,16 @@ class AdamW:
         with torch.no_grad():
             for mine, theirs in ((self._first, state["first"]), (self._second, state["second"])):
                 for name, value in mine.items():
-                    value.copy_(theirs[name])
+                    local(value).copy_(local(theirs[name]))
         self.steps_done = state["steps_done"]
 
     def _move(self, names: list[str], rate: float, decay: float) -> None:
-        parameters = [self._parameters[name] for name in names]
-        gradients = [_gradient(name, self._parameters[name]) for name in names]
-        first = [self._first[name] for name in names]
-        second = [self._second[name] for name in names]
+        # Every move is by element, so a shard needs no more than itself; and torch's operations on lists do not take
+        # sharded and whole tensors together.
+        parameters = [local(self._parameters[name]) for name in names]
+        gradients = [local(_gradient(name, self._parameters[name])) for name in names]
+        first = [local(self._first[name]) for name in names]
+        second = [local(self._second[name]) for name in names]
         torch._foreach_mul_(parameters, 1.0 - rate * decay)
         torch._foreach_lerp_(first, gradients, 1.0 - BETA_FIRST)
         torch._foreach_mul_(second, BETA_SECOND)
@@ -80,6 +85,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     share = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
     half_cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
     return config.learning_rate_min + (config.learning_rate - config.learning_rate_min) * half_cosine
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank; it shares memory with a DTensor's shard."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _gradient(name: str, parameter: Tensor) -> Tensor:
