@@ -5,6 +5,8 @@ One process alone needs no process group, and gets none.
 
 import datetime
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,11 @@ def join_ranks() -> Ranks:
         local_world_size=local_world_size,
         background_group=background_group,
     )
+
+
+def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What surrounds each forward pass: autocast for `bfloat16`, nothing for `float32`."""
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 def leave_ranks() -> None:
