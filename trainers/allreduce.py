@@ -15,7 +15,7 @@ from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
 from trainers.flags import parse_flags
 from trainers.knobs import knob
-from trainers.launch import launch_if_needed
+from trainers.launch import end_process, launch_if_needed
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 from trainers.watchdog import Watchdog
 
@@ -241,4 +241,4 @@ def read_size(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

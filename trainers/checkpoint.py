@@ -40,6 +40,22 @@ class Stateful(Protocol):
         ...
 
 
+class HeldByOne:
+    """State whose values differ between ranks, of which one rank's are shared: it alone writes them, all read them."""
+
+    def __init__(self, state: Stateful, *, is_holder: bool) -> None:
+        """Stand for `state`."""
+        self._state, self.is_holder = state, is_holder
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state's."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The state's."""
+        self._state.load_state_dict(state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointName:
     """What a checkpoint folder's name says."""
@@ -113,14 +129,16 @@ class CheckpointManager:
         # Another strategy may have left out what this one keeps besides; that begins as it was made.
         shared = {key: each for key, each in self._shared.items() if key in contents.shared}
         own = {key: each for key, each in self._own.items() if key in contents.own and is_same_world}
+        # One after the other: both may be read into the same tensors, and a rank's own values are to stay.
         state = {key: each.state_dict() for key, each in shared.items()}
-        if own:
-            state[self._own_key] = {key: each.state_dict() for key, each in own.items()}
         self._load(state, str(name))
         for key, each in shared.items():
             each.load_state_dict(state[key])
-        for key, each in own.items():
-            each.load_state_dict(state[self._own_key][key])
+        if own:
+            own_state = {self._own_key: {key: each.state_dict() for key, each in own.items()}}
+            self._load(own_state, str(name))
+            for key, each in own.items():
+                each.load_state_dict(own_state[self._own_key][key])
         self._step_saved = self.step_committed = name.step
         return name.step
 
@@ -133,7 +151,9 @@ class CheckpointManager:
         self.wait()
         if step == self._step_saved:
             return
-        state = {key: _copy(each.state_dict()) for key, each in self._shared.items()}
+        # Asked on every rank, for the ranks may have to settle what the state is.
+        found = {key: (each, each.state_dict()) for key, each in self._shared.items()}
+        state = {key: _copy(part) for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
         state[self._own_key] = {key: _copy(each.state_dict()) for key, each in self._own.items()}
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)

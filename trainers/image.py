@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainers.image_config import ImageConfig, parse_config
-from trainers.launch import launch_if_needed
+from trainers.launch import end_process, launch_if_needed
 from trainers.session import Study, run_session
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
@@ -64,4 +64,4 @@ def count_right(pictures: "Pictures", device: "torch.device", model: "torch.nn.M
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

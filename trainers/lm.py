@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainers.config import Config, parse_config
 from trainers.errors import TrainerError
-from trainers.launch import launch_if_needed
+from trainers.launch import end_process, launch_if_needed
 from trainers.session import Study, run_session
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
@@ -78,4 +78,4 @@ def write_sample(config: Config, tokens: "Tokens", device: "torch.device", model
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -86,7 +86,8 @@ def iterate_steps(
     skips = 0
     while position.steps_done < config.steps:
         learning_rate = optimizer.learning_rate
-        loss_part = strategy.run_passes(model, read_passes(config, strategy, work, position.samples_done, ranks))
+        passes = read_passes(config, strategy, work, position.samples_done, ranks)
+        loss_part = strategy.run_passes(model, passes)
         norm = strategy.clip(model, config.norm_max)
         is_skipped = not math.isfinite(norm)
         skips = skips + 1 if is_skipped else 0
@@ -95,7 +96,7 @@ def iterate_steps(
             optimizer.skip_step()
         strategy.step(model, optimizer)
         position.advance(config.batch)
-        loss, is_stopping = strategy.tally(loss_part, is_stop_asked=is_stop_asked())
+        loss, is_stopping = strategy.tally(loss_part, part=passes.part, is_stop_asked=is_stop_asked())
         yield StepReport(
             step=position.steps_done,
             loss=loss,

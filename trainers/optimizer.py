@@ -26,6 +26,7 @@ class AdamW:
         self._first = {name: torch.zeros_like(value) for name, value in self._parameters.items()}
         self._second = {name: torch.zeros_like(value) for name, value in self._parameters.items()}
         self.steps_done = 0
+        self._moves_done = 0
         self._is_skipping = False
 
     @property
@@ -40,17 +41,24 @@ class AdamW:
             gradients = [local(value.grad) for value in self._parameters.values() if value.grad is not None]
             torch._foreach_zero_(gradients)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run's last step is done."""
+        return self.steps_done >= self._config.steps
+
     def step(self, *, schedule_step: int | None = None, rate_share: float = 1.0) -> None:
         """Move every parameter once along its gradient and drop the gradients.
 
         Where several moves make up one step of the run, `schedule_step` says which, and each moves by a share.
         """
+        schedule_step = self.steps_done if schedule_step is None else schedule_step
+        rate = rate_share * learning_rate(schedule_step, self._config)
+        self.steps_done = schedule_step + 1
         if self._is_skipping:
             self._is_skipping = False
             self._drop_gradients()
             return
-        rate = rate_share * learning_rate(self.steps_done if schedule_step is None else schedule_step, self._config)
-        self.steps_done += 1
+        self._moves_done += 1
         # Decay shapes matrices; on biases and norms it only pulls towards a meaningless zero.
         for is_matrix in (True, False):
             names = [name for name, value in self._parameters.items() if (value.dim() >= 2) == is_matrix]
@@ -61,7 +69,8 @@ class AdamW:
 
     def state_dict(self) -> dict[str, Any]:
         """All that must survive; the tensors are the live ones."""
-        return {"first": dict(self._first), "second": dict(self._second), "steps_done": self.steps_done}
+        counts = {"steps_done": self.steps_done, "moves_done": self._moves_done}
+        return {"first": dict(self._first), "second": dict(self._second), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state saved by `state_dict`."""
@@ -69,7 +78,7 @@ class AdamW:
             for mine, theirs in ((self._first, state["first"]), (self._second, state["second"])):
                 for name, value in mine.items():
                     local(value).copy_(local(theirs[name]))
-        self.steps_done = state["steps_done"]
+        self.steps_done, self._moves_done = state["steps_done"], state["moves_done"]
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():
@@ -87,8 +96,8 @@ class AdamW:
         torch._foreach_mul_(second, BETA_SECOND)
         torch._foreach_addcmul_(second, gradients, gradients, 1.0 - BETA_SECOND)
         # Both averages start at zero; dividing by the weight seen so far takes that bias out.
-        seen_first = 1.0 - BETA_FIRST**self.steps_done
-        seen_second = 1.0 - BETA_SECOND**self.steps_done
+        seen_first = 1.0 - BETA_FIRST**self._moves_done
+        seen_second = 1.0 - BETA_SECOND**self._moves_done
         scale = torch._foreach_sqrt(second)
         torch._foreach_div_(scale, math.sqrt(seen_second))
         torch._foreach_add_(scale, EPSILON)

@@ -19,6 +19,9 @@ STRATEGIES = {
     "hsdp": "trainers.strategies.hsdp:HybridShardedDataParallel",
     "tensor": "trainers.strategies.tensor:TensorParallel",
     "pipeline": "trainers.strategies.pipeline:PipelineParallel",
+    "parameter_server": "trainers.strategies.parameter_server:ParameterServer",
+    "diloco": "trainers.strategies.diloco:Diloco",
+    "gossip": "trainers.strategies.gossip:Gossip",
 }
 
 

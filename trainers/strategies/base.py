@@ -36,6 +36,11 @@ class Passes:
     precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
     share_count: int
 
+    @property
+    def part(self) -> float:
+        """The part of the global batch that is this rank's."""
+        return sum(each.part for each in self.micro_batches)
+
     def scale(self, micro_batch: MicroBatch) -> float:
         """The weight of a micro-batch's loss.
 
@@ -104,8 +109,11 @@ class Strategy:
         """Move the parameters once along the gradients, and drop those."""
         optimizer.step()
 
-    def tally(self, loss_part: float, *, is_stop_asked: bool) -> tuple[float, bool]:
-        """The loss of the global batch and whether any rank asks to stop; all ranks stop after the same step."""
+    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
+        """The loss of the global batch, and whether any rank asks to stop; all ranks stop after the same step.
+
+        `part` is the part of the batch that `loss_part` comes from.
+        """
         loss, stop_count = self.ranks.sum([loss_part if self.share.is_counted else 0.0, float(is_stop_asked)])
         return loss, stop_count > 0
 

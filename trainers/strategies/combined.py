@@ -51,9 +51,9 @@ class Combined(Strategy):
         """As the part that owns the step."""
         self._find_owner("step").step(model, optimizer)
 
-    def tally(self, loss_part: float, *, is_stop_asked: bool) -> tuple[float, bool]:
+    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
         """As the part that owns the step."""
-        return self._find_owner("tally").tally(loss_part, is_stop_asked=is_stop_asked)
+        return self._find_owner("tally").tally(loss_part, part=part, is_stop_asked=is_stop_asked)
 
     def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
         """As the part under which ranks differ."""

@@ -16,12 +16,12 @@ class DataParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap for gradient exchange. The constructor imports torch._dynamo: 1.0 s on torch 2.13."""
-        if self.grid.size("replicate") == 1:
-            return model
         if self.grid.size("tensor") > 1 or self.grid.size("pipeline") > 1:
             raise TrainerError(
                 "`ddp` needs the whole model on each rank; combine `allreduce`, `fsdp` or `hsdp` instead"
             )
+        if self.grid.size("replicate") == 1:
+            return model
         # After its first step DDP regroups gradients, and the order of a sum over three or more ranks changes with
         # the groups. A resumed run would regroup one step later than an unbroken one and differ in the last bit.
         # Searching for unused parameters, though there are none, keeps the first grouping for good.

@@ -51,8 +51,6 @@ class FullyShardedDataParallel(Strategy):
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, asked.param_dtype) if is_mixed else None,
             reduce_dtype=getattr(torch, asked.reduce_dtype) if is_mixed else None,
-            # A residual stream between blocks keeps float32, as under autocast.
-            output_dtype=torch.float32 if is_mixed else None,
         )
         return {
             "mesh": self.grid.device_mesh(*self.AXES),
