@@ -45,11 +45,19 @@ def load_config(home: Path | None = None) -> Config:
     folder = folder.expanduser().resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     identity = folder / "owner"
+    if not identity.exists():
+        _draw_owner(identity)
+    return Config(home=folder, owner=identity.read_text().strip())
+
+
+def _draw_owner(identity: Path) -> None:
+    """Appears whole or not at all: of two first commands at once, both read the same one."""
+    aside = identity.with_name(f".owner.{uuid.uuid4().hex}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(uuid.uuid4().hex[:12])
     try:
-        descriptor = os.open(identity, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.link(aside, identity)
     except FileExistsError:
         pass
-    else:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(uuid.uuid4().hex[:12])
-    return Config(home=folder, owner=identity.read_text().strip())
+    finally:
+        aside.unlink()

@@ -5,6 +5,7 @@ BrokerError                     exit code
 ├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
 ├── NoOfferError                3   nothing for sale fits; says which filter took what
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
+│   └── FencedError                 another daemon has taken over; this one must stop
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
 └── CloudError                  5   a cloud said no
     ├── CapacityError               try elsewhere; `scope` says how far away
@@ -69,6 +70,10 @@ class NoOfferError(BrokerError):
 
 class StateError(BrokerError):
     exit_code = 4
+
+
+class FencedError(StateError):
+    pass
 
 
 class RunFailedError(BrokerError):

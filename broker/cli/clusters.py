@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.plan import read_pairs, show_plan
+from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
 from broker.errors import NoOfferError, RunFailedError, UsageError
 from broker.types import Autostop, Cluster, ClusterStatus, Plan, RunStatus, Task
 
 POLL_S = 0.3
 ClusterName = Annotated[str, typer.Argument(help="The cluster's name.", show_default=False)]
-
-
-def load_one(
-    path: Path,
-    *,
-    infra: str | None,
-    gpus: str | None,
-    num_nodes: int | None,
-    use_spot: bool | None,
-    envs: Mapping[str, str],
-    secrets: Mapping[str, str],
-) -> Task:
-    """The single task of a file, with the flags over it. Raises UsageError for a pipeline."""
-    from broker.task.loader import load_tasks
-    from broker.task.override import override_resources
-
-    tasks = load_tasks(path, envs=envs, secrets=secrets)
-    if len(tasks) > 1:
-        raise UsageError(
-            f"{path} is a pipeline of {len(tasks)} tasks, which cannot be launched yet",
-            hints=["`broker plan` ranks each; launch them one by one from files of their own"],
-        )
-    return override_resources(tasks[0], infra=infra, accelerators=gpus, num_nodes=num_nodes, use_spot=use_spot)
 
 
 def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
@@ -54,40 +31,47 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
         raise NoOfferError(error.message, hints=[hint, *error.hints]) from None
 
 
-def confirm_price(plan: Plan, *, yes: bool) -> None:
+def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
     """Money is visible: nothing paid starts without a yes."""
-    choice = plan.choice
-    text = f"{show_usd(choice.placement.usd_hour)} USD/h"
-    if choice.expected_usd is not None:
-        text += f", {show_usd(choice.expected_usd)} USD expected in all"
-    if choice.placement.offer.cloud == "local":
+    choices = [plan.choice for plan in plans]
+    text = f"{show_usd(max(each.placement.usd_hour for each in choices))} USD/h"
+    if all(each.expected_usd is not None for each in choices):
+        text += f", {show_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in all"
+    if all(each.placement.offer.cloud == "local" for each in choices):
         print_note(f"pretend price: {text}")
     elif not yes:
         typer.confirm(f"Start at {text}?", abort=True)
 
 
 def launch(
-    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
+    entrypoint: options.Entrypoint,
     cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="The cluster's name.")] = None,
-    infra: Annotated[str | None, typer.Option("--infra", help="CLOUD[/REGION[/ZONE]] over the file's.")] = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="NAME[:COUNT] over the file's.")] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1)] = None,
-    use_spot: Annotated[bool | None, typer.Option("--use-spot/--no-use-spot")] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`.")] = None,
-    secret: Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`.")] = None,
+    name: options.Name = None,
+    workdir: options.Workdir = None,
+    infra: options.Infra = None,
+    gpus: options.Gpus = None,
+    cpus: options.Cpus = None,
+    memory: options.Memory = None,
+    instance_type: options.InstanceType = None,
+    num_nodes: options.NumNodes = None,
+    use_spot: options.UseSpot = None,
+    env: options.Env = None,
+    env_file: options.EnvFile = None,
+    secret: options.Secret = None,
     idle: Annotated[int | None, typer.Option("--idle-minutes-to-autostop", "-i", min=0)] = None,
     down: Annotated[bool, typer.Option("--down", help="Take the cluster down when it is idle.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
-    detach: Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")] = False,
-    dryrun: Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")] = False,
+    yes: options.Yes = False,
+    detach: options.Detach = False,
+    dryrun: options.Dryrun = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dryrun: the plan as data.")] = False,
 ) -> None:
     """Bring a cluster up and run a task on it."""
     context = Context()
-    one = load_one(
-        task, infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=use_spot,
-        envs=read_pairs(env or [], "--env"), secrets=read_pairs(secret or [], "--secret"),
+    overrides = options.Overrides(
+        name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
+        num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
     )  # fmt: skip
+    one = options.read_task(entrypoint, overrides)
     plan = plan_launch(context, one, is_dryrun=dryrun)
     if dryrun and as_json:
         from broker.cli.plan import describe_plan
@@ -97,15 +81,15 @@ def launch(
     show_plan(plan)
     if dryrun:
         return
-    name = cluster or f"{one.name or 'broker'}-{context.config.owner[:4]}"
+    wanted = cluster or f"{one.name or 'broker'}-{context.config.owner[:4]}"
     autostop = one.resources[0].autostop
     if idle is not None or down:
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
-    known = context.store.get_cluster(name)
+    known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
-        confirm_price(plan, yes=yes)
-    asyncio.run(_launch(context, name, one, plan, autostop))
-    follow_unless(context, name, context.store.newest_run_id(name), detach=detach)
+        confirm_price([plan], yes=yes)
+    asyncio.run(_launch(context, wanted, one, plan, autostop))
+    follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
 
 
 async def _launch(context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None) -> None:
@@ -136,20 +120,21 @@ async def _submit(context: Context, cluster: Cluster, task: Task) -> int:
 
 def exec_(
     cluster: ClusterName,
-    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
-    env: Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`.")] = None,
-    secret: Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`.")] = None,
-    detach: Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")] = False,
+    entrypoint: options.Entrypoint,
+    name: options.Name = None,
+    workdir: options.Workdir = None,
+    env: options.Env = None,
+    env_file: options.EnvFile = None,
+    secret: options.Secret = None,
+    detach: options.Detach = False,
 ) -> None:
     """Run a task on a cluster that is up; its `setup` is not run again."""
     from dataclasses import replace
 
     context = Context()
     found = find_up(context, cluster)
-    one = load_one(
-        task, infra=None, gpus=None, num_nodes=None, use_spot=None,
-        envs=read_pairs(env or [], "--env"), secrets=read_pairs(secret or [], "--secret"),
-    )  # fmt: skip
+    overrides = options.Overrides(name=name, workdir=workdir, env=env or (), env_file=env_file, secret=secret or ())
+    one = options.read_task(entrypoint, overrides)
     run_id = asyncio.run(_submit(context, found, replace(one, setup=None)))
     follow_unless(context, cluster, run_id, detach=detach)
 
@@ -266,14 +251,14 @@ def status(
         clusters = asyncio.run(_refresh_all(context, clusters))
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
-    jobs = [job for job in context.store.list_jobs() if not job.status.is_terminal]
+    jobs = context.store.list_live_job_ids()
     if jobs:
         context.ensure_daemon()
     if as_json:
         print_json(
             {
                 "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
-                "live_jobs": [job.id for job in jobs],
+                "live_jobs": list(jobs),
                 "spent_usd": context.store.spend_usd(now_s=now_s),
             }
         )

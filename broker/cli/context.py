@@ -93,7 +93,7 @@ class Context:
         """Start the daemon of this state folder unless one runs."""
         from broker.jobs.daemon import ensure_daemon
 
-        ensure_daemon(self.config, DAEMON)
+        ensure_daemon(self.config, self.store, DAEMON)
 
     def find_cluster(self, name: str) -> Cluster:
         """By name. Raises UsageError that lists the names there are."""

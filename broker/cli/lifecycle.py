@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import os
 import re
 import sys
 from dataclasses import replace
@@ -107,12 +108,7 @@ def ssh(
         if done.returncode:
             raise RunFailedError(f"the command exited with code {done.returncode}", returncode=done.returncode)
         return
-    while True:  # the pretend sshd has no terminal: line by line is what it can do
-        try:
-            line = input(f"{node}$ ")
-        except EOFError:
-            return
-        done = asyncio.run(context.transport.run(wanted, ["bash", "-c", line], timeout_s=3600))
-        sys.stdout.buffer.write(done.stdout)
-        sys.stderr.buffer.write(done.stderr)
-        sys.stdout.flush()
+    shell = asyncio.run(context.transport.open_shell(wanted))
+    os.chdir(shell.folder)
+    terminal = {name: value for name in ("TERM", "LANG", "COLUMNS", "LINES") if (value := os.getenv(name))}
+    os.execvpe(shell.argv[0], shell.argv, {**terminal, **shell.env})

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError
+from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
 from broker.jobs.gang import Gang
 from broker.jobs.judgement import Verdict, is_restart_due, judge, list_lost_ranks
-from broker.jobs.logs import copy_log
-from broker.jobs.order import get_recovery, order_plan
+from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
 from broker.jobs.watch import Watch
 from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
@@ -27,21 +27,20 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, RunStatus, Task
 
 POLL_S = 0.5
+PIPELINE_POLL_S = 1.0
 LEASE_S = 900.0
-RUN_ID = 1  # every attempt has a cluster of its own, so its run is always the first
 FAILED_OUTCOME = "failed"
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
+STALLED_OUTCOME = "stalled"
+GRACE_S = 30.0  # for a program that is stopped at its budget
+STALLS_MAX = 3  # at one step: then it is the program, not the machines
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 T = TypeVar("T")
 
 
 class _Cancelled(Exception):
     """The user asked for the end while something long was under way."""
-
-
-def name_cluster(job_id: int, attempt: int) -> str:
-    return f"job-{job_id}-{attempt}"
 
 
 class JobController:
@@ -63,6 +62,7 @@ class JobController:
         self._planner = planner
         self._clock = clock
         self._config = config
+        self._undertaker = Undertaker(store, provisioner, gang, clock, config)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
 
@@ -72,26 +72,41 @@ class JobController:
         assert job is not None, f"job {self.job_id} was submitted"
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if job.status.is_terminal:
-            return await self._clean_up(job, live)
+            await self._undertaker.clean_up(job, live)
+            return math.inf
         if job.cancel_requested:
             return await self._cancel(job, live)
         try:
             if live is None:
+                if wait_s := self._wait_for_others(job):
+                    return wait_s
                 return await self._until_cancelled(self._bring_up(job))
             if live.outcome:
-                return await self._bury(live)
+                await self._undertaker.bury(live)
+                return 0.0
             if live.running_s is None:
                 return await self._until_cancelled(self._start(job, live))
             return await self._look(job, live)
         except _Cancelled:
             return 0.0
 
+    def _wait_for_others(self, job: Job) -> float:
+        """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
+        for other in (self._store.get_job(job_id) for job_id in job.needs):
+            if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
+                status = other.status.value if other else "gone"
+                name = f"job {other.id} ({other.name})" if other else "a job"
+                return self._finish(job, JobStatus.CANCELLED, f"{name}, which it needs, is {status}") or POLL_S
+            if not other.status.is_terminal:
+                return PIPELINE_POLL_S
+        return 0.0
+
     async def _bring_up(self, job: Job) -> float:
-        number = len(job.attempts) + 1
+        number = job.next_attempt
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
-            plan = order_plan(self._planner(job.task, None), job.attempts)
+            plan = order_plan(self._plan_rest(job), job.attempts)
         except NoOfferError as error:
             return self._finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
@@ -121,6 +136,19 @@ class JobController:
             self._tell("attempt", f"attempt {number}: {describe(placement)} at {placement.usd_hour:.2f} USD/h")
         return await self._start(job, attempt)
 
+    def _plan_rest(self, job: Job) -> Plan:
+        """What is left to do, at today's prices; a job that is late already still wants to finish."""
+        now_s = self._clock.now_s()
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
+        try:
+            return self._planner(rest, None)
+        except NoOfferError:
+            if not job.attempts or rest.goal is None or rest.goal.deadline_hours is None:
+                raise
+            plan = self._planner(drop_limits(rest), None)
+            self._tell("late", "the deadline cannot be kept with the asked confidence any more; going on")
+            return plan
+
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is None:
@@ -128,7 +156,9 @@ class JobController:
         watch = self._get_watch(attempt)
         try:
             await self._gang.prepare(cluster, job.task)
-            await self._gang.start(cluster, job.task, run_id=RUN_ID, envs=self._make_envs(attempt), lease_s=LEASE_S)
+            await self._gang.start(
+                cluster, job.task, run_id=RUN_ID, envs=self._make_envs(job, attempt), lease_s=LEASE_S
+            )
         except InvalidRequestError as error:
             return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:
@@ -174,12 +204,12 @@ class JobController:
                 if report.status is not RunStatus.SUCCEEDED:
                     return POLL_S  # no answer is no evidence, and a failure is not judged without the list
             watch.note_list(self._clock.now_s())
-        await self._copy_log(attempt, cluster)
+        await self._undertaker.copy_log(attempt, cluster)
         signs = watch.read_signs(report, cluster, self._clock.now_s())
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(watch, cluster)
-            return POLL_S
+            return await self._look_closer(job, attempt, cluster, watch, report.progress)
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable
             step = f" after step {report.progress.step}" if report.progress else ""
@@ -188,6 +218,30 @@ class JobController:
                 attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
             )
         return await self._conclude(job, attempt, verdict, report.returncode)
+
+    async def _look_closer(
+        self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, progress: Progress | None
+    ) -> float:
+        """It runs: but does it get anywhere, and is there money left?"""
+        now_s = self._clock.now_s()
+        budget_usd = job.task.goal.budget_usd if job.task.goal else None
+        if budget_usd is not None and (spent := self._store.spend_usd(job_id=job.id, now_s=now_s)) >= budget_usd:
+            await self._undertaker.end_program(cluster, grace_s=GRACE_S)
+            failure = f"the budget of {budget_usd:g} USD is used up ({spent:.2f} spent); its checkpoints are kept"
+            return await self._end(job, attempt, JobStatus.FAILED, "out of budget", failure)
+        timeout_s = get_recovery(job.task).stall_timeout_s
+        if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
+            return POLL_S
+        step = progress.step if progress else 0
+        stalls = 1 + sum(1 for old in job.attempts if old.outcome == f"{STALLED_OUTCOME} at step {step}")
+        if stalls >= STALLS_MAX:
+            failure = f"no new step for {timeout_s:g} s, {stalls} times at step {step}"
+            return await self._end(job, attempt, JobStatus.FAILED, f"{STALLED_OUTCOME} at step {step}", failure)
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=f"{STALLED_OUTCOME} at step {step}", lost_s=now_s))
+            self._store.set_job_status(job.id, JobStatus.RECOVERING)
+            self._tell("restart", f"no new step for {timeout_s:g} s at step {step}: restarted on new nodes")
+        return 0.0
 
     async def _conclude(self, job: Job, attempt: Attempt, verdict: Verdict, returncode: int | None) -> float:
         if verdict is Verdict.SUCCEEDED:
@@ -236,12 +290,6 @@ class JobController:
             self._tell("preempted", f"preempted: {reason}")
         return 0.0
 
-    async def _bury(self, attempt: Attempt) -> float:
-        """The old attempt's nodes are confirmed gone before anything else may start."""
-        await self._provisioner.down(attempt.cluster)
-        self._close(attempt)
-        return 0.0
-
     async def _end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, outcome=outcome))
@@ -257,37 +305,12 @@ class JobController:
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:
             self._store.set_job_status(job.id, JobStatus.CANCELLING)
-        cluster = self._store.get_cluster(live.cluster) if live else None
-        if live and cluster and live.running_s is not None and not live.outcome:
-            try:
-                await self._gang.cancel(cluster, RUN_ID)
-            except CloudError:
-                pass  # its nodes end next, and the program with them
-            await self._copy_log(live, cluster)
-        # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
-        await self._provisioner.down(live.cluster if live else name_cluster(job.id, len(job.attempts) + 1))
+        await self._undertaker.cancel(job, live)
         with self._store.transaction():
             if live:
-                self._close(replace(live, outcome=live.outcome or "cancelled"))
+                self._undertaker.close(replace(live, outcome=live.outcome or "cancelled"))
             self._finish(job, JobStatus.CANCELLED, "")
         return 0.0
-
-    async def _clean_up(self, job: Job, live: Attempt | None) -> float:
-        if live:
-            cluster = self._store.get_cluster(live.cluster)
-            if cluster:
-                await self._copy_log(live, cluster)
-            await self._provisioner.down(live.cluster)
-            self._close(live)
-        else:
-            await self._provisioner.down(name_cluster(job.id, len(job.attempts) + 1))
-        return math.inf
-
-    def _close(self, attempt: Attempt) -> None:
-        now_s = self._clock.now_s()
-        usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
-        self._store.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
-        self._watch = None
 
     async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
         """Give up long work when a cancel is asked for; what it leaves half done is found by its intents."""
@@ -316,20 +339,21 @@ class JobController:
             return  # tried again at the next step; the lease holds for many of them
         watch.note_lease(self._clock.now_s())
 
-    async def _copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
-        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=RUN_ID)
-
     def _get_watch(self, attempt: Attempt) -> Watch:
         if self._watch is None or self._watch.cluster != attempt.cluster:
             self._watch = Watch(attempt.cluster)
         return self._watch
 
-    def _make_envs(self, attempt: Attempt) -> dict[str, str]:
+    def _make_envs(self, job: Job, attempt: Attempt) -> dict[str, str]:
+        shared = {}
+        if job.pipeline:  # where its tasks leave what the next ones need
+            shared["BROKER_PIPELINE_DIR"] = str(self._config.checkpoints / job.pipeline)
         return {
-            "BROKER_JOB_ID": str(self.job_id),
+            "BROKER_JOB_ID": str(job.id),
             "BROKER_ATTEMPT": str(attempt.number),
-            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{self.job_id}"),
-            "SKYPILOT_TASK_ID": f"broker-job-{self.job_id}",
+            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{job.resumes or job.id}"),
+            "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
+            **shared,
         }
 
     def _tell(self, kind: str, message: str) -> None:

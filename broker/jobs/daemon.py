@@ -1,6 +1,7 @@
 """The process that keeps promises while no command runs: one controller per live job, and the collector.
 
-Only one per state folder, by flock. It may be killed at any instant: jobs do not notice, and the next one goes on.
+Only one leads a state folder: by flock, and by an epoch that fences every write of one that was replaced while it
+slept. It may be killed or stopped at any instant: jobs do not notice, and the next one goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import BrokerError, StateError
+from broker.errors import BrokerError, FencedError, StateError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.nodes import draw_backoff_s
 from broker.state.store import Store
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 LOOK_FOR_JOBS_S = 0.3
 COLLECT_EVERY_S = 60.0
 START_LOOK_S = 0.05
-START_LOOKS_MAX = 400
+START_LOOKS_MAX = 400  # twenty seconds
+BEAT_EVERY_S = 2.0
+STALE_S = 15.0  # without a beat for so long, a leader may be replaced though its lock is held
 LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it for an instant
 
 
@@ -64,36 +67,43 @@ async def _take_turn(
     idle_s: float,
     loop: asyncio.AbstractEventLoop,
 ) -> bool:
-    """Whether this process had the lock and left only because nothing was to do."""
+    """Whether this process led and left only because nothing was to do."""
     for _ in range(LOCK_TRIES):
         with _hold_lock(config) as is_held:
-            if is_held:
-                daemon = _Daemon(store, make_controller, provisioner, clock, idle_s)
-                main = asyncio.ensure_future(daemon.run())
+            if is_held or store.measure_beat_age_s() > STALE_S:  # whoever holds it still is stopped or hangs
+                log.info("leading with epoch %s", store.lead())
+                main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, idle_s).run())
                 with _cancel_on_sigterm(loop, main):
-                    try:
-                        await main
-                    except asyncio.CancelledError:
-                        log.info("the daemon was asked to leave; jobs go on without it")
-                        return False
-                return True
+                    return await _wait_for(main)
         await clock.sleep(START_LOOK_S)
     return False
 
 
-def ensure_daemon(config: Config, argv: Sequence[str]) -> None:
-    """Start `argv` on its own, away from this terminal, unless a daemon holds the lock; returns when one does.
+async def _wait_for(main: asyncio.Future[None]) -> bool:
+    try:
+        await main
+    except asyncio.CancelledError:
+        log.info("asked to leave; jobs go on without a daemon until the next command")
+        return False
+    except FencedError as error:
+        log.warning("%s; leaving", error.message)
+        return False
+    return True
+
+
+def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
+    """Start `argv` on its own, away from this terminal, unless a daemon lives; returns when one does.
 
     Raises StateError, with the end of its log, when the new process leaves instead.
     """
-    if _is_held(config):
+    if _is_alive(config, store):
         return
     config.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = config.logs / "daemon.log"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     for _ in range(START_LOOKS_MAX):
-        if _is_held(config):
+        if _is_alive(config, store):
             return
         try:
             returncode = process.wait(START_LOOK_S)
@@ -106,9 +116,9 @@ def ensure_daemon(config: Config, argv: Sequence[str]) -> None:
     raise StateError("the jobs daemon does not take its lock", hints=[f"its log is {path}"])
 
 
-def _is_held(config: Config) -> bool:
+def _is_alive(config: Config, store: Store) -> bool:
     with _hold_lock(config) as is_ours:
-        return not is_ours
+        return not is_ours and store.measure_beat_age_s() <= STALE_S
 
 
 class _Daemon:
@@ -129,13 +139,17 @@ class _Daemon:
 
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
-        idle_since_s = self._clock.now_s()
+        idle_since_s = beat_s = self._clock.now_s()
         try:
             while True:
+                if self._clock.now_s() - beat_s >= BEAT_EVERY_S:
+                    self._store.beat()
+                    beat_s = self._clock.now_s()
                 self._start_controllers()
                 if self._drives:
                     idle_since_s = self._clock.now_s()
                 elif self._clock.now_s() - idle_since_s >= self._idle_s:
+                    self._store.resign()
                     return
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
         finally:
@@ -160,6 +174,8 @@ class _Daemon:
                 controller = controller or self._make_controller(job_id)
                 wait_s = await controller.step()
                 failures = 0
+            except FencedError:
+                return  # the main loop finds out by itself; this job is another daemon's now
             except Exception as error:  # the outermost edge of one job
                 failures += 1
                 wait_s = draw_backoff_s(failures, cap_s=60.0)

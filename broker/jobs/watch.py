@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
-from broker.types import Cluster, RunStatus
+from broker.types import Cluster, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
@@ -18,6 +18,8 @@ class Watch:
         self._failed_since_s: float | None = None
         self._listed_s = float("-inf")
         self._leased_s = float("-inf")
+        self._step: int | None = None
+        self._stepped_s: float | None = None
 
     def needs_list(self, report: GangReport, now_s: float) -> bool:
         is_suspicious = bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
@@ -38,6 +40,13 @@ class Watch:
         if self._silent_since_s is None:
             self._silent_since_s = now_s
         return self._misses >= MISSES_MIN and now_s - self._silent_since_s >= UNREACHABLE_S_MIN
+
+    def measure_stall_s(self, progress: Progress | None, now_s: float) -> float:
+        """Seconds since the last new step; a program that has reported none yet counts from the first look."""
+        step = progress.step if progress else None
+        if self._stepped_s is None or step != self._step:
+            self._step, self._stepped_s = step, now_s
+        return now_s - self._stepped_s
 
     def read_signs(self, report: GangReport, cluster: Cluster, now_s: float) -> Signs:
         if report.unreachable:

@@ -17,6 +17,15 @@ class Completed:
     stderr: bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shell:
+    """What to execute in the user's own terminal to stand on a node."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    folder: str
+
+
 class Transport(Protocol):
     """Raises TransientError when the node cannot be reached or does not answer in time."""
 
@@ -32,3 +41,5 @@ class Transport(Protocol):
 
     async def put(self, node: Node, source: Path, target: str) -> None:
         """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files stay."""
+
+    async def open_shell(self, node: Node) -> Shell: ...

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.clock import Clock
-from broker.errors import StateError
+from broker.errors import FencedError, StateError
 from broker.state.schema import MIGRATIONS
 
 BUSY_TIMEOUT_MS = 60_000  # a command waits this long for another broker's transaction before it gives up
@@ -23,6 +23,7 @@ class Database:
         self.path = path
         self.clock = clock
         self._depth = 0
+        self._epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
         try:
             self._connection = self._open()
             self._migrate()
@@ -41,6 +42,7 @@ class Database:
         self._execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
+            self._check_epoch()
             yield
             self._commit()
         except BaseException:
@@ -49,6 +51,11 @@ class Database:
             raise
         finally:
             self._depth -= 1
+
+    def _check_epoch(self) -> None:
+        """A process that slept through its own replacement may not write any more (a fencing token)."""
+        if self._epoch is not None and self._rows("SELECT epoch FROM leader")[0][0] != self._epoch:
+            raise FencedError("another daemon of this state folder has taken over")
 
     def _commit(self) -> None:
         self._execute("COMMIT")

@@ -40,7 +40,7 @@ UNSUPPORTED = {
     "max_hourly_cost": "write `goal: {budget: USD}` to limit what the whole task may cost",
 }
 TIERS = ("low", "medium", "high", "ultra", "best")
-STRATEGIES = ("failover", "eager_next_region")
+STRATEGIES = ("failover", "eager_next_region", "cheapest")
 
 
 def read_resources(reader: Reader, marked: Marked | None) -> tuple[tuple[Resources, ...], bool]:
@@ -167,7 +167,8 @@ def _read_autostop(reader: Reader, marked: Marked) -> Autostop | None:
 def _read_recovery(reader: Reader, marked: Marked) -> JobRecovery | None:
     if not isinstance(marked.value, dict):
         return JobRecovery(strategy=_read_strategy(reader, marked))
-    fields = reader.mapping(marked, "`job_recovery`", ("strategy", "max_restarts_on_errors", "recover_on_exit_codes"))
+    known = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes", "stall_timeout")
+    fields = reader.mapping(marked, "`job_recovery`", known)
     codes: tuple[int, ...] = ()
     if listed := fields.get("recover_on_exit_codes"):
         items = listed.value if isinstance(listed.value, list) else [listed]
@@ -176,6 +177,7 @@ def _read_recovery(reader: Reader, marked: Marked) -> JobRecovery | None:
         strategy=_read_strategy(reader, fields.get("strategy")),
         max_restarts_on_errors=reader.integer(fields.get("max_restarts_on_errors"), "max_restarts_on_errors") or 0,
         recover_on_exit_codes=codes,
+        stall_timeout_s=reader.duration_s(fields.get("stall_timeout"), "stall_timeout", bare_unit="s"),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from broker.types.jobs import Attempt, Job, JobStatus, Progress
 from broker.types.machines import Cluster, ClusterStatus, Node, NodeRequest, NodeState, Run, RunStatus
 from broker.types.market import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Plan, Rejection
+from broker.types.pipeline import Objective, PipelineEdge, PipelinePlan, PipelineStep, Transfer
 from broker.types.task import (
     Autostop,
     CheckpointSpec,
@@ -40,8 +41,12 @@ __all__ = [
     "Node",
     "NodeRequest",
     "NodeState",
+    "Objective",
     "Offer",
     "Origin",
+    "PipelineEdge",
+    "PipelinePlan",
+    "PipelineStep",
     "Placement",
     "Plan",
     "Progress",
@@ -52,4 +57,5 @@ __all__ = [
     "RunStatus",
     "Secret",
     "Task",
+    "Transfer",
 ]

@@ -45,6 +45,7 @@ class JobRecovery:
     strategy: str | None = None
     max_restarts_on_errors: int = 0
     recover_on_exit_codes: tuple[int, ...] = ()
+    stall_timeout_s: float | None = None  # restart a program that reports no new step for so long
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,10 +46,11 @@ class Shell:
     def read_json(self, *arguments: str) -> Any:
         return json.loads(self.run(*arguments, "--json").stdout)
 
-    def open(self, *arguments: str) -> subprocess.Popen[str]:
+    def open(self, *arguments: str, stdin: int | None = None) -> subprocess.Popen[str]:
         """A command that goes on while the test does."""
         return subprocess.Popen(
             [sys.executable, "-m", "broker", *arguments],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
     assert not shell.find_processes(), "its machines are gone"
     found = [path for path in shell.home.rglob("*") if path.is_file() and b"swordfish" in path.read_bytes()]
     assert not found, "no file keeps the secret"
+
+
+def test_ssh_opens_a_shell_in_the_nodes_own_home(shell: Shell) -> None:
+    shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: touch ~/mine\n"), "-c", "dev")
+    process = shell.open("ssh", "dev", stdin=subprocess.PIPE)
+    out, _ = process.communicate("ls; echo home is $HOME; exit 0\n", timeout=60)
+    assert "mine" in out and f"home is {shell.home}" in out
 
 
 def test_ctrl_c_detaches_and_says_how_to_come_back(shell: Shell) -> None:

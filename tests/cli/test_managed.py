@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -80,6 +81,21 @@ def test_nodes_lost_while_the_daemon_is_dead_are_replaced_and_no_step_runs_twice
         assert word in story
 
 
+def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
+    wait_for_step(shell, 3)
+    (zombie,) = shell.find_processes("broker daemon")
+    os.kill(zombie, signal.SIGSTOP)
+    try:
+        job = wait_for_end(shell)
+    finally:
+        os.kill(zombie, signal.SIGCONT)
+    assert job["status"] == "SUCCEEDED" and len(read_ledger(shell)) == 40
+    shell.wait_until(lambda: zombie not in shell.find_processes(), "the zombie leaves")
+    assert len(shell.read_json("jobs", "queue")) == 1
+    assert "taken over" in (shell.home / "logs" / "daemon.log").read_text()
+
+
 def test_a_job_that_fails_by_itself_is_not_tried_again_and_says_its_code(shell: Shell) -> None:
     task = shell.write("fails.yaml", "name: bad\nresources: {infra: local}\nrun: 'echo oh no; exit 3'\n")
     done = shell.run("jobs", "launch", task, "--yes", code=100)
@@ -95,6 +111,13 @@ def test_a_cancelled_job_ends_with_its_machines(shell: Shell) -> None:
     assert wait_for_end(shell)["status"] == "CANCELLED"
     assert shell.read_json("status")["clusters"] == []
     assert read_ledger(shell)[-1][1] < 40
+
+
+def test_the_daemon_sends_the_folder_that_the_user_stood_in(shell: Shell) -> None:
+    (shell.folder / "code").mkdir()
+    (shell.folder / "code" / "main.sh").write_text("echo I was sent\n")
+    task = shell.write("code.yaml", "resources: {infra: local}\nworkdir: code\nrun: sh main.sh\n")
+    assert "I was sent" in shell.run("jobs", "launch", task, "--yes").stdout
 
 
 def test_two_jobs_at_once_both_end(shell: Shell) -> None:
@@ -123,3 +146,64 @@ def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not shell.find_processes()
+
+
+PIPELINE = """\
+name: pipe
+---
+name: prepare
+resources: {infra: local}
+run: mkdir -p $BROKER_PIPELINE_DIR && echo data > $BROKER_PIPELINE_DIR/x
+---
+name: train
+resources: {infra: local}
+run: cat $BROKER_PIPELINE_DIR/x
+"""
+
+
+def test_a_pipeline_runs_in_order_and_hands_its_data_on(shell: Shell) -> None:
+    done = shell.run("jobs", "launch", shell.write("pipe.yaml", PIPELINE), "--yes")
+    assert "data" in done.stdout
+    first, second = shell.read_json("jobs", "queue")
+    assert (first["status"], second["status"], second["needs"]) == ("SUCCEEDED", "SUCCEEDED", [1])
+    assert second["attempts"][0]["started_s"] >= first["ended_s"]
+
+
+def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
+    broken = PIPELINE.replace("mkdir -p $BROKER_PIPELINE_DIR && ", "exit 4; ")
+    shell.run("jobs", "launch", shell.write("pipe.yaml", broken), "--yes", "--detach-run")
+    shell.run("jobs", "wait", "2", "--for", "CANCELLED")
+    first, second = shell.read_json("jobs", "queue")
+    assert first["status"] == "FAILED" and second["attempts"] == []
+    assert "job 1 (prepare), which it needs, is FAILED" in shell.run("jobs", "why", "2").stdout
+
+
+def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(shell: Shell) -> None:
+    text = COUNT.replace("sleep 0.1\n", "sleep 0.02\n    [ $n -lt 10 ] || [ $BROKER_ATTEMPT -gt 1 ] || exit 5\n")
+    task = shell.write("count.yaml", text)
+    shell.run("jobs", "launch", task, "--yes", code=100)
+    refused = shell.run("jobs", "wait", "1", code=1)
+    assert "ended FAILED" in refused.stderr
+    shell.run("jobs", "retry", "1")
+    assert read_ledger(shell) == [(1, step) for step in range(1, 11)] + [(2, step) for step in range(11, 41)]
+    twice = shell.run("jobs", "retry", "1", code=2)
+    assert "job 2 goes on with the checkpoints of job 1" in twice.stderr
+
+
+def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
+    task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
+    for _ in range(2):
+        shell.run("jobs", "launch", task, "--yes", "--detach-run", "--request-id", "mine")
+    shell.run("jobs", "wait", "1")
+    assert len(shell.read_json("jobs", "queue")) == 1
+
+
+def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:
+    shell.run(
+        "jobs", "launch", shell.write("hello.yaml", "name: hi\nresources: {infra: local}\nrun: echo hi\n"), "--yes"
+    )
+    shell.wait_until(lambda: not shell.read_json("status")["clusters"], "its cluster is down")
+    sums = {by: shell.read_json("cost", "--by", by)["usd"] for by in ("job", "cloud", "day")}
+    assert sums["job"] > 0 and len(set(sums.values())) == 1
+    assert "job 1 (hi)" in shell.run("cost").stdout
+    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False}

@@ -10,15 +10,30 @@ from pathlib import Path
 
 import pytest
 
+from broker.clock import SystemClock
 from broker.config import Config
-from broker.errors import CloudError, InvalidRequestError, NoOfferError, StateError, TransientError
+from broker.errors import CloudError, FencedError, InvalidRequestError, NoOfferError, StateError, TransientError
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
 from broker.jobs.logs import get_log_path
-from broker.jobs.order import order_plan
+from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
-from broker.types import Attempt, JobRecovery, JobStatus, Node, NodeState, Plan, Resources, RunStatus, Task
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Goal,
+    Job,
+    JobRecovery,
+    JobStatus,
+    Node,
+    NodeState,
+    Plan,
+    Progress,
+    Resources,
+    RunStatus,
+    Task,
+)  # fmt: skip
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, World, make_plan
 
@@ -61,7 +76,12 @@ def test_listed_exit_codes_restart_whatever_the_count() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "order"),
-    [(None, ["east1b", "east1a", "west1a"]), ("EAGER_NEXT_REGION", ["west1a", "east1a", "east1b"])],
+    [
+        (None, ["east1b", "east1a", "west1a"]),
+        ("failover", ["east1b", "east1a", "west1a"]),
+        ("eager_next_region", ["west1a", "east1a", "east1b"]),
+        ("cheapest", ["east1a", "east1b", "west1a"]),
+    ],
 )
 def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list[str]) -> None:
     task = Task(num_nodes=2, resources=(Resources(job_recovery=JobRecovery(strategy=strategy)),))
@@ -121,6 +141,72 @@ def test_a_job_that_cannot_be_started_ends_with_the_reason_and_leaves_no_node(
     assert not world.list_live_nodes()
 
 
+def make_stalling(folder: Path, hangs: int) -> World:
+    world = World(folder)
+    world.gang.hangs = hangs
+    recovery = JobRecovery(stall_timeout_s=60.0)
+    world.job_id = world.store.add_job("hung", replace(world.task, resources=(Resources(job_recovery=recovery),))).id
+    return world
+
+
+def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -> None:
+    world = make_stalling(tmp_path, hangs=1)
+    run_to_end(world, "plain")
+    job = world.get_job()
+    assert job.status is JobStatus.SUCCEEDED
+    assert [attempt.outcome for attempt in job.attempts] == ["stalled at step 15", "succeeded"]
+    assert not world.list_live_nodes()
+
+
+def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> None:
+    world = make_stalling(tmp_path, hangs=9)
+    run_to_end(world, "plain")
+    job = world.get_job()
+    assert job.status is JobStatus.FAILED and "3 times at step 15" in job.failure
+    assert not world.list_live_nodes()
+
+
+def test_a_job_never_costs_more_than_its_budget_and_one_look(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    goal = Goal(budget_usd=0.02)  # the gang costs 2 USD/h: 36 s of it
+    world.job_id = world.store.add_job("dear", replace(world.task, goal=goal)).id
+    run_to_end(world, "plain")
+    job = world.get_job()
+    assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
+    spent_usd = world.store.spend_usd(job_id=job.id, now_s=world.clock.now_s())
+    assert 0.02 <= spent_usd < 0.02 + 2.0 * 40 / 3600
+    assert not world.list_live_nodes()
+
+
+def test_what_is_left_of_a_goal_shrinks_with_saved_steps_time_and_money(tmp_path: Path) -> None:
+    job = Job(
+        id=1, name="j", status=JobStatus.RECOVERING, submitted_s=0.0,
+        progress=Progress(step=60, total=100, checkpoint_step=50),
+        task=Task(goal=Goal(work_hours=10.0, deadline_hours=20.0, budget_usd=30.0)),
+    )  # fmt: skip
+    goal = cut_to_rest(job, now_s=7200.0, spent_usd=12.5).goal
+    assert goal is not None
+    assert (goal.work_hours, goal.deadline_hours, goal.budget_usd) == (5.0, 18.0, 17.5)
+
+
+def test_a_late_job_goes_on_without_its_deadline(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.job_id = world.store.add_job("late", replace(world.task, goal=Goal(deadline_hours=0.001))).id
+    asked: list[float | None] = []
+
+    def plan(task: Task, avoid: object) -> Plan:
+        assert task.goal is not None
+        asked.append(task.goal.deadline_hours)
+        if len(asked) > 1 and task.goal.deadline_hours is not None:
+            raise NoOfferError("nothing is fast enough")
+        return make_plan(task)
+
+    run_to_end(world, "preemption", planner=plan)
+    assert world.get_job().status is JobStatus.SUCCEEDED
+    assert asked[-1] is None
+    assert "late" in [event.kind for event in world.store.list_events(job_id=world.job_id)]
+
+
 def test_the_log_of_all_attempts_has_no_gap_and_no_repeat_even_across_a_crash(tmp_path: Path) -> None:
     for crash_at in (None, 60, 75, 90, 130):
         folder = tmp_path / str(crash_at)
@@ -174,10 +260,42 @@ def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Pa
     assert world.get_job().status is JobStatus.SUCCEEDED
 
 
+def test_a_daemon_that_slept_through_its_replacement_writes_nothing_more(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    config = Config(home=tmp_path, owner=OWNER)
+    successor = world.open()
+
+    async def work() -> None:
+        provisioner = world.make_provisioner()
+        daemon = asyncio.ensure_future(
+            run_daemon(
+                store=world.store,
+                make_controller=lambda job_id: world.make_controller(provisioner),
+                provisioner=provisioner,
+                clock=world.clock,
+                config=config,
+            )
+        )
+        await world.clock.sleep(5.0)
+        successor.lead()
+        before = len(successor.list_events())
+        with pytest.raises(FencedError):
+            world.store.add_event("late", "a zombie speaks")
+        await daemon
+        assert len(successor.list_events()) == before
+
+    world.clock.run(work)
+    assert world.get_job().status is not JobStatus.SUCCEEDED
+    world.reborn()  # a new process goes on from what it finds
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+
+
 def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner=OWNER)
+    store = Store(config.database, clock=SystemClock())
     with pytest.raises(StateError, match="no such thing"):
-        ensure_daemon(config, [sys.executable, "-c", "import sys; sys.exit('no such thing')"])
+        ensure_daemon(config, store, [sys.executable, "-c", "import sys; sys.exit('no such thing')"])
 
 
 def test_the_daemon_finishes_every_job_though_one_controller_is_broken_and_then_leaves(tmp_path: Path) -> None:

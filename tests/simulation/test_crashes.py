@@ -12,16 +12,17 @@ import pytest
 
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
+from broker.jobs.controller import Planner
 from broker.types import JobStatus, NodeState
 from tests.simulation.world import FOREIGN, OWNER, Crash, World
 
 LIMIT_S = 6 * 3600.0
 
 
-async def drive(world: World, scenario: str, done: set[str]) -> None:
+async def drive(world: World, scenario: str, done: set[str], planner: Planner | None = None) -> None:
     """One process: the controller, and beside it whatever the scenario does to the world."""
     outside = asyncio.ensure_future(disturb(world, scenario, done))
-    controller = world.make_controller()
+    controller = world.make_controller(planner=planner)
     provisioner = world.make_provisioner()
     start_s = world.clock.now_s()
     try:
@@ -54,13 +55,13 @@ async def disturb(world: World, scenario: str, done: set[str]) -> None:
     done.add(scenario)
 
 
-def run_to_end(world: World, scenario: str) -> int:
+def run_to_end(world: World, scenario: str, planner: Planner | None = None) -> int:
     """Returns how many crashes there were; after each a new process takes over."""
     crashes = 0
     done: set[str] = set()
     while True:
         try:
-            world.clock.run(lambda: drive(world, scenario, done))
+            world.clock.run(lambda: drive(world, scenario, done, planner))
             return crashes
         except Crash:
             crashes += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.config import Config
 from broker.errors import CloudError, TransientError
-from broker.jobs.controller import JobController
+from broker.jobs.controller import JobController, Planner
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import (
@@ -103,6 +103,7 @@ class SimulatedGang:
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
         self.start_error: CloudError | None = None
+        self.hangs = 0  # so many attempts stop at step 15 and go on running
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         await self._clock.sleep(0.1)
@@ -165,7 +166,10 @@ class SimulatedGang:
         now_s = self._clock.now_s()
         end_s = min([now_s, *ends, *([run.cancelled_s] if run.cancelled_s else [])])
         step = min(self._steps, run.first_step + max(0, int(end_s - run.started_s)))
-        code = self._exit_codes[list(self._runs.values()).index(run)] if self._has_code(run) else 0
+        number = list(self._runs.values()).index(run)
+        if number < self.hangs and not ends:
+            return min(step, 15), RunStatus.CANCELLED if run.cancelled_s else RunStatus.RUNNING, None
+        code = self._exit_codes[number] if self._has_code(run) else 0
         if step >= self._steps:
             return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
         if run.cancelled_s:
@@ -253,13 +257,13 @@ class World:
     def make_provisioner(self) -> Provisioner:
         return Provisioner({"simulated": self.cloud}, self.store, clock=self.clock, owner=OWNER)
 
-    def make_controller(self, provisioner: Provisioner | None = None) -> JobController:
+    def make_controller(self, provisioner: Provisioner | None = None, planner: Planner | None = None) -> JobController:
         return JobController(
             self.job_id,
             store=self.store,
             provisioner=provisioner or self.make_provisioner(),
             gang=self.gang,
-            planner=lambda task, avoid: make_plan(task),
+            planner=planner or (lambda task, avoid: make_plan(task)),
             clock=self.clock,
             config=Config(home=self.folder, owner=OWNER),
         )

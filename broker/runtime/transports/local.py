@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from broker.errors import InvalidRequestError, TransientError
-from broker.runtime.base import Completed
+from broker.runtime.base import Completed, Shell
 from broker.types import Node
 
 NEVER_COPIED = (".git", ".venv", "__pycache__")
 CHUNK_BYTES = 1 << 20
+SHELL_S = 30.0
 
 
 class LocalTransport:
@@ -37,6 +38,13 @@ class LocalTransport:
             raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s") from error
         except (OSError, EOFError) as error:
             raise TransientError(f"node `{node.id}` cannot be reached") from error
+
+    async def open_shell(self, node: Node) -> Shell:
+        """A local node is this machine: its environment is what makes it another."""
+        done = await self.run(node, ["env", "-0"], timeout_s=SHELL_S)
+        pairs = (line.partition("=") for line in done.stdout.decode(errors="replace").split("\0") if line)
+        env = {name: value for name, _, value in pairs}
+        return Shell(argv=("bash", "--norc", "-i"), env={**env, "PS1": f"{node.id}:\\w$ "}, folder=env["HOME"])
 
     async def put(self, node: Node, source: Path, target: str) -> None:
         home = Path(node.handle) / "home"

@@ -1,0 +1,159 @@
+"""The arguments and options that several commands share, and the task they speak of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.errors import UsageError
+from broker.types import Task
+
+Entrypoint = Annotated[
+    list[str], typer.Argument(metavar="TASK.yaml | COMMAND...", help="A task file, or a command.", show_default=False)
+]
+Infra = Annotated[str | None, typer.Option("--infra", help="CLOUD[/REGION[/ZONE]] over the file's.")]
+Gpus = Annotated[str | None, typer.Option("--gpus", help="NAME[:COUNT] over the file's.")]
+Cpus = Annotated[str | None, typer.Option("--cpus", help="vCPUs of a node, such as 4 or 4+.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="GiB of a node, such as 32 or 32+.")]
+InstanceType = Annotated[str | None, typer.Option("--instance-type", "-t", help="Over the file's.")]
+NumNodes = Annotated[int | None, typer.Option("--num-nodes", min=1, help="Over the file's.")]
+UseSpot = Annotated[bool | None, typer.Option("--use-spot/--no-use-spot", help="Over the file's.")]
+Workdir = Annotated[Path | None, typer.Option("--workdir", help="The folder to send, over the file's.")]
+Name = Annotated[str | None, typer.Option("--name", "-n", help="The task's name, over the file's.")]
+Env = Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`; KEY takes this shell's value.")]
+EnvFile = Annotated[Path | None, typer.Option("--env-file", help="A file of KEY=VALUE lines for `envs`.")]
+Secret = Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`; KEY as with --env.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
+Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")]
+Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As data.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What the command line says over the file; None leaves it as it is."""
+
+    name: str | None = None
+    workdir: Path | None = None
+    infra: str | None = None
+    gpus: str | None = None
+    cpus: str | None = None
+    memory: str | None = None
+    instance_type: str | None = None
+    num_nodes: int | None = None
+    use_spot: bool | None = None
+    env: Sequence[str] = ()
+    env_file: Path | None = None
+    secret: Sequence[str] = ()
+
+
+def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, ...]:
+    """The tasks of a file, or one task made of a command. Raises TaskError or UsageError."""
+    from dataclasses import replace
+
+    from broker.task.loader import load_tasks, load_tasks_text
+    from broker.task.override import override_resources
+
+    envs = {**_read_env_file(overrides.env_file), **read_pairs(overrides.env, "--env")}
+    secrets = read_pairs(overrides.secret, "--secret")
+    if is_file(entrypoint):
+        tasks = load_tasks(Path(entrypoint[0]), envs=envs, secrets=secrets)
+    else:
+        tasks = tuple(
+            replace(each, run=write_command(entrypoint), envs=envs)
+            for each in load_tasks_text("run: ''", "command line", secrets=secrets)
+        )
+    changed = []
+    for task in tasks:
+        each = override_resources(
+            task, infra=overrides.infra, accelerators=overrides.gpus, cpus=overrides.cpus, memory=overrides.memory,
+            instance_type=overrides.instance_type, num_nodes=overrides.num_nodes, use_spot=overrides.use_spot,
+        )  # fmt: skip
+        each = replace(each, name=overrides.name or each.name)
+        each = replace(each, workdir=str(_find_folder(overrides.workdir))) if overrides.workdir else each
+        changed.append(_anchor(each))
+    return tuple(changed)
+
+
+def _anchor(task: Task) -> Task:
+    """Paths count from the folder of this command; a daemon that reads them later stands elsewhere."""
+    from dataclasses import replace
+
+    def fix(path: str) -> str:
+        return path if "://" in path else str(Path(path).expanduser().absolute())
+
+    mounts = {target: fix(source) for target, source in task.file_mounts.items()}
+    return replace(task, workdir=fix(task.workdir) if task.workdir else None, file_mounts=mounts)
+
+
+def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
+    """The single task. Raises UsageError for a pipeline."""
+    tasks = read_tasks(entrypoint, overrides)
+    if len(tasks) > 1:
+        raise UsageError(
+            f"{entrypoint[0]} is a pipeline of {len(tasks)} tasks, and a cluster runs one",
+            hints=[f"`broker jobs launch {entrypoint[0]}` runs all of them in order"],
+        )
+    return tasks[0]
+
+
+def is_file(entrypoint: Sequence[str]) -> bool:
+    """As SkyPilot tells them apart: one word that is, or is named like, a YAML file."""
+    return len(entrypoint) == 1 and (entrypoint[0].endswith((".yaml", ".yml")) or Path(entrypoint[0]).is_file())
+
+
+def write_command(words: Sequence[str]) -> str:
+    """One word is a line of shell; several keep their borders."""
+    import shlex
+
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """`KEY=VALUE` flags; `KEY` alone takes the value from this shell's environment."""
+    pairs = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator:
+            found = os.getenv(key)
+            if found is None:
+                raise UsageError(
+                    f"`{flag} {key}` has no value, and `{key}` is not set here", hints=[f"{flag} {key}=VALUE"]
+                )
+            value = found
+        pairs[key] = value
+    return pairs
+
+
+def _read_env_file(path: Path | None) -> dict[str, str]:
+    """`KEY=VALUE` lines as in a `.env` file: `export` before, quotes around and lines of `#` are allowed."""
+    if path is None:
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read `--env-file {path}`: {error}") from None
+    pairs = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip().isidentifier():
+            raise UsageError(f"{path}:{number}: expected KEY=VALUE")
+        value = value.strip()
+        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        pairs[key.strip()] = value[1:-1] if is_quoted else value
+    return pairs
+
+
+def _find_folder(path: Path) -> Path:
+    folder = path.expanduser().resolve()
+    if not folder.is_dir():
+        raise UsageError(f"`--workdir {path}` is not a folder")
+    return folder

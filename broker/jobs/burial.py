@@ -1,0 +1,74 @@
+"""Ends attempts: the program, then its nodes, then the record. Every part may be repeated after a crash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import CloudError
+from broker.jobs.gang import Gang
+from broker.jobs.logs import copy_log
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Job
+
+RUN_ID = 1  # every attempt has a cluster of its own, so its run is always the first
+LOOK_S = 0.5
+
+
+def name_cluster(job_id: int, attempt: int) -> str:
+    return f"job-{job_id}-{attempt}"
+
+
+class Undertaker:
+    def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, config: Config) -> None:
+        self._store = store
+        self._provisioner = provisioner
+        self._gang = gang
+        self._clock = clock
+        self._config = config
+
+    async def bury(self, attempt: Attempt) -> None:
+        """Returns when its nodes are confirmed gone: before that nothing else may start."""
+        await self._provisioner.down(attempt.cluster)
+        self.close(attempt)
+
+    async def end_program(self, cluster: Cluster, *, grace_s: float = 0.0) -> None:
+        """SIGTERM; and so long for the program to save what it has."""
+        try:
+            await self._gang.cancel(cluster, RUN_ID)
+        except CloudError:
+            return  # its nodes end next, and the program with them
+        until_s = self._clock.now_s() + grace_s
+        while self._clock.now_s() < until_s:
+            report = await self._gang.poll(cluster, RUN_ID)
+            if report.status.is_terminal or len(report.unreachable) == len(cluster.nodes):
+                return
+            await self._clock.sleep(LOOK_S)
+
+    async def cancel(self, job: Job, live: Attempt | None) -> None:
+        cluster = self._store.get_cluster(live.cluster) if live else None
+        if live and cluster and live.running_s is not None and not live.outcome:
+            await self.end_program(cluster)
+            await self.copy_log(live, cluster)
+        # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
+        await self._provisioner.down(live.cluster if live else name_cluster(job.id, job.next_attempt))
+
+    async def clean_up(self, job: Job, live: Attempt | None) -> None:
+        """After a job's end nothing of it is left."""
+        if live is None:
+            await self._provisioner.down(name_cluster(job.id, job.next_attempt))
+            return
+        cluster = self._store.get_cluster(live.cluster)
+        if cluster:
+            await self.copy_log(live, cluster)
+        await self.bury(live)
+
+    def close(self, attempt: Attempt) -> None:
+        now_s = self._clock.now_s()
+        usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
+        self._store.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
+
+    async def copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
+        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=RUN_ID)

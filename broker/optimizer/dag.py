@@ -1,0 +1,71 @@
+"""Tasks with data between them -> PipelinePlan: where each should run, so that the whole is cheapest or soonest done.
+
+Exact: what is returned is proven best, or carries how far from the best it can be at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from broker.optimizer.dag_cost import find_cheapest
+from broker.optimizer.dag_egress import EgressTable, price_transfer
+from broker.optimizer.dag_order import find_needs, name_tasks, order_indexes, order_tasks
+from broker.optimizer.dag_problem import Problem, make_problem
+from broker.types import EgressPrice, Objective, PipelineEdge, PipelinePlan, PipelineStep, Plan, Task
+
+__all__ = ["order_tasks", "plan_pipeline"]
+
+STEPS_MAX = 2_000  # fields bounded by the search before it gives up on a proof: about a minute at worst
+
+
+def plan_pipeline(
+    tasks: Sequence[Task],
+    plans: Sequence[Plan],
+    egress: Iterable[EgressPrice],
+    *,
+    objective: Objective = "cost",
+    steps_max: int = STEPS_MAX,
+) -> PipelinePlan:
+    """Choose one of `plans[i].estimates` for every `tasks[i]`. Pure.
+
+    A task that gives no work counts as one hour. A task with an order of preference keeps its plan's choice.
+    Raises UsageError for needs that make no sense, NoOfferError where a task cannot finish anywhere.
+    """
+    assert len(tasks) == len(plans), "one plan a task"
+    order = order_indexes(tasks)
+    place = {task: i for i, task in enumerate(order)}
+    all_names = name_tasks(tasks)
+    names = [all_names[i] for i in order]
+    needs = find_needs(tasks)
+    edges = [(place[j], place[i], gib) for i in order for j, gib in sorted(needs[i].items())]
+    table = EgressTable.from_prices(egress)
+    problem = make_problem(names, [plans[i] for i in order], edges, table, needs_time=objective == "time")
+    found = find_cheapest(problem, steps_max=steps_max)
+    return PipelinePlan(
+        objective=objective,
+        steps=tuple(_list_steps(names, problem, found.choice)),
+        edges=tuple(_list_edges(names, problem, found.choice, table)),
+        usd=problem.add_usd(found.choice),
+        hours=problem.measure_hours(found.choice),
+        lower_bound=found.lower_bound,
+        is_optimal=found.is_optimal,
+        greedy_usd=problem.add_usd(problem.greedy),
+        greedy_hours=problem.measure_hours(problem.greedy),
+    )
+
+
+def _list_steps(names: Sequence[str], problem: Problem, choice: Sequence[int]) -> Iterable[PipelineStep]:
+    for name, states, i in zip(names, problem.states, choice, strict=True):
+        state = states[i]
+        is_assumed = state.estimate.expected_hours is None
+        yield PipelineStep(name=name, estimate=state.estimate, usd=state.usd, hours=state.hours, is_assumed=is_assumed)
+
+
+def _list_edges(
+    names: Sequence[str], problem: Problem, choice: Sequence[int], table: EgressTable
+) -> Iterable[PipelineEdge]:
+    for u, v, gib in problem.edges:
+        source, target = (problem.states[w][choice[w]].estimate.placement.offer for w in (u, v))
+        yield PipelineEdge(
+            source=names[u], target=names[v], gib=gib, transfer=price_transfer(source, target, gib, table)
+        )

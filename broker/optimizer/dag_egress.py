@@ -1,0 +1,71 @@
+"""What it costs, and how long it takes, to move data from one placement to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from broker.types import EgressPrice, Offer, Transfer
+
+GB_PER_GIB = 2**30 / 1e9
+
+# A cloud without a row: the dearest of the big three's list prices to the internet (Google, premium tier; AWS asks
+# 0.09 and Azure 0.087), so that an unknown price never draws data towards it.
+ASSUMED_USD_PER_GB = 0.12
+
+# What one machine moves. AWS holds a single flow, and all traffic that leaves the region of machines below 32 vCPUs,
+# to 5 Gbit/s ("Amazon EC2 instance network bandwidth", EC2 user guide); within a region twice that is common.
+REGION_GBIT_S = 10.0
+OUTSIDE_GBIT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingPrice:
+    """USD per GB out of one region, by how far the data goes."""
+
+    same_region: float
+    other_region: float
+    internet: float
+    is_known: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EgressTable:
+    """Prices by cloud and region; a region without its own row takes the cloud's `*`."""
+
+    rows: dict[tuple[str, str, str], float] = field(default_factory=dict)
+
+    @classmethod
+    def from_prices(cls, prices: Iterable[EgressPrice]) -> EgressTable:
+        return cls(rows={(each.cloud, each.from_region, each.target): each.usd_per_gb for each in prices})
+
+    def find(self, cloud: str, region: str) -> LeavingPrice:
+        """What leaving a region costs. An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing in it."""
+
+        def look(target: str) -> float | None:
+            found = self.rows.get((cloud, region, target))
+            return self.rows.get((cloud, "*", target)) if found is None else found
+
+        internet = look("internet")
+        other_region = look("same_cloud_other_region")
+        outside = ASSUMED_USD_PER_GB if internet is None else internet
+        return LeavingPrice(
+            same_region=look("same_region") or 0.0,
+            other_region=outside if other_region is None else other_region,
+            internet=outside,
+            is_known=internet is not None,
+        )
+
+
+def price_transfer(source: Offer, target: Offer, gib: float, table: EgressTable) -> Transfer:
+    """Moving `gib` from `source` to `target`: the source's cloud bills it; clouds don't bill what comes in."""
+    leaving = table.find(source.cloud, source.region)
+    gigabytes = gib * GB_PER_GIB
+    if (source.cloud, source.region) == (target.cloud, target.region):
+        return Transfer(usd=gigabytes * leaving.same_region, hours=gigabytes * 8 / REGION_GBIT_S / 3600)
+    usd_per_gb = leaving.other_region if source.cloud == target.cloud else leaving.internet
+    return Transfer(
+        usd=gigabytes * usd_per_gb,
+        hours=gigabytes * 8 / OUTSIDE_GBIT_S / 3600,
+        is_assumed=gib > 0 and not leaving.is_known,
+    )

@@ -1,0 +1,90 @@
+"""Names for a pipeline's tasks, what each needs, and an order in which they can run."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from broker.errors import UsageError
+from broker.types import Task
+
+
+def order_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
+    """Names in an order in which every task follows what it needs; as written where both orders would do.
+
+    Tasks without a name are called `task-1`, `task-2`, ... by their place.
+    Raises UsageError for a circle, for a name that no task has, and for one that several have.
+    """
+    names = name_tasks(tasks)
+    return tuple(names[i] for i in order_indexes(tasks))
+
+
+def name_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
+    """A distinct name for every task: its own, else by its place; a repeated one gets its place behind it."""
+    own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
+    taken = set(own)
+    names, seen = list[str](), set[str]()
+    for place, name in enumerate(own, start=1):
+        unique = name
+        while unique in seen or (unique != name and unique in taken):
+            unique = f"{unique}-{place}"
+        seen.add(unique)
+        names.append(unique)
+    return tuple(names)
+
+
+def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
+    """For every task: index of a task that it needs -> GiB. Raises UsageError."""
+    own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
+    found = list[dict[int, float]]()
+    for i, task in enumerate(tasks):
+        needs = dict[int, float]()
+        for name, gib in task.needs.items():
+            places = [j for j, each in enumerate(own) if each == name]
+            if not places:
+                raise UsageError(
+                    f"task `{own[i]}` needs `{name}`, and no task is called so",
+                    hints=[f"the tasks are {', '.join(f'`{each}`' for each in own)}"],
+                )
+            if len(places) > 1:
+                raise UsageError(
+                    f"task `{own[i]}` needs `{name}`, and {len(places)} tasks are called so",
+                    hints=["give every task its own `name`"],
+                )
+            needs[places[0]] = gib
+        found.append(needs)
+    return found
+
+
+def order_indexes(tasks: Sequence[Task]) -> list[int]:
+    """As `order_tasks`, as indexes."""
+    needs = find_needs(tasks)
+    followers: list[list[int]] = [[] for _ in tasks]
+    missing = [len(each) for each in needs]
+    for i, each in enumerate(needs):
+        for j in each:
+            followers[j].append(i)
+    ready = [i for i, count in enumerate(missing) if count == 0]
+    order = list[int]()
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for follower in followers[i]:
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                heapq.heappush(ready, follower)
+    if len(order) < len(tasks):
+        names = name_tasks(tasks)
+        circle = " -> ".join(f"`{names[i]}`" for i in _find_circle(needs, missing))
+        raise UsageError(f"the tasks need each other in a circle: {circle}", hints=["take one of these `needs` out"])
+    return order
+
+
+def _find_circle(needs: Sequence[dict[int, float]], missing: Sequence[int]) -> list[int]:
+    """Walk back along needs that never come true until a task repeats."""
+    at = next(i for i, count in enumerate(missing) if count)
+    trail = list[int]()
+    while at not in trail:
+        trail.append(at)
+        at = next(j for j in needs[at] if missing[j])
+    return [*trail[trail.index(at) :], at]

@@ -1,0 +1,27 @@
+"""Who drives the jobs of this state folder: an epoch that only grows, and a beat that shows it is alive."""
+
+from __future__ import annotations
+
+from broker.state.database import Database
+
+
+class LeaderRow(Database):
+    def lead(self) -> int:
+        """Take over: from now on every write of an earlier leader raises FencedError. Returns the epoch."""
+        with self.transaction():
+            self._execute("UPDATE leader SET epoch = epoch + 1, beat_s = ?", (self.clock.now_s(),))
+            self._epoch = int(self._rows("SELECT epoch FROM leader")[0][0])
+        return self._epoch
+
+    def beat(self) -> None:
+        """Say that this leader lives. Raises FencedError when it leads no more."""
+        self._write("UPDATE leader SET beat_s = ?", (self.clock.now_s(),))
+
+    def resign(self) -> None:
+        """The next leader need not wait for the beat to go stale."""
+        self._write("UPDATE leader SET beat_s = 0")
+        self._epoch = None
+
+    def measure_beat_age_s(self) -> float:
+        """Seconds since the leader last showed itself; huge where there is none."""
+        return self.clock.now_s() - float(self._rows("SELECT beat_s FROM leader")[0][0])

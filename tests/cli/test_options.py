@@ -1,0 +1,65 @@
+"""What stands on the command line over what stands in the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.cli.options import Overrides, read_pairs, read_task
+from broker.errors import UsageError
+
+FILE = "name: train\nresources: {infra: local}\nenvs: {A: file, B: file, C: file}\nrun: echo\n"
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> str:
+    path = tmp_path / "train.yaml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_flags_win_over_the_env_file_and_that_over_the_task(
+    task_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("# secrets of mine\nexport B='from file'\n\nC=file too\n")
+    monkeypatch.setenv("D", "from the shell")
+    task = read_task([task_file], Overrides(env=["C=flag", "D"], env_file=tmp_path / ".env"))
+    assert task.envs == {"A": "file", "B": "from file", "C": "flag", "D": "from the shell"}
+
+
+@pytest.mark.parametrize(("line", "place"), [("A=1\nno equals", "env:2"), ("1A=3", "env:1")])
+def test_a_bad_env_file_names_the_line(task_file: str, tmp_path: Path, line: str, place: str) -> None:
+    (tmp_path / ".env").write_text(line)
+    with pytest.raises(UsageError, match=place):
+        read_task([task_file], Overrides(env_file=tmp_path / ".env"))
+
+
+def test_a_key_without_a_value_must_be_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(UsageError, match="NOT_SET"):
+        read_pairs(["NOT_SET"], "--env")
+
+
+@pytest.mark.parametrize(
+    ("words", "run"),
+    [
+        (["echo a; echo b"], "echo a; echo b"),
+        (["python", "-c", "print('a b')"], "python -c 'print('\"'\"'a b'\"'\"')'"),
+    ],
+)
+def test_a_command_is_a_task_too(words: list[str], run: str) -> None:
+    task = read_task(words, Overrides(infra="local", num_nodes=2, env=["A=1"], name="quick"))
+    assert (task.name, task.run, task.num_nodes, task.envs) == ("quick", run, 2, {"A": "1"})
+    assert [each.cloud for each in task.resources] == ["local"]
+
+
+def test_paths_count_from_where_the_command_was_given(
+    task_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path)
+    task = read_task([task_file], Overrides(workdir=Path("code")))
+    assert task.workdir == str(tmp_path / "code")
+    with pytest.raises(UsageError, match="missing"):
+        read_task([task_file], Overrides(workdir=Path("missing")))
