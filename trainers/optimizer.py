@@ -27,6 +27,19 @@ class AdamW:
         self._second = {name: torch.zeros_like(value) for name, value in self._parameters.items()}
         self.steps_done = 0
         self._moves_done = 0
+        self._is_skipping = False
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return learning_rate(self.steps_done, self._config)
+
+    def skip_step(self) -> None:
+        """Make the next step move nothing, and gradients zero for whoever else reads them before."""
+        self._is_skipping = True
+        with torch.no_grad():
+            gradients = [local(value.grad) for value in self._parameters.values() if value.grad is not None]
+            torch._foreach_zero_(gradients)
 
     @property
     def is_finished(self) -> bool:
@@ -41,6 +54,10 @@ class AdamW:
         schedule_step = self.steps_done if schedule_step is None else schedule_step
         rate = rate_share * learning_rate(schedule_step, self._config)
         self.steps_done = schedule_step + 1
+        if self._is_skipping:
+            self._is_skipping = False
+            self._drop_gradients()
+            return
         self._moves_done += 1
         # Decay shapes matrices; on biases and norms it only pulls towards a meaningless zero.
         for is_matrix in (True, False):
@@ -48,8 +65,7 @@ class AdamW:
             if names:
                 with torch.no_grad():
                     self._move(names, rate, self._config.weight_decay if is_matrix else 0.0)
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """All that must survive; the tensors are the live ones."""
@@ -63,6 +79,10 @@ class AdamW:
                 for name, value in mine.items():
                     local(value).copy_(local(theirs[name]))
         self.steps_done, self._moves_done = state["steps_done"], state["moves_done"]
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _move(self, names: list[str], rate: float, decay: float) -> None:
         # Every move is by element, so a shard needs no more than itself; and torch's operations on lists do not take

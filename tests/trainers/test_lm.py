@@ -67,7 +67,7 @@ def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path
 @pytest.mark.slow
 def test_preemption_file_commits_and_bfloat16_resumes(folder: TrainingFolder) -> None:
     """The broker's file stops a run after one more step; without it the run finishes."""
-    flags = ("--train.precision", "bfloat16")
+    flags = ("--dtype", "bfloat16")
     (folder.path / "preempted").touch()
     assert folder.run(*flags)[0] == 143
     assert folder.lines()[-1]["checkpoint_step"] == 1

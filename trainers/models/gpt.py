@@ -1,10 +1,7 @@
-"""A small decoder-only transformer over bytes.
+"""GPT-2's blocks: learned positions, LayerNorm, GELU.
 
 Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
 """
-
-import copy
-import math
 
 import torch
 from torch import Tensor, nn
@@ -12,72 +9,31 @@ from torch.nn import functional
 
 from trainers.config import ModelConfig
 from trainers.models.cuts import Slicing
-
-# One token per byte value.
-VOCABULARY_COUNT = 256
+from trainers.models.decoder import Decoder
 
 
-class GPT(nn.Module):  # type: ignore[misc]
-    """Maps byte ids `[batch, time]` to next-byte logits `[batch, time, 256]`."""
+class GPT(Decoder):
+    """A decoder that knows positions by an embedding of their own."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
-        super().__init__()
-        self.token_embedding = nn.Embedding(VOCABULARY_COUNT, config.width)
+        blocks: list[nn.Module] = [Block(config) for _ in range(config.depth)]
+        super().__init__(config, blocks, nn.LayerNorm(config.width))
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, VOCABULARY_COUNT, bias=False)
-        self._draw_weights(config.depth)
+        self.draw_weights()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Predict, at every position, the byte that follows it."""
-        hidden = tokens if self.token_embedding is None else self._embed(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = hidden if self.head is None else self.head(self.norm(hidden))
-        return logits
-
-    def slicings(self) -> dict[str, Slicing]:
-        """The head may be spread over the vocabulary."""
-        return {"head": Slicing(way="whole", pieces=VOCABULARY_COUNT)}
-
-    def cut(self, runs: list[range]) -> list[nn.Module]:
-        """Keep these runs of blocks only; see `Segmentable`."""
-        segments = [self._segment(run) for run in runs]
-        kept = {place for run in runs for place in run}
-        for place in range(len(self.blocks)):
-            if place not in kept:
-                self.blocks[place] = nn.Identity()  # keeps the numbers, and so the names, of the others
-        self._drop_ends(is_first=0 in kept, is_last=len(self.blocks) - 1 in kept)
-        return segments
-
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Add up what a token is and where it stands."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        embedded: Tensor = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        return embedded
+        hidden: Tensor = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        return hidden
 
-    def _segment(self, run: range) -> "GPT":
-        segment = copy.copy(self)
-        segment._modules = dict(self._modules)
-        segment.blocks = nn.ModuleList(self.blocks[place] for place in run)
-        segment._drop_ends(is_first=run.start == 0, is_last=run.stop == len(self.blocks))
-        return segment
-
-    def _drop_ends(self, *, is_first: bool, is_last: bool) -> None:
+    def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
+        """Positions go with the tokens."""
+        super().drop_ends(is_first=is_first, is_last=is_last)
         if not is_first:
-            self.token_embedding = self.position_embedding = None
-        if not is_last:
-            self.norm = self.head = None
-
-    def _draw_weights(self, depth: int) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue  # biases and norms keep their defaults
-            # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
-            is_branch_end = name.endswith("project.weight")
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if is_branch_end else 0.02)
+            self.position_embedding = None
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -131,14 +87,14 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class Perceptron(nn.Module):  # type: ignore[misc]
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers, wider in between."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build both layers."""
         super().__init__()
-        self.hidden_width = 4 * config.width
-        self.expand = nn.Linear(config.width, 4 * config.width)
-        self.project = nn.Linear(4 * config.width, config.width)
+        self.hidden_width = config.hidden_width or 4 * config.width
+        self.expand = nn.Linear(config.width, self.hidden_width)
+        self.project = nn.Linear(self.hidden_width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from trainers.optimizer import AdamW
@@ -90,6 +91,16 @@ class Strategy:
                 loss = passes.loss_of(outputs, micro_batch.targets)
                 (loss * passes.scale(micro_batch)).backward()
             loss_part += loss.item() * micro_batch.part
+        return loss_part
+
+    def evaluate(self, model: nn.Module, passes: Passes) -> float:
+        """Change nothing; return this rank's part of the mean loss."""
+        loss_part = 0.0
+        with torch.no_grad():
+            for micro_batch in passes.micro_batches:
+                with passes.precision():
+                    outputs = model(micro_batch.inputs)
+                loss_part += passes.loss_of(outputs, micro_batch.targets).item() * micro_batch.part
         return loss_part
 
     # For a strategy whose ranks do not all take each step together.
