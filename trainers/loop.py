@@ -109,12 +109,11 @@ def iterate_steps(
 
 def read_passes(config: TrainConfig, strategy: Strategy, work: Work, sample_first: int, ranks: Ranks) -> Passes:
     """This rank's samples of a step, in micro-batches."""
-    samples = strategy.share.find_samples(sample_first, config.batch)
     micro_batches = []
-    for first in range(samples.start, samples.stop, config.micro_batch):
-        count = min(config.micro_batch, samples.stop - first)
-        inputs, targets = (each.to(ranks.device, non_blocking=True) for each in work.samples.read(first, count))
-        micro_batches.append(MicroBatch(inputs=inputs, targets=targets, part=count / config.batch))
+    for samples, part in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
+        batch = work.samples.read(samples.start, len(samples))
+        inputs, targets = (each.to(ranks.device, non_blocking=True) for each in batch)
+        micro_batches.append(MicroBatch(inputs=inputs, targets=targets, part=part))
     return Passes(
         micro_batches=micro_batches,
         loss_of=work.loss_of,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,4 @@ class Segmentable(Protocol):
         The first run of all includes what comes before the blocks, the last what comes after. Names of what is kept
         do not change.
         """
-        ...
-
-    def describe_run(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """For a model that `cut` returned: what goes in and comes out for a batch's inputs, as meta tensors."""
         ...

@@ -6,7 +6,6 @@ Plain PyTorch: no strategy, precision or device is known here. (mypy does not re
 import copy
 import math
 
-import torch
 from torch import Tensor, nn
 
 from trainers.config import ModelConfig
@@ -22,7 +21,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
     def __init__(self, config: ModelConfig, blocks: list[nn.Module], norm: nn.Module) -> None:
         """Put the parts together; a subclass may add more and then calls `draw_weights`."""
         super().__init__()
-        self.width, self.vocabulary = config.width, config.vocabulary or VOCABULARY_DEFAULT
+        self.vocabulary = config.vocabulary or VOCABULARY_DEFAULT
         self.token_embedding = nn.Embedding(self.vocabulary, config.width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
@@ -56,15 +55,6 @@ class Decoder(nn.Module):  # type: ignore[misc]
                 self.blocks[place] = nn.Identity()  # keeps the numbers, and so the names, of the others
         self.drop_ends(is_first=0 in kept, is_last=len(self.blocks) - 1 in kept)
         return segments
-
-    def describe_run(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens or hidden states in, hidden states or logits out."""
-        hidden = torch.empty(*inputs.shape, self.width, device="meta")
-        logits = torch.empty(*inputs.shape, self.vocabulary, device="meta")
-        return (
-            hidden if self.token_embedding is None else torch.empty_like(inputs, device="meta"),
-            hidden if self.head is None else logits,
-        )
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
         """Let go of what comes before the blocks, or after them, if this rank has neither."""

@@ -28,6 +28,22 @@ class Share:
         """The global indexes read of a step's batch: shares in a row read it in order, without gaps."""
         return samples_of_rank(first, batch, self.index, self.count) if self.count else range(first, first)
 
+    def find_passes(self, first: int, batch: int, micro_batch: int) -> list[tuple[range, float]]:
+        """The samples of each forward pass of a step, and the part of the batch that they stand for.
+
+        Every share makes as many passes, for some strategies exchange something in each: where one has no sample
+        left it repeats its last, which then stands for nothing.
+        """
+        samples = self.find_samples(first, batch)
+        if not samples:
+            return []
+        largest = math.ceil(batch / self.count)
+        passes = []
+        for start in range(samples.start, samples.start + largest, micro_batch):
+            some = range(start, min(start + micro_batch, samples.stop))
+            passes.append((some, len(some) / batch) if some else (samples[-1:], 0.0))
+        return passes
+
 
 class Grid:
     """All ranks, by axis."""

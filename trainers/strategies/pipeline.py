@@ -63,16 +63,9 @@ class PipelineParallel(Strategy):
 
         count = len(passes.micro_batches)
         name = self.options.pipeline.schedule
-        if name != "gpipe" and count % self.grid.size("pipeline"):
-            raise TrainerError(
-                f"`{name}` needs a multiple of {self.grid.size('pipeline')} micro-batches a step, not {count}; "
-                "see `--train.batch` and `--train.micro_batch`"
-            )
+        _check_count(name, count, self.grid.size("pipeline"))
         first = passes.micro_batches[0]
-        stages = [
-            self._make_stage(module, place, first.inputs, passes)
-            for module, place in zip(model, self._places, strict=True)
-        ]
+        stages = [self._make_stage(module, place, passes) for module, place in zip(model, self._places, strict=True)]
         return getattr(pipelining, SCHEDULES[name])(
             stages if name == "interleaved" else stages[0],
             n_microbatches=count,
@@ -80,24 +73,23 @@ class PipelineParallel(Strategy):
             scale_grads=False,
         )
 
-    def _make_stage(self, module: nn.Module, place: int, inputs: Tensor, passes: Passes) -> Any:
+    def _make_stage(self, module: nn.Module, place: int, passes: Passes) -> Any:
         from torch.distributed.pipelining import PipelineStage
 
-        # Told beforehand what goes in and out. Left to find out, torch would run the blocks once more before the
-        # first step, and a resumed run would have drawn other random numbers than an unbroken one.
-        entering, leaving = module.describe_run(inputs)
-        is_first, is_last = place == 0, place == self._stage_count - 1
+        # What goes in and out of a stage torch finds out by one more pass before the first step. It puts random
+        # numbers back after that, or a resumed run would drop other activations than an unbroken one.
         _run_in_precision(module, passes)
-        return PipelineStage(
-            module,
-            place,
-            self._stage_count,
-            self.ranks.device,
-            input_args=entering if is_first else entering.requires_grad_(),
-            output_args=leaving.requires_grad_(),
-            input_grads=(None,) if is_first else torch.empty_like(entering),
-            output_grads=(None,) if is_last else torch.empty_like(leaving),
-            group=self.grid.group("pipeline"),
+        group = self.grid.group("pipeline")
+        return PipelineStage(module, place, self._stage_count, self.ranks.device, group=group)
+
+
+def _check_count(schedule: str, count: int, ranks: int) -> None:
+    """Refuse a number of micro-batches that torch's schedule cannot keep all ranks busy with."""
+    needs = {"1f1b": f"at least {ranks}", "interleaved": f"a multiple of {ranks}"}
+    if (schedule == "1f1b" and count < ranks) or (schedule == "interleaved" and count % ranks):
+        raise TrainerError(
+            f"`{schedule}` needs {needs[schedule]} micro-batches a step on each rank, not {count}; "
+            "see `--train.batch` and `--train.micro_batch`"
         )
 
 

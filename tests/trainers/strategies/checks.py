@@ -147,6 +147,35 @@ def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
     return 0
 
 
+def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
+    """The first worker comes to a checkpoint well before the last, and adds nothing to it that is of a later step."""
+    ranks = join_ranks()
+    signals = dist.new_group(backend="gloo")
+    options = StrategyOptions(parameter_server=ParameterServerOptions(staleness_max=2))
+    strategy: Any = create_strategy("parameter_server", ranks, options)
+    model = make_model()
+    wrapped = strategy.wrap(model)
+    optimizer = AdamW(model.named_parameters(), CONFIG)
+    state = strategy.shared_state(wrapped, optimizer)["model"]
+    for step in range(CONFIG.steps):
+        if step == 2 and ranks.rank == 1:
+            dist.send(torch.ones(1), 2, group=signals)
+        if step == 1 and ranks.rank == 2:
+            dist.recv(torch.ones(1), 1, group=signals)
+        if not ranks.is_first:
+            put_gradient(model, step, ranks.rank)
+        strategy.step(wrapped, optimizer)
+        strategy.tally(1.0, part=1.0, is_stop_asked=False)
+        if step == 2:
+            saved = {name: each.clone() for name, each in state.state_dict().items()}
+            if ranks.is_first:
+                assert set(strategy._role._done.values()) == {3}, strategy._role._done
+            weights = ranks.collect(saved["weight"].tolist())
+            assert weights == weights[:1] * ranks.world_size
+    leave_ranks()
+    return 0
+
+
 def make_model() -> nn.Module:
     """A layer with the same weights everywhere."""
     torch.manual_seed(5)

@@ -59,6 +59,17 @@ def test_every_sample_is_read_by_one_share_and_its_loss_is_counted_once(sizes: l
     assert len({share.draw for share in shares}) == world_size // sizes[2]
 
 
+@given(world_size=st.integers(1, 9), batch=st.integers(9, 60), micro_batch=st.integers(1, 12))
+def test_all_ranks_make_as_many_passes_and_their_parts_add_up(world_size: int, batch: int, micro_batch: int) -> None:
+    shares = [Grid(place(rank, world_size), ("shard",), "").find_share() for rank in range(world_size)]
+    passes = [share.find_passes(100, batch, micro_batch) for share in shares]
+    assert len({len(each) for each in passes}) == 1
+    flat = [one for each in passes for one in each]
+    assert all(0 < len(samples) <= micro_batch for samples, _ in flat)
+    assert sum(part for _, part in flat) == pytest.approx(1.0)
+    assert [sample for samples, part in flat if part for sample in samples] == list(range(100, 100 + batch))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

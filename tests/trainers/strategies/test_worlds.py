@@ -16,6 +16,7 @@ WORLDS = [
     (2, "allreduce", ["--allreduce.algorithm", "ring", "--allreduce.bucket_mib", "0.01"]),
     (2, "fsdp", []),
     (2, "fsdp", ["--fsdp.reshard", "never", "--fsdp.prefetch", "1"]),
+    (3, "fsdp", []),  # shares of 2, 3 and 3 samples
     (2, "tensor", []),
     (2, "pipeline", ["--pipeline.schedule", "gpipe"]),
     (2, "pipeline", []),
@@ -28,7 +29,7 @@ WORLDS = [
     pytest.param(4, "allreduce+pipeline", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "tensor+pipeline", ["--mesh", "2x2"], marks=long),
     pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=long),
-    pytest.param(8, "pipeline+hsdp", ["--mesh", "2x2x2"], marks=long),
+    pytest.param(8, "pipeline+hsdp", ["--mesh", "2x2x2", "--train.micro_batch", "1"], marks=long),
 ]
 
 
@@ -184,7 +185,7 @@ def test_stop_asked_for_ends_all_ranks_after_one_step(
     ("strategy", "flags", "reason"),
     [
         ("pipeline", ["--train.micro_batch", "3"], "micro-batches of equal size"),
-        ("pipeline", ["--train.micro_batch", "16"], "a multiple of 2 micro-batches"),
+        ("pipeline", ["--train.micro_batch", "16"], "at least 2 micro-batches"),
         ("pipeline", ["--model.depth", "1"], "1 blocks cannot be cut into 2 stages"),
         ("tensor", ["--model.heads", "1"], "`query_key_value` has 1 pieces"),
         ("ddp+tensor", ["--mesh", "1x2"], "needs the whole model"),
