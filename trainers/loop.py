@@ -111,8 +111,8 @@ def read_passes(config: TrainConfig, strategy: Strategy, work: Work, sample_firs
     """This rank's samples of a step, in micro-batches."""
     micro_batches = []
     for samples, part in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
-        read = work.samples.read(samples.start, len(samples))
-        inputs, targets = (each.to(ranks.device, non_blocking=True) for each in read)
+        batch = work.samples.read(samples.start, len(samples))
+        inputs, targets = (each.to(ranks.device, non_blocking=True) for each in batch)
         micro_batches.append(MicroBatch(inputs=inputs, targets=targets, part=part))
     return Passes(
         micro_batches=micro_batches,
