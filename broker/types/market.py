@@ -8,6 +8,7 @@ from typing import Literal
 
 from broker.types.task import Task
 
+Objective = Literal["cost", "time"]  # what tasks that pass data on should take least of, together
 Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
 
 
