@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -30,13 +31,13 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
         raise NoOfferError(error.message, hints=[hint, *error.hints]) from None
 
 
-def confirm_price(plan: Plan, *, yes: bool) -> None:
+def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
     """Money is visible: nothing paid starts without a yes."""
-    choice = plan.choice
-    text = f"{show_usd(choice.placement.usd_hour)} USD/h"
-    if choice.expected_usd is not None:
-        text += f", {show_usd(choice.expected_usd)} USD expected in all"
-    if choice.placement.offer.cloud == "local":
+    choices = [plan.choice for plan in plans]
+    text = f"{show_usd(max(each.placement.usd_hour for each in choices))} USD/h"
+    if all(each.expected_usd is not None for each in choices):
+        text += f", {show_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in all"
+    if all(each.placement.offer.cloud == "local" for each in choices):
         print_note(f"pretend price: {text}")
     elif not yes:
         typer.confirm(f"Start at {text}?", abort=True)
@@ -86,7 +87,7 @@ def launch(
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
-        confirm_price(plan, yes=yes)
+        confirm_price([plan], yes=yes)
     asyncio.run(_launch(context, wanted, one, plan, autostop))
     follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
 
@@ -250,14 +251,14 @@ def status(
         clusters = asyncio.run(_refresh_all(context, clusters))
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
-    jobs = [job for job in context.store.list_jobs() if not job.status.is_terminal]
+    jobs = context.store.list_live_job_ids()
     if jobs:
         context.ensure_daemon()
     if as_json:
         print_json(
             {
                 "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
-                "live_jobs": [job.id for job in jobs],
+                "live_jobs": list(jobs),
                 "spent_usd": context.store.spend_usd(now_s=now_s),
             }
         )

@@ -1,19 +1,22 @@
-"""`broker jobs`: managed jobs, driven by the daemon of the state folder."""
+"""`broker jobs`: managed jobs, driven by the daemon of the state folder. Here what changes them; `jobs_show` tells."""
 
 from __future__ import annotations
 
-import sys
-import time
-from typing import Annotated
+import asyncio
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.cli import options
+from broker.cli import jobs_show, options
 from broker.cli.context import Context
+from broker.cli.jobs_show import find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
-from broker.errors import RunFailedError, UsageError
-from broker.types import Job, JobStatus
+from broker.cli.render import print_json, print_line, print_note
+from broker.errors import BrokerError, UsageError
+from broker.types import JobStatus
+
+if TYPE_CHECKING:
+    from broker.types import Job, Plan, Task
 
 app = typer.Typer(
     help="Managed jobs: they survive preemption and your terminal",
@@ -23,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 LOOK_S = 0.3
+JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
 
 
 @app.command()
@@ -40,94 +44,62 @@ def launch(
     env: options.Env = None,
     env_file: options.EnvFile = None,
     secret: options.Secret = None,
+    request_id: Annotated[str | None, typer.Option("--request-id", help="The same id submits only once.")] = None,
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The jobs as data; with --detach-run.")] = False,
 ) -> None:
     """Promise a task: it runs until it succeeds or fails by itself."""
     from broker.cli.clusters import confirm_price, plan_launch
+    from broker.jobs.submission import submit_tasks
 
     context = Context()
     overrides = options.Overrides(
-        name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
+        workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
         num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
     )  # fmt: skip
-    one = options.read_task(entrypoint, overrides)
-    plan = plan_launch(context, one, is_dryrun=dryrun)
-    show_plan(plan)
+    tasks = options.read_tasks(entrypoint, overrides)
+    _check_runnable(tasks)
+    plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
+    for plan in plans if not as_json else []:
+        show_plan(plan)
     if dryrun:
         return
-    confirm_price(plan, yes=yes)
-    job = context.store.add_job(one.name or "job", one)
+    confirm_price(plans, yes=yes)
+    jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id)
     context.ensure_daemon()
-    print_line(f"Managed job {job.id} ({job.name}) is submitted")
-    print_note(f"`broker jobs logs {job.id}` follows it, `broker jobs cancel {job.id}` ends it")
-    if not detach:
-        _follow(context, job.id)
-
-
-@app.command()
-def queue(as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False) -> None:
-    """List managed jobs."""
-    context = Context()
-    jobs = context.store.list_jobs()
-    if any(not job.status.is_terminal for job in jobs):
-        context.ensure_daemon()
-    now_s = context.clock.now_s()
-    spent = {job.id: context.store.spend_usd(job_id=job.id, now_s=now_s) for job in jobs}
     if as_json:
-        print_json([_describe(job, spent[job.id]) for job in jobs])
+        print_json([jobs_show.describe(each, 0.0) for each in jobs])
         return
-    rows = []
-    for job in reversed(jobs):
-        step = "-"
-        if job.progress:
-            step = f"{job.progress.step}" + (f"/{job.progress.total}" if job.progress.total else "")
-        recoveries = max(0, sum(1 for each in job.attempts if each.running_s is not None) - 1)
-        duration = show_duration((job.ended_s or now_s) - job.submitted_s)
-        rows.append([str(job.id), job.name, job.status.value, step, str(recoveries), duration, show_usd(spent[job.id])])
-    if not rows:
-        print_line("No managed jobs; `broker jobs launch TASK.yaml` submits one")
-        return
-    print_table(
-        ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
-        rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
-    )  # fmt: skip
+    for job in jobs:
+        after = f", after {' and '.join(map(str, job.needs))}" if job.needs else ""
+        print_line(f"Managed job {job.id} ({job.name}) is submitted{after}")
+    last = jobs[-1]
+    print_note(f"`broker jobs logs {last.id}` follows it, `broker jobs cancel {last.pipeline or last.id}` ends it")
+    if not detach:
+        for job in jobs:
+            follow_job(context, job.id)
 
 
-def _describe(job: Job, spent_usd: float) -> dict[str, object]:
-    data: dict[str, object] = plain(job)
-    del data["task"]
-    return {**data, "spent_usd": spent_usd}
-
-
-@app.command()
-def logs(
-    job: Annotated[str, typer.Argument(help="Job id or name.")],
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the job ends.")] = True,
-) -> None:
-    """Show what a job prints, across its recoveries."""
-    context = Context()
-    found = find_job(context, job)
-    if follow:
-        _follow(context, found.id)
-    else:
-        _print_log(context, found.id, 0)
+def _check_runnable(tasks: tuple[Task, ...]) -> None:
+    if idle := next((task for task in tasks if task.run is None and task.setup is None), None):
+        raise UsageError(f"the task {idle.name or '(no name)'} has nothing to run", hints=["give it `run:`"])
 
 
 @app.command()
 def cancel(
-    jobs: Annotated[list[str] | None, typer.Argument(help="Job ids or names.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every live job.")] = False,
 ) -> None:
     """End jobs and their machines."""
     context = Context()
-    if everything:
-        wanted = [job for job in context.store.list_jobs() if not job.status.is_terminal]
-    else:
-        wanted = [find_job(context, each) for each in jobs or []]
-        if not wanted:
-            raise UsageError("no job was named", hints=["`broker jobs cancel ID`, or `--all`"])
+    known = context.store.list_jobs()
+    wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
+    for text in [] if everything else jobs or []:
+        wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
+    if not wanted and not everything:
+        raise UsageError("no job was named", hints=["`broker jobs cancel ID`, or `--all`"])
     for job in wanted:
         if context.store.request_cancel(job.id):
             print_line(f"Job {job.id} ({job.name}) is being cancelled")
@@ -138,63 +110,51 @@ def cancel(
 
 
 @app.command()
-def events(
-    job: Annotated[str, typer.Argument(help="Job id or name.")],
-    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
-) -> None:
-    """Tell the story of a job."""
+def retry(job: JobName, secret: options.Secret = None, detach: options.Detach = False) -> None:
+    """Submit an ended job again: it goes on with its checkpoints."""
+    from broker.jobs.submission import retry_job
+    from broker.types import Secret
+
     context = Context()
-    found = context.store.list_events(job_id=find_job(context, job).id)
-    if as_json:
-        print_json(plain(list(found)))
-        return
-    for event in found:
-        stamp = time.strftime("%H:%M:%S", time.localtime(event.time_s))
-        print_line(f"{stamp}  {clean(event.message)}")
+    secrets = {name: Secret(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
+    again = retry_job(context.store, find_job(context, job), secrets=secrets)
+    context.ensure_daemon()
+    print_line(f"Managed job {again.id} ({again.name}) goes on where job {job} ended")
+    if not detach:
+        follow_job(context, again.id)
 
 
-def find_job(context: Context, text: str) -> Job:
-    """By id, or by name: then the newest."""
-    jobs = context.store.list_jobs()
-    found = [job for job in jobs if str(job.id) == text or job.name == text]
-    if not found:
-        raise UsageError(f"there is no managed job `{text}`", hints=["`broker jobs queue` lists them"])
-    return found[-1]
-
-
-def _follow(context: Context, job_id: int) -> None:
-    """Print the log as it grows, until the job ends; its failure is this command's."""
-    import asyncio
-
-    offset = 0
+@app.command()
+def wait(
+    job: JobName,
+    state: Annotated[str, typer.Option("--for", help="A status, such as RUNNING or SUCCEEDED.")] = "SUCCEEDED",
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds; 0 waits as long as it takes.")] = 0,
+) -> None:
+    """Wait until a job is in a state; it fails when the job ends in another one, or at the timeout."""
+    context = Context()
     try:
-        while True:
-            job = context.store.get_job(job_id)
-            assert job is not None
-            if not job.status.is_terminal:
-                context.ensure_daemon()  # whoever killed it, the one who waits brings it back
-            offset = _print_log(context, job_id, offset)
-            if job.status.is_terminal:
-                offset = _print_log(context, job_id, offset)
-                break
-            asyncio.run(context.clock.sleep(LOOK_S))
-    except KeyboardInterrupt:
-        print_note(f"\ndetached; the job goes on. `broker jobs logs {job_id}` comes back")
-        return
-    print_note(f"Job {job_id} ended {job.status.value}{': ' + job.failure if job.failure else ''}")
-    if job.status is not JobStatus.SUCCEEDED:
-        raise RunFailedError(f"job {job_id} ended {job.status.value}", returncode=1)
+        wanted = JobStatus(state.upper())
+    except ValueError:
+        known = ", ".join(each.value for each in JobStatus)
+        raise UsageError(f"`{state}` is no state of a job", hints=[f"the states are {known}"]) from None
+    job_id = find_job(context, job).id
+    start_s = context.clock.now_s()
+    while True:
+        found = context.store.get_job(job_id)
+        assert found is not None
+        if found.status is wanted:
+            print_line(f"Job {job_id} ({found.name}) is {wanted.value}")
+            return
+        if found.status.is_terminal:
+            reason = f": {found.failure}" if found.failure else ""
+            raise BrokerError(f"job {job_id} ended {found.status.value}{reason}")
+        if timeout and context.clock.now_s() - start_s >= timeout:
+            raise BrokerError(f"job {job_id} is {found.status.value} after {timeout:g} s, not {wanted.value}")
+        context.ensure_daemon()
+        asyncio.run(context.clock.sleep(LOOK_S))
 
 
-def _print_log(context: Context, job_id: int, offset: int) -> int:
-    path = context.config.logs / "jobs" / f"{job_id}.log"
-    if not path.exists():
-        return offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        chunk = file.read()
-    complete = chunk[: chunk.rfind(b"\n") + 1]
-    for line in complete.decode(errors="replace").splitlines():
-        print_line(clean(line))
-    sys.stdout.flush()
-    return offset + len(complete)
+app.command()(jobs_show.queue)
+app.command()(jobs_show.logs)
+app.command()(jobs_show.events)
+app.command()(jobs_show.why)

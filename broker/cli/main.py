@@ -26,6 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ssh": ("broker.cli.lifecycle", "Open a shell on a node"),
     "jobs": ("broker.cli.jobs", "Managed jobs: they survive preemption and your terminal"),
     "rehearse": ("broker.cli.rehearse", "Run a task here as a spot job, with a preemption, and see it recover"),
+    "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
+    "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
     "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
     "local": ("broker.cli.local", "The pretend cloud on this machine"),

@@ -96,8 +96,8 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
     tasks = read_tasks(entrypoint, overrides)
     if len(tasks) > 1:
         raise UsageError(
-            f"{entrypoint[0]} is a pipeline of {len(tasks)} tasks, which cannot be launched yet",
-            hints=["`broker plan` ranks each; launch them one by one from files of their own"],
+            f"{entrypoint[0]} is a pipeline of {len(tasks)} tasks, and a cluster runs one",
+            hints=[f"`broker jobs launch {entrypoint[0]}` runs all of them in order"],
         )
     return tasks[0]
 

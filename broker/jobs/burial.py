@@ -53,12 +53,12 @@ class Undertaker:
             await self.end_program(cluster)
             await self.copy_log(live, cluster)
         # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
-        await self._provisioner.down(live.cluster if live else name_cluster(job.id, len(job.attempts) + 1))
+        await self._provisioner.down(live.cluster if live else name_cluster(job.id, job.next_attempt))
 
     async def clean_up(self, job: Job, live: Attempt | None) -> None:
         """After a job's end nothing of it is left."""
         if live is None:
-            await self._provisioner.down(name_cluster(job.id, len(job.attempts) + 1))
+            await self._provisioner.down(name_cluster(job.id, job.next_attempt))
             return
         cluster = self._store.get_cluster(live.cluster)
         if cluster:

@@ -27,6 +27,7 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, RunStatus, Task
 
 POLL_S = 0.5
+PIPELINE_POLL_S = 1.0
 LEASE_S = 900.0
 FAILED_OUTCOME = "failed"
 NOT_STARTED_OUTCOME = "not started"
@@ -77,6 +78,8 @@ class JobController:
             return await self._cancel(job, live)
         try:
             if live is None:
+                if wait_s := self._wait_for_others(job):
+                    return wait_s
                 return await self._until_cancelled(self._bring_up(job))
             if live.outcome:
                 await self._undertaker.bury(live)
@@ -87,8 +90,19 @@ class JobController:
         except _Cancelled:
             return 0.0
 
+    def _wait_for_others(self, job: Job) -> float:
+        """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
+        for other in (self._store.get_job(job_id) for job_id in job.needs):
+            if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
+                status = other.status.value if other else "gone"
+                name = f"job {other.id} ({other.name})" if other else "a job"
+                return self._finish(job, JobStatus.CANCELLED, f"{name}, which it needs, is {status}") or POLL_S
+            if not other.status.is_terminal:
+                return PIPELINE_POLL_S
+        return 0.0
+
     async def _bring_up(self, job: Job) -> float:
-        number = len(job.attempts) + 1
+        number = job.next_attempt
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
@@ -142,7 +156,9 @@ class JobController:
         watch = self._get_watch(attempt)
         try:
             await self._gang.prepare(cluster, job.task)
-            await self._gang.start(cluster, job.task, run_id=RUN_ID, envs=self._make_envs(attempt), lease_s=LEASE_S)
+            await self._gang.start(
+                cluster, job.task, run_id=RUN_ID, envs=self._make_envs(job, attempt), lease_s=LEASE_S
+            )
         except InvalidRequestError as error:
             return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:
@@ -328,12 +344,16 @@ class JobController:
             self._watch = Watch(attempt.cluster)
         return self._watch
 
-    def _make_envs(self, attempt: Attempt) -> dict[str, str]:
+    def _make_envs(self, job: Job, attempt: Attempt) -> dict[str, str]:
+        shared = {}
+        if job.pipeline:  # where its tasks leave what the next ones need
+            shared["BROKER_PIPELINE_DIR"] = str(self._config.checkpoints / job.pipeline)
         return {
-            "BROKER_JOB_ID": str(self.job_id),
+            "BROKER_JOB_ID": str(job.id),
             "BROKER_ATTEMPT": str(attempt.number),
-            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{self.job_id}"),
-            "SKYPILOT_TASK_ID": f"broker-job-{self.job_id}",
+            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{job.resumes or job.id}"),
+            "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
+            **shared,
         }
 
     def _tell(self, kind: str, message: str) -> None:

@@ -45,6 +45,11 @@ class Collector:
         finally:
             self._spared[name] -= 1
 
+    async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
+        """What `collect` would end now: nodes that nobody records, and names of dead clusters. Raises CloudError."""
+        nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud)]
+        return nodes, self._find_dead_names()
+
     async def collect(self) -> int:
         count = 0
         for cloud in self._clouds.values():
@@ -61,12 +66,21 @@ class Collector:
         return count
 
     async def _collect_nodes(self, cloud: Cloud) -> int:
+        lost = await self._find_lost_nodes(cloud)
+        if lost:
+            await cloud.terminate_nodes([node.id for node in lost])
+            for node in lost:
+                self._store.record_node(node)
+                self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
+        return len(lost)
+
+    async def _find_lost_nodes(self, cloud: Cloud) -> Sequence[Node]:
         """The list is read before the records, so that a node recorded in between is never mistaken for lost."""
         listed: Sequence[Node] = await cloud.list_nodes(self._owner)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         tokens = {intent.request.token for intent in self._store.list_open_intents()}
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
-        lost = [
+        return [
             node
             for node in listed
             if node.owner == self._owner
@@ -75,12 +89,6 @@ class Collector:
             and node.token not in tokens
             and not _is_recorded(node, clusters.get(node.cluster))
         ]
-        if lost:
-            await cloud.terminate_nodes([node.id for node in lost])
-            for node in lost:
-                self._store.record_node(node)
-                self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
-        return len(lost)
 
     def _find_dead_names(self) -> Sequence[str]:
         """Clusters whose job has ended, or whose `up` or `down` was cut short long ago."""

@@ -125,6 +125,10 @@ class Provisioner:
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 
+    async def find_lost(self) -> tuple[Sequence[Node], Sequence[str]]:
+        """What `collect` would end: nodes, and names of clusters."""
+        return await self._collector.find()
+
     async def collect(self) -> int:
         """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""
         return await self._collector.collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -92,7 +92,26 @@ class IntentRows(Database):
         return int(rows[0][0])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """One node's time; `ended_s` None: it goes on costing."""
+
+    cloud: str
+    node: str
+    cluster: str
+    job_id: int | None
+    usd_hour: float
+    created_s: float
+    ended_s: float | None
+
+
 class BillRows(Database):
+    def list_bills(self) -> Sequence[Bill]:
+        rows = self._rows(
+            "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes ORDER BY created_s"
+        )
+        return [Bill(**dict(row)) for row in rows]
+
     def record_node(self, node: Node) -> None:
         """An end once seen stays: a lagging list cannot reopen a bill."""
         self._write(
@@ -111,3 +130,12 @@ class BillRows(Database):
             (now_s, cluster, job_id),
         )
         return float(rows[0][0])
+
+    def list_spend_usd(self, *, now_s: float) -> Mapping[int, float]:
+        """What each managed job has cost up to now, by its id."""
+        rows = self._rows(
+            "SELECT job_id, total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes "
+            "WHERE job_id IS NOT NULL GROUP BY job_id",
+            (now_s,),
+        )
+        return {row[0]: row[1] for row in rows}

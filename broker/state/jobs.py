@@ -27,6 +27,20 @@ class StepRange:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobLine:
+    """What a list shows of a job: cheap to read for ten thousand of them."""
+
+    id: int
+    name: str
+    status: JobStatus
+    step: int | None
+    total: int | None
+    starts: int  # attempts whose program was started
+    submitted_s: float
+    ended_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogOffset:
     """How far a job's log is copied: so many bytes of this attempt's log end at so many bytes of our file."""
 
@@ -36,15 +50,24 @@ class LogOffset:
 
 
 class JobRows(Database):
-    def add_job(self, name: str, task: Task, request_id: str | None = None) -> Job:
+    def add_job(
+        self,
+        name: str,
+        task: Task,
+        request_id: str | None = None,
+        *,
+        needs: Sequence[int] = (),
+        pipeline: str = "",
+        resumes: Job | None = None,
+    ) -> Job:
         """The same `request_id` is the same job: a repeated submit adds nothing."""
         with self.transaction():
             known = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
             if known:
                 return self._must_get(known["id"])
             cursor = self._execute(
-                "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s, needs, pipeline, "
+                "resumes, first_attempt) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     name,
                     JobStatus.PENDING.value,
@@ -52,6 +75,10 @@ class JobRows(Database):
                     encode_task(task),
                     msgspec.json.encode(sorted(task.secrets)),
                     self.clock.now_s(),
+                    json.dumps(list(needs)),
+                    pipeline,
+                    (resumes.resumes or resumes.id) if resumes else None,
+                    resumes.next_attempt if resumes else 1,
                 ),
             )
             job_id = cursor.lastrowid
@@ -62,10 +89,28 @@ class JobRows(Database):
 
     def get_job(self, job_id: int) -> Job | None:
         row = self._row("SELECT * FROM jobs WHERE id = ?", (job_id,))
-        return self._read_job(row) if row else None
+        return self._read_job(row, self.list_attempts(job_id)) if row else None
 
     def list_jobs(self) -> Sequence[Job]:
-        return [self._read_job(row) for row in self._rows("SELECT * FROM jobs ORDER BY id")]
+        attempts: dict[int, list[Attempt]] = {}
+        for row in self._rows("SELECT job_id, body FROM attempts ORDER BY job_id, number"):
+            attempts.setdefault(row["job_id"], []).append(msgspec.json.decode(row["body"], type=Attempt))
+        rows = self._rows("SELECT * FROM jobs ORDER BY id")
+        return [self._read_job(row, attempts.get(row["id"], ())) for row in rows]
+
+    def list_job_lines(self, newest: int | None = None) -> Sequence[JobLine]:
+        """The newest so many, and every live one besides; all without a number. Newest first."""
+        rows = self._rows(
+            "SELECT id, name, status, json_extract(progress, '$.step') AS step, "
+            "json_extract(progress, '$.total') AS total, submitted_s, ended_s, (SELECT count(*) FROM attempts "
+            "WHERE job_id = jobs.id AND json_extract(body, '$.running_s') IS NOT NULL) AS starts FROM jobs "
+            "WHERE ?1 IS NULL OR NOT is_terminal OR id > (SELECT max(id) FROM jobs) - ?1 ORDER BY id DESC",
+            (newest,),
+        )
+        return [JobLine(**{**dict(row), "status": JobStatus(row["status"])}) for row in rows]
+
+    def count_jobs(self) -> int:
+        return int(self._rows("SELECT count(*) FROM jobs")[0][0])
 
     def list_live_job_ids(self) -> Sequence[int]:
         return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
@@ -73,8 +118,8 @@ class JobRows(Database):
     def list_unfinished_job_ids(self) -> Sequence[int]:
         """Live jobs, and ended ones that still have a cluster or an attempt to close."""
         rows = self._rows(
-            "SELECT id FROM jobs WHERE NOT is_terminal OR id IN (SELECT job_id FROM clusters) "
-            "OR id IN (SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL) ORDER BY id"
+            "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
+            "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL ORDER BY 1"
         )
         return [row["id"] for row in rows]
 
@@ -149,7 +194,7 @@ class JobRows(Database):
             raise UsageError(f"there is no job {job_id}", hints=("List jobs with `broker jobs queue`.",))
         return job
 
-    def _read_job(self, row: sqlite3.Row) -> Job:
+    def _read_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
         names = msgspec.json.decode(row["secret_names"], type=list[str])
         progress = row["progress"]
         return Job(
@@ -159,10 +204,14 @@ class JobRows(Database):
             task=decode_task(row["task"], self._read_secrets(row["id"], names) if names else {}),
             submitted_s=row["submitted_s"],
             ended_s=row["ended_s"],
-            attempts=tuple(self.list_attempts(row["id"])),
+            attempts=tuple(attempts),
             progress=msgspec.json.decode(progress, type=Progress) if progress is not None else None,
             failure=row["failure"],
             cancel_requested=bool(row["cancel_requested"]),
+            needs=tuple(json.loads(row["needs"])),
+            pipeline=row["pipeline"],
+            resumes=row["resumes"],
+            first_attempt=row["first_attempt"],
         )
 
     def _secrets_path(self, job_id: int) -> Path:

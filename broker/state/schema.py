@@ -43,4 +43,18 @@ _LEADER = (
     "INSERT INTO leader (one, epoch, beat_s) VALUES (1, 0, 0)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER)
+_PIPELINES = (
+    "ALTER TABLE jobs ADD COLUMN needs TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE jobs ADD COLUMN pipeline TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE jobs ADD COLUMN resumes INTEGER",
+    "ALTER TABLE jobs ADD COLUMN first_attempt INTEGER NOT NULL DEFAULT 1",
+)
+
+_LIVE_INDEXES = (  # a daemon asks three times a second; ten thousand ended jobs must not slow it
+    "CREATE INDEX jobs_live ON jobs (id) WHERE NOT is_terminal",
+    "CREATE INDEX attempts_open ON attempts (job_id) WHERE json_extract(body, '$.ended_s') IS NULL",
+    "CREATE INDEX intents_open ON intents (created_s) WHERE outcome IS NULL",
+    "CREATE INDEX nodes_job ON nodes (job_id)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from broker.state.clusters import BillRows, ClusterRows, Intent, IntentRows
+from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.events import Event, EventRows, Refusal, RefusalRows
-from broker.state.jobs import JobRows, LogOffset, StepRange
+from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
 
-__all__ = ["Event", "Intent", "LogOffset", "Refusal", "StepRange", "Store"]
+__all__ = ["Bill", "Event", "Intent", "JobLine", "LogOffset", "Refusal", "StepRange", "Store"]
 
 
 class Store(ClusterRows, IntentRows, BillRows, JobRows, EventRows, RefusalRows, LeaderRow):

@@ -79,3 +79,12 @@ class Job:
     progress: Progress | None = None
     failure: str = ""
     cancel_requested: bool = False
+    needs: tuple[int, ...] = ()  # jobs that must have succeeded before this one starts
+    pipeline: str = ""  # name of the pipeline it is part of
+    resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it goes on with
+    first_attempt: int = 1
+
+    @property
+    def next_attempt(self) -> int:
+        """Attempt numbers only grow, over retries too: they fence the checkpoints."""
+        return self.first_attempt + len(self.attempts)

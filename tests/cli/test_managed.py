@@ -146,3 +146,64 @@ def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not shell.find_processes()
+
+
+PIPELINE = """\
+name: pipe
+---
+name: prepare
+resources: {infra: local}
+run: mkdir -p $BROKER_PIPELINE_DIR && echo data > $BROKER_PIPELINE_DIR/x
+---
+name: train
+resources: {infra: local}
+run: cat $BROKER_PIPELINE_DIR/x
+"""
+
+
+def test_a_pipeline_runs_in_order_and_hands_its_data_on(shell: Shell) -> None:
+    done = shell.run("jobs", "launch", shell.write("pipe.yaml", PIPELINE), "--yes")
+    assert "data" in done.stdout
+    first, second = shell.read_json("jobs", "queue")
+    assert (first["status"], second["status"], second["needs"]) == ("SUCCEEDED", "SUCCEEDED", [1])
+    assert second["attempts"][0]["started_s"] >= first["ended_s"]
+
+
+def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
+    broken = PIPELINE.replace("mkdir -p $BROKER_PIPELINE_DIR && ", "exit 4; ")
+    shell.run("jobs", "launch", shell.write("pipe.yaml", broken), "--yes", "--detach-run")
+    shell.run("jobs", "wait", "2", "--for", "CANCELLED")
+    first, second = shell.read_json("jobs", "queue")
+    assert first["status"] == "FAILED" and second["attempts"] == []
+    assert "job 1 (prepare), which it needs, is FAILED" in shell.run("jobs", "why", "2").stdout
+
+
+def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(shell: Shell) -> None:
+    text = COUNT.replace("sleep 0.1\n", "sleep 0.02\n    [ $n -lt 10 ] || [ $BROKER_ATTEMPT -gt 1 ] || exit 5\n")
+    task = shell.write("count.yaml", text)
+    shell.run("jobs", "launch", task, "--yes", code=100)
+    refused = shell.run("jobs", "wait", "1", code=1)
+    assert "ended FAILED" in refused.stderr
+    shell.run("jobs", "retry", "1")
+    assert read_ledger(shell) == [(1, step) for step in range(1, 11)] + [(2, step) for step in range(11, 41)]
+    twice = shell.run("jobs", "retry", "1", code=2)
+    assert "job 2 goes on with the checkpoints of job 1" in twice.stderr
+
+
+def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
+    task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
+    for _ in range(2):
+        shell.run("jobs", "launch", task, "--yes", "--detach-run", "--request-id", "mine")
+    shell.run("jobs", "wait", "1")
+    assert len(shell.read_json("jobs", "queue")) == 1
+
+
+def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:
+    shell.run(
+        "jobs", "launch", shell.write("hello.yaml", "name: hi\nresources: {infra: local}\nrun: echo hi\n"), "--yes"
+    )
+    shell.wait_until(lambda: not shell.read_json("status")["clusters"], "its cluster is down")
+    sums = {by: shell.read_json("cost", "--by", by)["usd"] for by in ("job", "cloud", "day")}
+    assert sums["job"] > 0 and len(set(sums.values())) == 1
+    assert "job 1 (hi)" in shell.run("cost").stdout
+    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False}

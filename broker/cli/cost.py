@@ -1,0 +1,75 @@
+"""`broker cost`: what was spent, failed attempts included."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import Context
+from broker.cli.render import print_json, print_line, print_table, show_usd
+
+if TYPE_CHECKING:
+    from broker.state.store import Bill
+
+
+class By(StrEnum):
+    JOB = "job"
+    CLOUD = "cloud"
+    DAY = "day"
+
+
+def cost(
+    by: Annotated[By, typer.Option("--by", help="What to sum over.")] = By.JOB, as_json: options.AsJson = False
+) -> None:
+    """Show what was spent, by job, cloud or day."""
+    context = Context()
+    names = {job.id: job.name for job in context.store.list_job_lines()} if by is By.JOB else {}
+    sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for key, hours, usd in list_shares(context.store.list_bills(), by, context.clock.now_s()):
+        sums[key] = (sums[key][0] + hours, sums[key][1] + usd)
+    total_usd = sum(usd for _, usd in sums.values())
+    if as_json:
+        rows = [{by.value: key, "node_hours": hours, "usd": usd} for key, (hours, usd) in sums.items()]
+        print_json({"by": by.value, "rows": rows, "usd": total_usd})
+        return
+    if not sums:
+        print_line("Nothing was spent yet")
+        return
+
+    def label(key: str) -> str:
+        name = names.get(int(key)) if by is By.JOB and key.isdigit() else None
+        return f"job {key} ({name})" if name else key
+
+    print_table(
+        [by.value.upper(), "NODE HOURS", "USD"],
+        [[label(key), f"{hours:.2f}", show_usd(usd)] for key, (hours, usd) in sums.items()],
+        right=("NODE HOURS", "USD"),
+    )
+    print_line(f"In all: {show_usd(total_usd)} USD")
+
+
+def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[str, float, float]]:
+    """(key, node-hours, USD) of every bill; by day, a bill over midnight (local time) is split there."""
+    for bill in bills:
+        end_s = now_s if bill.ended_s is None else bill.ended_s
+        if by is not By.DAY:
+            key = bill.cloud if by is By.CLOUD else (str(bill.job_id) if bill.job_id else bill.cluster)
+            yield key, *_price(bill, bill.created_s, end_s)
+            continue
+        start_s = bill.created_s
+        while start_s < end_s:
+            day = time.localtime(start_s)
+            midnight_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + 1, 0, 0, 0, 0, 0, -1))
+            yield time.strftime("%Y-%m-%d", day), *_price(bill, start_s, min(end_s, midnight_s))
+            start_s = midnight_s
+
+
+def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
+    hours = max(0.0, end_s - start_s) / 3600
+    return hours, hours * bill.usd_hour

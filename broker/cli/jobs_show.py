@@ -1,0 +1,206 @@
+"""What `broker jobs` tells: the queue, logs across recoveries, events, and why a job is where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import Context
+from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.errors import RunFailedError, UsageError
+from broker.types import Job, JobStatus
+
+LOOK_S = 0.3
+WATCH_S = 2.0
+NEWEST = 50
+CLEAR = "\x1b[H\x1b[2J"
+JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
+
+# What each state means to the one who asks why.
+MEANING = {
+    JobStatus.PENDING: "waits: for the jobs it needs, or for a place that has room",
+    JobStatus.STARTING: "is getting its machines",
+    JobStatus.RUNNING: "runs",
+    JobStatus.RECOVERING: "has lost its machines; the old ones are being confirmed gone, then it starts on new ones",
+    JobStatus.CANCELLING: "was cancelled; its machines are being taken down",
+    JobStatus.SUCCEEDED: "ran to its end",
+    JobStatus.CANCELLED: "was cancelled",
+    JobStatus.FAILED: "failed by itself: its program, or its budget",
+    JobStatus.FAILED_SETUP: "failed in `setup`, before `run`",
+    JobStatus.FAILED_PRECHECKS: "could not be started at all",
+    JobStatus.FAILED_NO_RESOURCE: "found nothing for sale that fits",
+    JobStatus.FAILED_CONTROLLER: "was given up because of a fault in broker",
+}
+
+
+def queue(
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also ended jobs of long ago.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """List managed jobs, newest first."""
+    context = Context()
+    try:
+        while True:
+            if as_json:
+                _print_jobs(context)
+            else:
+                _show_queue(context, newest=None if everything else NEWEST, is_cleared=watch and sys.stdout.isatty())
+            if not watch:
+                return
+            asyncio.run(context.clock.sleep(WATCH_S))
+    except KeyboardInterrupt:
+        return
+
+
+def _print_jobs(context: Context) -> None:
+    jobs = context.store.list_jobs()
+    _keep_going(context, any(not job.status.is_terminal for job in jobs))
+    spent = context.store.list_spend_usd(now_s=context.clock.now_s())
+    print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
+
+
+def _keep_going(context: Context, has_live_jobs: bool) -> None:
+    """Whoever looks at live jobs makes sure that somebody drives them."""
+    if has_live_jobs:
+        context.ensure_daemon()
+
+
+def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
+    lines = context.store.list_job_lines(newest)
+    _keep_going(context, any(not line.status.is_terminal for line in lines))
+    now_s = context.clock.now_s()
+    spent = context.store.list_spend_usd(now_s=now_s)
+    rows = []
+    for line in lines:
+        step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
+        duration = show_duration((line.ended_s or now_s) - line.submitted_s)
+        rows.append(
+            [str(line.id), line.name, line.status.value, step, str(max(0, line.starts - 1)), duration,
+             show_usd(spent.get(line.id, 0.0))]
+        )  # fmt: skip
+    if is_cleared:
+        print_line(CLEAR + time.strftime("%H:%M:%S", time.localtime(now_s)))
+    if not rows:
+        print_line("No managed jobs; `broker jobs launch TASK.yaml` submits one")
+        return
+    print_table(
+        ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
+        rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
+    )  # fmt: skip
+    if hidden := context.store.count_jobs() - len(rows):
+        print_line(f"... and {hidden} that ended before; `--all` shows them")
+
+
+def describe(job: Job, spent_usd: float) -> dict[str, object]:
+    data: dict[str, object] = plain(job)
+    del data["task"]
+    return {**data, "spent_usd": spent_usd}
+
+
+def logs(
+    job: JobName,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the job ends.")] = True,
+) -> None:
+    """Show what a job prints, across its recoveries."""
+    context = Context()
+    found = find_job(context, job)
+    if follow:
+        follow_job(context, found.id)
+    else:
+        _print_log(context, found.id, 0)
+
+
+def events(job: JobName, as_json: options.AsJson = False) -> None:
+    """List what happened to a job."""
+    context = Context()
+    found = context.store.list_events(job_id=find_job(context, job).id)
+    if as_json:
+        print_json(plain(list(found)))
+        return
+    for event in found:
+        print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
+
+
+def why(job: JobName, as_json: options.AsJson = False) -> None:
+    """Tell the story of a job: where it is, how it came there, what it cost."""
+    from broker.jobs.summary import summarize
+
+    context = Context()
+    found, now_s = find_job(context, job), context.clock.now_s()
+    paid = context.store.spend_usd(job_id=found.id, now_s=now_s)
+    summary = summarize(found, found.attempts, context.store.list_steps(found.id), paid_usd=paid, now_s=now_s)
+    story = context.store.list_events(job_id=found.id)
+    if as_json:
+        print_json({**describe(found, paid), "events": plain(list(story)), "summary": plain(summary)})
+        return
+    reason = f": {found.failure}" if found.failure else ""
+    print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
+    if found.resumes:
+        print_line(f"It goes on with the checkpoints of job {found.resumes}.")
+    for other in (context.store.get_job(each) for each in found.needs):
+        if other:
+            print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
+    print_line(f"{_show_time(found.submitted_s)}  submitted")
+    for event in story:
+        print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
+    total = f" of {summary.steps_total}" if summary.steps_total else ""
+    print_line(
+        f"Steps {summary.steps}{total}, {summary.steps_lost} lost in {summary.recoveries} recoveries that took "
+        f"{show_duration(summary.recovery_s)}."
+    )
+    print_line(f"Paid {show_usd(summary.paid_usd)} USD; on-demand {show_usd(summary.ondemand_usd)} USD.")
+
+
+def find_job(context: Context, text: str) -> Job:
+    """By id, or by name: then the newest. Raises UsageError."""
+    job = context.store.get_job(int(text)) if text.isdigit() else None
+    named = [] if job else [each for each in context.store.list_jobs() if each.name == text]
+    if job is None and not named:
+        raise UsageError(f"there is no managed job `{text}`", hints=["`broker jobs queue` lists them"])
+    return job or named[-1]
+
+
+def follow_job(context: Context, job_id: int) -> None:
+    """Print the log as it grows, until the job ends; its failure is this command's."""
+    offset = 0
+    try:
+        while True:
+            job = context.store.get_job(job_id)
+            assert job is not None
+            if not job.status.is_terminal:
+                context.ensure_daemon()  # whoever killed it, the one who waits brings it back
+            offset = _print_log(context, job_id, offset)
+            if job.status.is_terminal:
+                offset = _print_log(context, job_id, offset)
+                break
+            asyncio.run(context.clock.sleep(LOOK_S))
+    except KeyboardInterrupt:
+        print_note(f"\ndetached; the job goes on. `broker jobs logs {job_id}` comes back")
+        raise typer.Exit from None
+    print_note(f"Job {job_id} ended {job.status.value}{': ' + job.failure if job.failure else ''}")
+    if job.status is not JobStatus.SUCCEEDED:
+        raise RunFailedError(f"job {job_id} ended {job.status.value}", returncode=1)
+
+
+def _print_log(context: Context, job_id: int, offset: int) -> int:
+    path = context.config.logs / "jobs" / f"{job_id}.log"
+    if not path.exists():
+        return offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        chunk = file.read()
+    complete = chunk[: chunk.rfind(b"\n") + 1]
+    for line in complete.decode(errors="replace").splitlines():
+        print_line(clean(line))
+    sys.stdout.flush()
+    return offset + len(complete)
+
+
+def _show_time(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s))

@@ -1,0 +1,68 @@
+"""Puts tasks into the store as managed jobs: one alone, a pipeline, or an ended one once more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from broker.errors import UsageError
+from broker.optimizer.dag_order import find_needs, name_tasks, order_indexes
+from broker.state.store import Store
+from broker.types import Job, JobStatus, Secret, Task
+
+
+def submit_tasks(
+    store: Store, tasks: Sequence[Task], *, name: str | None = None, request_id: str | None = None
+) -> Sequence[Job]:
+    """All or none, in an order that can run; the same `request_id` submits nothing twice.
+
+    Several tasks are a pipeline: each waits for those it needs, by `needs`, or else for the one written before it.
+    Raises UsageError for needs that go in a circle or name no task.
+    """
+    if len(tasks) == 1:
+        return [store.add_job(name or tasks[0].name or "job", tasks[0], request_id)]
+    needs = _find_needs(tasks)
+    names = name_tasks(tasks)
+    jobs: dict[int, Job] = {}
+    with store.transaction():
+        pipeline = f"{name or 'pipeline'}-{store.count_jobs() + 1}"
+        for index in order_indexes(tasks):
+            jobs[index] = store.add_job(
+                names[index],
+                tasks[index],
+                f"{request_id}/{index}" if request_id else None,
+                needs=[jobs[other].id for other in needs[index]],
+                pipeline=pipeline,
+            )
+    return [jobs[index] for index in sorted(jobs)]
+
+
+def _find_needs(tasks: Sequence[Task]) -> Sequence[Sequence[int]]:
+    if any(task.needs for task in tasks):
+        return [list(each) for each in find_needs(tasks)]
+    return [[index - 1] if index else [] for index in range(len(tasks))]
+
+
+def retry_job(store: Store, job: Job, *, secrets: Mapping[str, Secret]) -> Job:
+    """A new job with the old one's task, checkpoints and attempt numbers. Raises UsageError."""
+    if not job.status.is_terminal:
+        raise UsageError(
+            f"job {job.id} is {job.status.value}, not ended", hints=[f"`broker jobs cancel {job.id}` first"]
+        )
+    if job.status is JobStatus.SUCCEEDED:
+        raise UsageError(f"job {job.id} has succeeded already", hints=["`broker jobs launch` runs it anew"])
+    root = job.resumes or job.id
+    for other in store.list_jobs():
+        if other.id > job.id and (other.resumes or other.id) == root:
+            raise UsageError(
+                f"job {other.id} goes on with the checkpoints of job {job.id} already",
+                hints=[
+                    f"`broker jobs retry {other.id}`" if other.status.is_terminal else f"`broker jobs logs {other.id}`"
+                ],
+            )
+    missing = sorted(set(job.task.secrets) - set(secrets))
+    if missing:  # a job's secrets are erased when it ends
+        flags = " ".join(f"--secret {name}" for name in missing)
+        raise UsageError(f"job {job.id} needs its secrets again", hints=[f"`broker jobs retry {job.id} {flags}`"])
+    task = replace(job.task, secrets={name: secrets[name] for name in job.task.secrets})
+    return store.add_job(job.name, task, needs=job.needs, pipeline=job.pipeline, resumes=job)

@@ -1,0 +1,146 @@
+"""The real daemon as a process, a real file, real nodes: killed at every deed, starved of disk, locked out.
+
+The first ring, thousands of histories on virtual time, is tests/simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.config import Config, load_config
+from broker.state.store import Store
+from broker.types import Job, JobStatus, Resources, Task
+
+ROOT = Path(__file__).parent.parent.parent
+CRASHING = str(Path(__file__).parent / "failing_daemon.py")
+RUN_S_MAX = 60
+STEPS = 4
+COUNT = f"""
+n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0); mkdir -p $BROKER_CHECKPOINT_DIR
+while [ $n -lt {STEPS} ]; do n=$((n + 1)); echo $n > $BROKER_CHECKPOINT_DIR/n
+echo "$BROKER_ATTEMPT $n" >> $BROKER_CHECKPOINT_DIR/ledger; sleep 0.02; done
+"""
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(tmp_path / "home")
+
+
+def submit(config: Config) -> Job:
+    store = Store(config.database, clock=SystemClock())
+    task = Task(name="count", run=COUNT, resources=(Resources(cloud="local", use_spot=True),))
+    job = store.add_job("count", task)
+    store.close()
+    return job
+
+
+def run_daemon(config: Config, crash_at: int | None = None) -> int:
+    program = [CRASHING] if crash_at else ["-m", "broker", "daemon", "--idle", "0"]
+    environment = {**os.environ, "BROKER_HOME": str(config.home), "PYTHONPATH": str(ROOT), "CRASH_AT": str(crash_at)}
+    done = subprocess.run([sys.executable, *program], env=environment, capture_output=True, timeout=RUN_S_MAX)
+    assert done.returncode in (0, 137), done.stderr.decode()
+    return done.returncode
+
+
+def check_end(config: Config, job: Job) -> None:
+    store = Store(config.database, clock=SystemClock())
+    found = store.get_job(job.id)
+    assert found is not None and found.status is JobStatus.SUCCEEDED, found
+    assert not store.list_clusters() and not store.list_open_intents()
+    assert all(bill.ended_s is not None for bill in store.list_bills()), "nothing goes on costing"
+    ledger = (config.checkpoints / f"job-{job.id}" / "ledger").read_text().split("\n")[:-1]
+    steps = [tuple(map(int, line.split())) for line in ledger]
+    assert sorted({step for _, step in steps}) == list(range(1, STEPS + 1))
+    assert steps == sorted(steps), "attempts one after the other, steps in order: nothing ran twice at once"
+    assert not find_processes(config.home)
+    store.close()
+
+
+def find_processes(home: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(home).encode() in command:
+            found.append(entry.name)
+    return found
+
+
+# A calm run passes about forty deeds; eight groups share them out over the test workers.
+@pytest.mark.parametrize("group", range(8))
+def test_killed_at_any_deed_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
+    crash_at, crashes = group + 1, 0
+    while True:
+        config = load_config(tmp_path / str(crash_at))
+        job = submit(config)
+        code = run_daemon(config, crash_at)
+        if code == 0:
+            break  # a run without a crash: all deeds were tried
+        crashes += 1
+        run_daemon(config)
+        check_end(config, job)
+        crash_at += 8
+    assert crashes >= 3
+
+
+def test_a_database_locked_by_another_process_only_makes_it_wait(config: Config) -> None:
+    job = submit(config)
+    other = sqlite3.connect(config.database, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(1.0, lambda: other.execute("COMMIT"))
+    release.start()
+    run_daemon(config)
+    release.join()
+    check_end(config, job)
+
+
+def test_two_daemons_at_once_are_one(config: Config) -> None:
+    job = submit(config)
+    environment = {**os.environ, "BROKER_HOME": str(config.home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "broker", "daemon", "--idle", "0"]
+    twins = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) for _ in range(2)]
+    codes = [twin.wait(RUN_S_MAX) for twin in twins]
+    for twin in twins:
+        twin.communicate()
+    assert codes == [0, 0]
+    run_daemon(config)
+    check_end(config, job)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_loses_nothing_and_the_job_ends_when_there_is_room(tmp_path: Path) -> None:
+    home = tmp_path / "small"
+    home.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(home)], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount")
+    try:
+        config = load_config(home)
+        job = submit(config)
+        filler = home / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        environment = {**os.environ, "BROKER_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "broker", "daemon", "--idle", "0"]
+        daemon = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert daemon.stderr is not None
+        assert any("full" in line or "space" in line for line in iter(daemon.stderr.readline, "")), "it says why"
+        filler.unlink()
+        daemon.communicate(timeout=RUN_S_MAX)
+        run_daemon(config)
+        check_end(config, job)
+    finally:
+        subprocess.run(["umount", "-l", str(home)], check=False)
