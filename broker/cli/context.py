@@ -116,7 +116,10 @@ class Context:
         """Rank placements from the price book, and from this machine where the task names `local`."""
         from broker.catalog.local import list_local_offers
         from broker.optimizer.planner import make_plan
+        from broker.task.accelerators import resolve_accelerators
 
+        figures = self.book.read_figures()
+        task = resolve_accelerators(task, figures)
         offers = list(self.book.find_offers(task))
         if any(each.cloud == "local" for each in task.resources):
             offers += list_local_offers(*measure_machine())
@@ -126,7 +129,7 @@ class Context:
             prices_as_of=self.book.as_of,
             usable_clouds=usable_clouds,
             avoid=avoid,
-            figures=self.book.read_figures(),
+            figures=figures,
             egress=self.book.read_egress(),
         )
 

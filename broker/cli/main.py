@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
     "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
+    "schema": ("broker.cli.schema", "Print the JSON Schema of task files, for editors"),
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
