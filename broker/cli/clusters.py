@@ -71,7 +71,7 @@ def launch(
         name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
         num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
     )  # fmt: skip
-    one = options.read_task(entrypoint, overrides)
+    one = context.resolve(options.read_task(entrypoint, overrides))
     options.check_notices([one], is_launch=not dryrun)
     plan = plan_launch(context, one, is_dryrun=dryrun)
     if dryrun and as_json:

@@ -106,6 +106,12 @@ class Context:
         )
         raise UsageError(f"there is no cluster `{name}`", hints=[hint])
 
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        from broker.task.accelerators import resolve_accelerators
+
+        return resolve_accelerators(task, self.book.read_figures())
+
     def plan(
         self,
         task: Task,
@@ -116,10 +122,9 @@ class Context:
         """Rank placements from the price book, and from this machine where the task names `local`."""
         from broker.catalog.local import list_local_offers
         from broker.optimizer.planner import make_plan
-        from broker.task.accelerators import resolve_accelerators
 
         figures = self.book.read_figures()
-        task = resolve_accelerators(task, figures)
+        task = self.resolve(task)
         offers = list(self.book.find_offers(task))
         if any(each.cloud == "local" for each in task.resources):
             offers += list_local_offers(*measure_machine())

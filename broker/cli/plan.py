@@ -39,6 +39,7 @@ def plan(
         )
         for each in load_tasks(task, envs=read_pairs(env or [], "--env"))
     ]  # fmt: skip
+    tasks = [context.resolve(each) for each in tasks]
     check_notices(tasks, is_launch=False)
     plans = [context.plan(each) for each in tasks]
     if as_json:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from broker.task.measures import read_gib
-from broker.types import AcceleratorFigures, Quantity, Resources, Task
+from broker.task.reading import suggest
+from broker.types import AcceleratorFigures, Notice, Origin, Quantity, Resources, Task
 
 _BY_MEMORY = re.compile(r"(?:([A-Za-z]+):)?([0-9]+[gGmMtT][bB])(\+?)")
 _TPU = re.compile(r"tpu-v([0-9][a-z]*)-([0-9]+)", re.IGNORECASE)
@@ -31,9 +32,13 @@ def read_accelerator(text: str) -> tuple[str, float]:
 
 
 def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) -> Task:
-    """The task with every accelerator named as in `figures`; one asked for by memory becomes all that fit."""
+    """The task with every accelerator named as in `figures`; one asked for by memory becomes all that fit.
+
+    As in SkyPilot, an unknown name among alternatives is left out, with a notice; alone it stays for the book to refuse.
+    """
     by_lower = {name.lower(): name for name in figures}
     found: list[Resources] = []
+    unknown: dict[str, Resources] = {}
     for each in task.resources:
         if each.accelerator is None:
             names: list[str | None] = [None]
@@ -43,9 +48,23 @@ def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) 
         else:
             names = [_find_name(each.accelerator, by_lower, figures)]
         for name in names:
-            if (resolved := replace(each, accelerator=name)) not in found:
+            if name is not None and name not in figures:
+                unknown.setdefault(name, each)
+            elif (resolved := replace(each, accelerator=name)) not in found:
                 found.append(resolved)
-    return task if tuple(found) == task.resources else replace(task, resources=tuple(found))
+    if not found or tuple(found) == task.resources:
+        return task
+    notices = tuple(_note_unknown(name, each, by_lower) for name, each in unknown.items())
+    return replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+
+
+def _note_unknown(name: str, resources: Resources, by_lower: Mapping[str, str]) -> Notice:
+    return Notice(
+        origin=resources.origin or Origin(file="command line", line=0, column=0),
+        field="accelerators",
+        message=f"`accelerators`: nobody sells `{name}`; it is left out",
+        hint=suggest(name, by_lower.values()),
+    )
 
 
 def _list_by_memory(figures: Mapping[str, AcceleratorFigures], memory: Quantity, maker: str | None) -> list[str]:

@@ -95,11 +95,12 @@ class Port(Scalar):
 
 
 _NAMED = Text(pattern=ACCELERATOR, expected="like `H100:8`")
+_COUNTED = MapOf(value=Number(at_most=10_000), key=ACCELERATOR, key_expected="like `H100` or `H100:8`", has_null=True)
 _ACCELERATORS = Either(
     shapes=(
         _NAMED,
-        MapOf(value=Number(at_most=10_000), key=ACCELERATOR, key_expected="like `H100` or `H100:8`", has_null=True),
-        ListOf(item=_NAMED, count_min=1),
+        _COUNTED,
+        ListOf(item=Either(shapes=(_NAMED, _COUNTED)), count_min=1),
     )
 )
 _NOT_YET_DISK = "broker does not choose local disks"
@@ -262,7 +263,9 @@ RESOURCES = Table(
     fields=_list_all(),
     exclusive=(*_PLACES, ("any_of", "ordered", "keep one of them")),
     retired={
-        "hooks": "write them under `config: hooks:`",
+        "hooks": "write them under `config: hooks:` of the task",
+        "termination_hook": "write it under `config: hooks:` of the task",
+        "preemption": "write its hook under `config: hooks:` of the task",
         "auto_restart": "write `job_recovery: {max_restarts_on_errors: N}`",
         "spot": "write `use_spot: true`",
         "gpu": "write `accelerators: NAME:COUNT`",

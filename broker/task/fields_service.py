@@ -88,5 +88,11 @@ SERVICE = Table(
         ),
         "tls": Field(shape=TLS, about="Certificates."),
     },
+    retired={
+        "https": "write `tls: {keyfile: PATH, certfile: PATH}`",
+        "port": "write `ports` under `resources`",
+        "controller_resources": "remove it: there is no controller",
+        "auto_restart": "remove it: replicas are always restarted",
+    },
     exclusive=(("replicas", "replica_policy", "keep `replica_policy`"),),
 )

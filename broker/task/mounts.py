@@ -58,12 +58,8 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
         _warn(reader, section.marked, "`file_mounts`: volumes are not mounted", "use `disk_size`, or a bucket")
     else:
         _warn(reader, section.marked, "`file_mounts`: storage is not mounted", _FETCH)
-        if not name and not sources:
-            reader.fault(
-                section.marked, "a storage mount needs `name` or `source`", "for example `source: s3://bucket`"
-            )
-    if section.get("mode") == "COPY" and not sources and not name:
-        reader.fault(section.marks["mode"], "`mode: COPY` needs a `source` to copy")
+        if not name and not sources:  # also where a variable that stands for it is still empty
+            _warn(reader, section.marked, "`file_mounts`: storage needs `name` or `source`", "write `source: s3://...`")
     return StorageMount(
         target=target,
         source=sources,

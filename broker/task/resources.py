@@ -139,11 +139,14 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
     value = section.get("accelerators")
     if value is None:
         return [], False
-    if isinstance(value, dict):  # in flow style without a space YAML reads `{A100:8}` as a key with no value
-        named = [(read_accelerator(key), count) for key, count in value.items()]
-        pairs = [(name, own if count is None else own * count) for (name, own), count in named]
-    else:
-        pairs = [read_accelerator(each) for each in ([value] if isinstance(value, str) else value)]
+    pairs: _Pairs = []
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, str):
+            pairs.append(read_accelerator(each))
+            continue
+        for key, count in each.items():  # in flow style without a space YAML reads `{A100:8}` as a key with no value
+            name, own = read_accelerator(key)
+            pairs.append((name, own if count is None else own * count))
     return list(dict.fromkeys(pairs)), isinstance(value, list)
 
 

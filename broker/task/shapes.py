@@ -74,7 +74,7 @@ class Text(Scalar):
         return isinstance(value, str) or (self.also_scalar and isinstance(value, (int, float)))
 
     def hint(self, marked: Marked) -> str | None:
-        return None if isinstance(marked.value, (str, dict)) else "put it in quotes"
+        return None if isinstance(marked.value, (str, dict, list)) else "put it in quotes"
 
     def describe(self) -> Schema:
         kind: Schema = {"type": ["string", "number", "boolean"] if self.also_scalar else "string"}

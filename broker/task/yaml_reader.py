@@ -77,11 +77,11 @@ def read_documents(text: str, file: str) -> list[Marked]:
     except Fault as fault:
         raise fail(fault.line, fault.column, fault.message, fault.hint) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        is_bare = "simple key" in (error.context or "")  # the parser looks for the `:` as far as the next line
+        mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise fail(
-            line, column, f"not valid YAML: {error.problem or error.context}", _explain(lines, line, column)
-        ) from None
+        problem = "a field without `:`" if is_bare else error.problem or error.context
+        raise fail(line, column, f"not valid YAML: {problem}", _explain(lines, line, column)) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
