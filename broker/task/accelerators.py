@@ -10,8 +10,8 @@ from broker.task.measures import read_gib
 from broker.task.reading import suggest
 from broker.types import AcceleratorFigures, Notice, Origin, Quantity, Resources, Task
 
-_BY_MEMORY = re.compile(r"(?:([A-Za-z]+):)?([0-9]+[gGmMtT][bB])(\+?)")
-_TPU = re.compile(r"tpu-v([0-9][a-z]*)-([0-9]+)", re.IGNORECASE)
+_BY_MEMORY = r"(?:([A-Za-z]+):)?([0-9]+[gGmMtT][bB])(\+?)"
+_TPU = r"[tT][pP][uU]-[vV]([0-9][a-zA-Z]*)-([0-9]+)"
 # A TPU's name counts cores up to v4 and v5p, and chips since: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 _CORES_PER_CHIP = {"2": 2, "3": 2, "4": 2, "5p": 2}
 _TPU_NAMES = {"5litepod": "5e", "5lite": "5e"}
@@ -25,7 +25,7 @@ def read_accelerator(text: str) -> tuple[str, float]:
     name, _, count = text.rpartition(":")
     if not name or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", count):
         name, count = text, "1"
-    if found := _TPU.fullmatch(name):
+    if found := re.fullmatch(_TPU, name):
         version = _TPU_NAMES.get(found[1].lower(), found[1].lower())
         return f"TPU-v{version}", int(found[2]) / _CORES_PER_CHIP.get(version, 1) * float(count)
     return name, float(count)
@@ -34,7 +34,8 @@ def read_accelerator(text: str) -> tuple[str, float]:
 def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) -> Task:
     """The task with every accelerator named as in `figures`; one asked for by memory becomes all that fit.
 
-    As in SkyPilot, an unknown name among alternatives is left out, with a notice; alone it stays for the book to refuse.
+    As in SkyPilot, an unknown name among alternatives is left out, with a notice; alone it stays for the book to
+    refuse.
     """
     by_lower = {name.lower(): name for name in figures}
     found: list[Resources] = []
@@ -42,7 +43,7 @@ def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) 
     for each in task.resources:
         if each.accelerator is None:
             names: list[str | None] = [None]
-        elif asked := _BY_MEMORY.fullmatch(each.accelerator):
+        elif asked := re.fullmatch(_BY_MEMORY, each.accelerator):
             memory = Quantity(value=read_gib(asked[2]), is_minimum=bool(asked[3]))
             names = [*_list_by_memory(figures, memory, asked[1])] or [each.accelerator]
         else:

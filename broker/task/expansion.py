@@ -13,7 +13,7 @@ from broker.task.reading import Reader
 from broker.task.yaml_reader import BYTES_MAX, Marked
 
 FIELDS = ("workdir", "file_mounts", "volumes", "service")
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
+_VARIABLE = r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))"
 
 
 def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]) -> Marked:
@@ -69,7 +69,7 @@ class _Expander:
 def _split(text: str) -> list[tuple[str, str]]:
     """Pieces of the text: what is written, and the variable's name where it is one."""
     pieces, end = [], 0
-    for found in _VARIABLE.finditer(text):
+    for found in re.finditer(_VARIABLE, text):
         pieces += [(text[end : found.start()], ""), (found[0], found[1] or found[2])]
         end = found.end()
     return [*pieces, (text[end:], "")]

@@ -32,6 +32,7 @@ CLOUDS = (
     "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
 )  # fmt: skip
 OWN_MACHINES = ("kubernetes", "k8s", "ssh", "slurm", "vsphere")  # the user's: no prices, nothing to rent
+WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
 STRATEGIES = ("failover", "eager_next_region", "cheapest")
 ACCELERATOR_NAME = r"[A-Za-z][A-Za-z0-9_.-]{0,60}"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
@@ -45,26 +46,31 @@ class Infra(Scalar):
     """`aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` -> the parts, `*` and empty ones as None."""
 
     expected = "like `aws`, `aws/us-east-1` or `aws/us-east-1/us-east-1a`"
-    _cloud = any_case([each for each in CLOUDS if each not in OWN_MACHINES])
-    pattern = rf"(?:{_cloud}|\*)(?:/[^/\s]+){{0,2}}/?|(?:{any_case(OWN_MACHINES)})(?:/[^\s]+)?"
 
     def parse(self, marked: Marked) -> tuple[str | None, ...] | None:
         text = marked.value.strip() if isinstance(marked.value, str) else ""
-        if not re.fullmatch(self.pattern, text):
+        cloud, *rest = text.removesuffix("/").split("/")
+        is_known = cloud == "*" or cloud.lower() in CLOUDS
+        if not is_known or any(not each or re.search(r"\s", each) for each in rest):
             return None
-        cloud, *rest = text.rstrip("/").split("/")
-        if cloud.lower() in ("k8s", "kubernetes", "ssh"):  # a context's name may hold slashes
-            rest = ["/".join(rest)]
-        parts = [None if each in ("", "*") else each for each in (cloud.lower(), *rest, "", "")]
-        return tuple(parts[:3])
+        if cloud.lower() in WITH_CONTEXTS:  # a context's name may hold slashes
+            rest = ["/".join(rest)] if rest else []
+        if len(rest) > 2:
+            return None
+        parts = [None if each == "*" else each for each in (cloud.lower(), *rest)]
+        return (*parts, None, None)[:3]
 
     def hint(self, marked: Marked) -> str | None:
         cloud = str(marked.value).split("/")[0].strip()
-        is_known = re.fullmatch(any_case(CLOUDS) + r"|\*", cloud)
-        return None if is_known else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
+        return (
+            None if cloud.lower() in (*CLOUDS, "*") else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
+        )
 
     def describe(self) -> Schema:
-        return {"anyOf": [{"enum": [*CLOUDS, "*"]}, {"type": "string", "pattern": rf"^\s*(?:{self.pattern})\s*$"}]}
+        others = any_case([each for each in CLOUDS if each not in WITH_CONTEXTS])
+        part = r"/[^/\s]+"
+        pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{part})*/?"
+        return {"anyOf": [{"enum": [*CLOUDS, "*"]}, {"type": "string", "pattern": rf"^\s*(?:{pattern})\s*$"}]}
 
 
 class Port(Scalar):

@@ -72,7 +72,7 @@ def _read_document(
         return None
     known = {**_peek(marked, "envs"), **_peek(marked, "secrets"), **envs, **secrets}
     section = TASK.read(reader, expand_variables(reader, marked, known), "")
-    return Document(section=section, task=_read_task(reader, section, envs, secrets)) if section else None
+    return (section, _read_task(reader, section, envs, secrets)) if section else None
 
 
 def _peek(marked: Marked, name: str) -> dict[str, str]:

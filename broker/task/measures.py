@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from broker.task.shapes import Scalar, Schema
@@ -58,12 +57,11 @@ class Measure(Scalar):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Count(Measure):
     """`4` is exactly 4, `4+` at least 4 -> Quantity."""
 
-    expected: str = "an amount like `4` or `4+`"
-    pattern: str = rf"{_POSITIVE}\+?"
+    expected = "an amount like `4` or `4+`"
+    pattern = rf"{_POSITIVE}\+?"
 
     def convert(self, text: str) -> Quantity:
         return Quantity(value=float(text.removesuffix("+")), is_minimum=text.endswith("+"))
@@ -72,52 +70,45 @@ class Count(Measure):
         return Quantity(value=value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
+class Ratio(float):
     """`4x`: so many GiB for every vCPU, at least."""
 
-    gib_per_cpu: float
 
-
-@dataclass(frozen=True, kw_only=True)
 class Memory(Measure):
     """`32`, `32+`, `64GB`, `64GB+` -> Quantity in GiB; `4x` -> Ratio."""
 
-    expected: str = "an amount like `32`, `32+` or `64GB`"
-    pattern: str = rf"{_POSITIVE} ?(?:{_UNIT})?\+?|{_POSITIVE}x"
+    expected = "an amount like `32`, `32+` or `64GB`"
+    pattern = rf"{_POSITIVE} ?(?:{_UNIT})?\+?|{_POSITIVE}x"
 
     def convert(self, text: str) -> Quantity | Ratio:
         if text.endswith("x"):
-            return Ratio(gib_per_cpu=float(text[:-1]))
+            return Ratio(text[:-1])
         return Quantity(value=read_gib(text.removesuffix("+")), is_minimum=text.endswith("+"))
 
     def from_number(self, value: float) -> Quantity:
         return Quantity(value=value)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Size(Measure):
     """`256`, `256GB`, `1.5TB` -> GiB."""
 
-    expected: str = "a size like `256` or `256GB`"
-    pattern: str = rf"{_NUMBER} ?(?:{_UNIT})?"
-    is_zero_ok: bool = True
+    expected = "a size like `256` or `256GB`"
+    pattern = rf"{_NUMBER} ?(?:{_UNIT})?"
+    is_zero_ok = True
 
     def convert(self, text: str) -> float:
         return read_gib(text)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Duration(Measure):
     """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number counts in `bare_unit`."""
 
-    bare_unit: str
-    is_zero_ok: bool = False
-    expected: str = "a duration like `90s`, `10m`, `1h30m` or `6d`"
+    expected = "a duration like `90s`, `10m`, `1h30m` or `6d`"
 
-    @property
-    def pattern(self) -> str:  # type: ignore[override]
-        return rf"{'' if self.is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
+    def __init__(self, *, bare_unit: str, is_zero_ok: bool = False) -> None:
+        self.bare_unit = bare_unit
+        self.is_zero_ok = is_zero_ok
+        self.pattern = rf"{'' if is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
 
     def from_number(self, value: float) -> float:
         return value * _SECONDS[self.bare_unit]

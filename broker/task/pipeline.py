@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from broker.task.fields import HEADER
@@ -12,13 +12,7 @@ from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
 from broker.types import Task
 
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A task as it was read, with the section that it came from."""
-
-    section: Section
-    task: Task
+Document = tuple[Section, Task]  # a task as it was read, with the section that it came from
 
 
 def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section | None, list[Marked]]:
@@ -33,12 +27,12 @@ def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section |
 def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:
     """The tasks with `needs` filled in: as written, or else each needs the one before it."""
     is_parallel = header is not None and header.get("execution") == "parallel"
-    has_needs = any("needs" in each.section.values for each in documents)
+    has_needs = any("needs" in section.values for section, _ in documents)
     tasks = _name_tasks(reader, documents, has_needs=has_needs) if len(documents) > 1 or has_needs else None
     if tasks is None:
-        return tuple(each.task for each in documents)
+        return tuple(task for _, task in documents)
     if has_needs:
-        return _read_needs(reader, [each.section for each in documents], tasks)
+        return _read_needs(reader, [section for section, _ in documents], tasks)
     if not is_parallel:
         chain = [tasks[0]]
         for task in tasks[1:]:
@@ -57,18 +51,18 @@ def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Docum
 
 def _name_tasks(reader: Reader, documents: Sequence[Document], *, has_needs: bool) -> list[Task]:
     """Each with a name of its own: SkyPilot lets tasks be nameless or share a name, `needs` cannot."""
-    taken = {each.task.name for each in documents}
+    taken = {task.name for _, task in documents}
     seen: set[str] = set()
     tasks = []
-    for number, each in enumerate(documents, start=1):
-        name = each.task.name or f"task-{number}"
+    for number, (section, task) in enumerate(documents, start=1):
+        wanted = name = task.name or f"task-{number}"
         if name in seen and has_needs:
-            reader.fault(each.section.marks.get("name", each.section.marked), f"two tasks are named `{name}`")
+            reader.fault(section.marks.get("name", section.marked), f"two tasks are named `{name}`")
         count = 2
-        while name in seen or (each.task.name is None and name in taken):
-            name, count = f"{each.task.name or f'task-{number}'}-{count}", count + 1
+        while name in seen or (name != task.name and name in taken):
+            name, count = f"{wanted}-{count}", count + 1
         seen.add(name)
-        tasks.append(replace(each.task, name=name))
+        tasks.append(replace(task, name=name))
     return tasks
 
 

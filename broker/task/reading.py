@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from broker.errors import Issue
@@ -21,7 +21,7 @@ class Reader:
         self.file = file
         self.issues: list[Issue] = []
         self._notices: list[Notice] = []
-        self._lines = split_lines(text)
+        self._text = text
 
     def find_origin(self, marked: Marked) -> Origin:
         return Origin(file=self.file, line=marked.line, column=marked.column)
@@ -62,6 +62,10 @@ class Reader:
     def _find_line(self, line: int) -> str | None:
         return self._lines[line - 1] or None if 0 < line <= len(self._lines) else None
 
+    @cached_property
+    def _lines(self) -> list[str]:
+        return split_lines(self._text)
+
 
 def describe(value: Any) -> str:
     """A value, as an error message shows it."""
@@ -79,6 +83,8 @@ def describe(value: Any) -> str:
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
     """The near miss, as a hint."""
+    import difflib  # only for a fault: it takes longer to import than a task to load
+
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower()[:_SHOWN_MAX], by_lower, n=1, cutoff=0.6)
     return f"did you mean `{by_lower[near[0]]}`?" if near else None

@@ -104,7 +104,7 @@ def _read_memory(reader: Reader, section: Section, base: Resources) -> Quantity 
     if cpus is None:
         reader.fault(section.marks["memory"], "`memory` by vCPU needs `cpus`", "write `cpus: 4+`, or memory in GiB")
         return None
-    return Quantity(value=cpus.value * memory.gib_per_cpu, is_minimum=True)
+    return Quantity(value=cpus.value * memory, is_minimum=True)
 
 
 def _read_ports(value: Any) -> tuple[str, ...] | None:

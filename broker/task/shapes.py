@@ -7,35 +7,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from broker.task.reading import Reader, describe, suggest
 from broker.task.yaml_reader import Marked
 
+# No dataclasses in the tables: every command that reads a task would pay 0.4 ms for each, 8 ms in all.
 Schema = dict[str, Any]
 
 
-class Shape(Protocol):
+class Shape:
     """What a value must be. `expected` completes "`cpus` must be ..."."""
 
-    @property
-    def expected(self) -> str: ...
+    expected: str = ""
+
     def admits_kind(self, value: Any) -> bool:
         """Whether the value is of the right kind (text, mapping, ...), right or wrong."""
-        ...
+        raise NotImplementedError
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
         """The typed value, or None with issues noted. Never called for a null."""
-        ...
+        raise NotImplementedError
 
-    def describe(self) -> Schema: ...
+    def describe(self) -> Schema:
+        raise NotImplementedError
 
 
-class Scalar:
+class Scalar(Shape):
     """A shape of one word or number: `parse` gives the typed value, or None when it does not fit."""
-
-    expected: str = ""
 
     def parse(self, marked: Marked) -> Any:
         raise NotImplementedError
@@ -52,17 +51,14 @@ class Scalar:
             reader.fault(marked, f"`{name}` must be {self.expected}, not {describe(marked)}", self.hint(marked))
         return value
 
-    def describe(self) -> Schema:
-        raise NotImplementedError
 
-
-@dataclass(frozen=True, kw_only=True)
 class Text(Scalar):
     """Text, perhaps of a form. `also_scalar`: a number or true/false stands for its own text."""
 
-    pattern: str | None = None
-    expected: str = "text"
-    also_scalar: bool = False
+    def __init__(self, *, pattern: str | None = None, expected: str = "text", also_scalar: bool = False) -> None:
+        self.pattern = pattern
+        self.expected = expected
+        self.also_scalar = also_scalar
 
     def parse(self, marked: Marked) -> str | None:
         if not isinstance(marked.value, str) and not self.also_scalar:
@@ -81,15 +77,12 @@ class Text(Scalar):
         return kind if self.pattern is None else {**kind, "pattern": f"^(?:{self.pattern})$"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Choice(Scalar):
     """One of a few words, in any case; the value is the word as it stands in `words`."""
 
-    words: Sequence[str]
-
-    @property
-    def expected(self) -> str:  # type: ignore[override]
-        return f"one of {', '.join(self.words)}"
+    def __init__(self, *, words: Sequence[str]) -> None:
+        self.words = words
+        self.expected = f"one of {', '.join(words)}"
 
     def parse(self, marked: Marked) -> str | None:
         text = marked.value.lower() if isinstance(marked.value, str) else ""
@@ -102,9 +95,8 @@ class Choice(Scalar):
         return {"anyOf": [{"enum": list(self.words)}, {"type": "string", "pattern": f"^(?:{any_case(self.words)})$"}]}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flag(Scalar):
-    expected: str = "`true` or `false`"
+    expected = "`true` or `false`"
 
     def parse(self, marked: Marked) -> bool | None:
         return marked.value if isinstance(marked.value, bool) else None
@@ -116,15 +108,12 @@ class Flag(Scalar):
         return {"type": "boolean"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Whole(Scalar):
-    minimum: int = 0
-    maximum: int = 1_000_000_000
-
-    @property
-    def expected(self) -> str:  # type: ignore[override]
-        most = f" and at most {self.maximum}" if self.maximum < 100_000 else ""
-        return f"a whole number of at least {self.minimum}{most}"
+    def __init__(self, *, minimum: int = 0, maximum: int = 1_000_000_000) -> None:
+        self.minimum = minimum
+        self.maximum = maximum
+        most = f" and at most {maximum}" if maximum < 100_000 else ""
+        self.expected = f"a whole number of at least {minimum}{most}"
 
     def parse(self, marked: Marked) -> int | None:
         value = marked.value
@@ -139,15 +128,12 @@ class Whole(Scalar):
         return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Number(Scalar):
-    above: float | None = 0.0  # None: zero counts too
-    at_most: float = 1e12
-
-    @property
-    def expected(self) -> str:  # type: ignore[override]
-        least = "of at least 0" if self.above is None else f"above {self.above:g}"
-        return f"a number {least}{f' and at most {self.at_most:g}' if self.at_most < 1e12 else ''}"
+    def __init__(self, *, above: float | None = 0.0, at_most: float = 1e12) -> None:
+        self.above = above
+        self.at_most = at_most
+        least = "of at least 0" if above is None else f"above {above:g}"
+        self.expected = f"a number {least}{f' and at most {at_most:g}' if at_most < 1e12 else ''}"
 
     def parse(self, marked: Marked) -> float | None:
         value = marked.value
@@ -164,11 +150,10 @@ class Number(Scalar):
         return {"type": "number", **least, "maximum": self.at_most}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Anything:
+class Anything(Shape):
     """Any value; it is only kept from being a surprise."""
 
-    expected: str = "any value"
+    expected = "any value"
 
     def admits_kind(self, value: Any) -> bool:
         return True
@@ -180,14 +165,12 @@ class Anything:
         return {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListOf:
-    item: Shape
-    count_min: int = 0
+class ListOf(Shape):
+    expected = "a list"
 
-    @property
-    def expected(self) -> str:
-        return "a list"
+    def __init__(self, *, item: Shape, count_min: int = 0) -> None:
+        self.item = item
+        self.count_min = count_min
 
     def admits_kind(self, value: Any) -> bool:
         return isinstance(value, list)
@@ -212,18 +195,16 @@ class ListOf:
         return {"type": "array", "items": self.item.describe(), **least}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MapOf:
+class MapOf(Shape):
     """A mapping from free keys to values of one shape; with `has_null` a key without a value gives None."""
 
-    value: Shape
-    key: str = ".+"
-    key_expected: str = "text"
-    has_null: bool = False
+    expected = "a mapping"
 
-    @property
-    def expected(self) -> str:
-        return "a mapping"
+    def __init__(self, *, value: Shape, key: str = ".+", key_expected: str = "text", has_null: bool = False) -> None:
+        self.value = value
+        self.key = key
+        self.key_expected = key_expected
+        self.has_null = has_null
 
     def admits_kind(self, value: Any) -> bool:
         return isinstance(value, dict)
@@ -251,15 +232,12 @@ class MapOf:
         return {"type": "object", "additionalProperties": value, **key}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Either:
+class Either(Shape):
     """One of several shapes, told apart by their kinds; the first of a kind explains what is wrong."""
 
-    shapes: Sequence[Shape]
-
-    @property
-    def expected(self) -> str:
-        return " or ".join(dict.fromkeys(each.expected for each in self.shapes))
+    def __init__(self, *, shapes: Sequence[Shape]) -> None:
+        self.shapes = shapes
+        self.expected = " or ".join(dict.fromkeys(each.expected for each in shapes))
 
     def admits_kind(self, value: Any) -> bool:
         return any(each.admits_kind(value) for each in self.shapes)

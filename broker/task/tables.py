@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from broker.task.reading import Reader, describe, suggest
@@ -11,35 +10,51 @@ from broker.task.shapes import Schema, Shape, allow_null
 from broker.task.yaml_reader import Marked
 
 
-@dataclass(frozen=True, kw_only=True)
 class Later:
     """What is said of a field that loads but is not carried out. `{value}` in the message is what was written."""
 
-    message: str
-    hint: str | None = None
-    blocks_launch: bool = True
-    applies: Callable[[Any], bool] = bool
+    def __init__(
+        self,
+        *,
+        message: str,
+        hint: str | None = None,
+        blocks_launch: bool = True,
+        applies: Callable[[Any], bool] = bool,
+    ) -> None:
+        self.message = message
+        self.hint = hint
+        self.blocks_launch = blocks_launch
+        self.applies = applies
 
 
-@dataclass(frozen=True, kw_only=True)
 class Field:
     """One key: its shape, and what editors and the reference say of it."""
 
-    shape: Shape
-    about: str
-    later: Later | None = None
-    alias_of: str | None = None
-    is_required: bool = False
-    examples: Sequence[Any] = ()
+    def __init__(
+        self,
+        *,
+        shape: Shape,
+        about: str,
+        later: Later | None = None,
+        alias_of: str | None = None,
+        is_required: bool = False,
+        examples: Sequence[Any] = (),
+    ) -> None:
+        self.shape = shape
+        self.about = about
+        self.later = later
+        self.alias_of = alias_of
+        self.is_required = is_required
+        self.examples = examples
 
 
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """A read table: typed values by field; one that is not given, null or at fault is absent."""
 
-    marked: Marked
-    values: Mapping[str, Any]
-    marks: Mapping[str, Marked]
+    def __init__(self, *, marked: Marked, values: Mapping[str, Any], marks: Mapping[str, Marked]) -> None:
+        self.marked = marked
+        self.values = values
+        self.marks = marks
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(name, default)
@@ -51,19 +66,25 @@ class Section:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Shape):
     """A mapping with known keys. `exclusive` lists pairs that must not stand together, `retired` what to write now."""
 
-    name: str
-    fields: Mapping[str, Field]
-    exclusive: Sequence[tuple[str, str, str]] = ()  # a field, another, and what to do
-    retired: Mapping[str, str] = field(default_factory=dict)
-    about: str = ""
+    expected = "a mapping"
 
-    @property
-    def expected(self) -> str:
-        return "a mapping"
+    def __init__(
+        self,
+        *,
+        name: str,
+        fields: Mapping[str, Field],
+        exclusive: Sequence[tuple[str, str, str]] = (),
+        retired: Mapping[str, str] | None = None,
+        about: str = "",
+    ) -> None:
+        self.name = name
+        self.fields = fields
+        self.exclusive = exclusive
+        self.retired = retired or {}
+        self.about = about
 
     def admits_kind(self, value: Any) -> bool:
         return isinstance(value, dict)

@@ -24,12 +24,8 @@ _KNOWN_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "set")
 _SCALAR_TAGS: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),),
 }  # fmt: skip
-_INT = re.compile(r"[-+]?[0-9]+")
-_BASED_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _DIGITS_MAX = 64
-_LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+_LINE_END = "\r\n|[\n\r\x85\u2028\u2029]"
 
 
 @dataclass(kw_only=True)
@@ -57,9 +53,9 @@ class Fault(Exception):
 
 def read_documents(text: str, file: str) -> list[Marked]:
     """All documents of a text. Raises TaskError with the place of the first fault of syntax."""
-    lines = split_lines(text)
 
     def fail(line: int, column: int, message: str, hint: str | None = None) -> TaskError:
+        lines = split_lines(text)
         source = lines[line - 1] if 0 < line <= len(lines) else None
         return TaskError([Issue(file=file, line=line, column=column, message=message, hint=hint, source_line=source)])
 
@@ -81,7 +77,7 @@ def read_documents(text: str, file: str) -> list[Marked]:
         mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         problem = "a field without `:`" if is_bare else error.problem or error.context
-        raise fail(line, column, f"not valid YAML: {problem}", _explain(lines, line, column)) from None
+        raise fail(line, column, f"not valid YAML: {problem}", _explain(split_lines(text), line, column)) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -90,7 +86,7 @@ def read_documents(text: str, file: str) -> list[Marked]:
 
 def split_lines(text: str) -> list[str]:
     """Lines as YAML counts them."""
-    return _LINE_END.split(text)
+    return re.split(_LINE_END, text)
 
 
 def _explain(lines: list[str], line: int, column: int) -> str | None:
@@ -106,11 +102,7 @@ def _loader() -> Any:
     return getattr(yaml, "CLoader", yaml.Loader)
 
 
-@dataclass(kw_only=True)
-class _Anchored:
-    node: Marked
-    size: int
-    height: int
+_Anchored = tuple[Marked, int, int]  # the node, how many values it stands for, how deep it is
 
 
 class _Composer:
@@ -144,17 +136,18 @@ class _Composer:
             compose = self._compose_sequence if isinstance(event, yaml.SequenceStartEvent) else self._compose_mapping
             self._height = 1 + compose(node, depth + 1)
         if event.anchor:
-            self._anchors[event.anchor] = _Anchored(node=node, size=self._count - before, height=self._height)
+            self._anchors[event.anchor] = (node, self._count - before, self._height)
         return node
 
     def _follow(self, event: Any, depth: int) -> Marked:
         found = self._anchors.get(event.anchor)
         if found is None:
             raise Fault(event.start_mark, f"`*{event.anchor}` stands for nothing", f"define `&{event.anchor}` above it")
-        self._add(found.size, event)
-        self._check_depth(depth + found.height, event)
-        self._height = found.height
-        return found.node
+        node, size, height = found
+        self._add(size, event)
+        self._check_depth(depth + height, event)
+        self._height = height
+        return node
 
     def _add(self, count: int, event: Any) -> None:
         self._count += count
@@ -232,13 +225,24 @@ def _resolve(text: str) -> Any:
         return True
     if text in ("false", "False", "FALSE"):
         return False
-    if len(text) < _DIGITS_MAX:
-        if _INT.fullmatch(text):
-            return int(text)
-        if _BASED_INT.fullmatch(text):
+    return _read_number(text) if text[0] in "0123456789+-." and len(text) < _DIGITS_MAX else text
+
+
+def _read_number(text: str) -> Any:
+    """A number, or the text when it is none. By hand: compiling patterns takes longer than reading a task."""
+    unsigned = text[1:] if text[0] in "+-" else text
+    if unsigned.isascii() and unsigned.isdigit():
+        return int(text)
+    if text.startswith(("0o", "0x")) and text[2:].isalnum() and text.isascii():
+        try:
             return int(text[2:], 8 if text[1] == "o" else 16)
-        if _FLOAT.fullmatch(text):
+        except ValueError:
+            return text
+    if not text.strip("+-.0123456789eE"):
+        try:
             return float(text)
-        if _SPECIAL_FLOAT.fullmatch(text):
-            return float(text.replace(".", ""))
+        except ValueError:
+            return text
+    if unsigned in (".inf", ".Inf", ".INF") or text in (".nan", ".NaN", ".NAN"):
+        return float(text.replace(".", ""))
     return text
