@@ -203,9 +203,14 @@ ONE: dict[str, Field] = {
     ),
     "network_tier": Field(shape=Choice(words=("standard", "best")), about="How fast the network between nodes is."),
     "local_disk": Field(
-        shape=Text(
-            pattern=r"(?:[nN][vV][mM][eE]|[sS][sS][dD])(?::[0-9]{1,9}\+?)?|[0-9]{1,9}\+?", expected="like `nvme:1000+`",
-            also_scalar=True,
+        shape=Either(
+            shapes=(
+                Text(
+                    pattern=r"(?:[nN][vV][mM][eE]|[sS][sS][dD])(?::[0-9]{1,9}\+?)?|[0-9]{1,9}\+?",
+                    expected="like `nvme:1000+`",
+                ),
+                Whole(minimum=1),
+            )
         ),
         about="Fast disks inside the machine, in GB.", examples=("nvme:1000+", "ssd"),
         later=Later(message=_NOT_YET_DISK, hint="name an `instance_type` that has them, and drop `local_disk`"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from broker.task.fields import HEADER, TASK
 from broker.task.shapes import Either, ListOf, MapOf, Schema, Shape
@@ -13,7 +13,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 def make_schema() -> Schema:
     """JSON Schema, draft 2020-12, of one document of a task file: a task, or a pipeline's header."""
-    tables = {table.name: table for root in (TASK, HEADER) for table in _list_tables(root)}
+    tables = {table.name: table for table in list_tables()}
     return {
         "$schema": DRAFT,
         "title": "broker task file",
@@ -21,6 +21,11 @@ def make_schema() -> Schema:
         "anyOf": [TASK.describe(), HEADER.describe()],
         "$defs": {name: table.describe_fully() for name, table in sorted(tables.items())},
     }
+
+
+def list_tables() -> Sequence[Table]:
+    """Every table of fields that a task file can hold."""
+    return [table for root in (TASK, HEADER) for table in _list_tables(root)]
 
 
 def _list_tables(shape: Shape) -> Iterator[Table]:

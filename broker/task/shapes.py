@@ -184,7 +184,7 @@ class ListOf(Shape):
             return None
         found = []
         for each in marked.value:
-            if each.value is None:
+            if each.value is None and not isinstance(self.item, Anything):
                 reader.fault(each, f"`{name}` has an empty item")
             elif (value := self.item.read(reader, each, name)) is not None:
                 found.append(value)
@@ -217,7 +217,7 @@ class MapOf(Shape):
         for key, each in marked.value.items():
             if not re.fullmatch(self.key, key, re.DOTALL):
                 reader.note(*marked.keys[key], f"a key of `{name}` must be {self.key_expected}, not {describe(key)}")
-            elif each.value is None:
+            elif each.value is None and not isinstance(self.value, Anything):
                 if self.has_null:
                     found[key] = None
                 else:
@@ -228,8 +228,8 @@ class MapOf(Shape):
 
     def describe(self) -> Schema:
         value = allow_null(self.value.describe()) if self.has_null else self.value.describe()
-        key = {"propertyNames": {"pattern": f"^(?:{self.key})$"}} if self.key != ".+" else {}
-        return {"type": "object", "additionalProperties": value, **key}
+        key: Schema = {"minLength": 1} if self.key == ".+" else {"pattern": f"^(?:{self.key})$"}
+        return {"type": "object", "additionalProperties": value, "propertyNames": key}
 
 
 class Either(Shape):
