@@ -12,12 +12,17 @@ from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
 from broker.types import Task
 
+TASKS_MAX = 1_000
+_SHOWN_MAX = 6  # names of a circle
 Document = tuple[Section, Task]  # a task as it was read, with the section that it came from
 
 
 def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section | None, list[Marked]]:
     """The header, when the first of several documents has nothing but a header's fields; and the tasks."""
     found = [each for each in documents if each.value is not None]
+    if len(found) > TASKS_MAX + 1:
+        reader.fault(found[TASKS_MAX + 1], f"the file holds more than {TASKS_MAX:,} tasks", "split it")
+        return None, found[:1]
     first = found[0].value if len(found) > 1 else None
     if isinstance(first, dict) and first and set(first) <= set(HEADER.fields):
         return HEADER.read(reader, found[0], "header"), found[1:]
@@ -81,9 +86,8 @@ def _read_needs(reader: Reader, sections: Sequence[Section], tasks: Sequence[Tas
     edges = {task.name: list(task.needs) for task in found if task.name}
     if circle := _find_circle(edges):
         section = next(section for section, task in zip(sections, found, strict=True) if task.name == circle[0])
-        reader.note(
-            *section.find_key("needs"), f"`needs` goes in a circle: {' -> '.join(circle)}", "remove one of them"
-        )
+        shown = circle if len(circle) <= _SHOWN_MAX else [*circle[: _SHOWN_MAX - 2], "...", circle[-1]]
+        reader.note(*section.find_key("needs"), f"`needs` goes in a circle: {' -> '.join(shown)}", "remove one of them")
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from broker.task.tables import Section
 from broker.types import Autostop, JobRecovery, Quantity, Resources
 
 IDLE_MINUTES = 5  # SkyPilot's, for `autostop: true`
+ALTERNATIVES_MAX = 1_000  # each is planned by itself
 DOCKER = "docker:"
 
 _Pairs = list[tuple[str, float]]
@@ -26,6 +27,12 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
     base = _apply(reader, section, Resources())
     accelerators, is_listed = _read_accelerators(section)
     images = _read_images(reader, section)
+    count = (
+        len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))
+    )
+    if count > ALTERNATIVES_MAX:
+        reader.fault(section.marked, f"`resources` has {count:,} alternatives, more than {ALTERNATIVES_MAX:,}")
+        return (base,), False
     for name in ("any_of", "ordered"):
         if items := section.get(name):
             return _read_alternatives(reader, items, base, accelerators, images), name == "ordered"
@@ -41,7 +48,10 @@ def _read_alternatives(
         each = _apply(reader, item, base)
         own, _ = _read_accelerators(item)
         own_images = _read_images(reader, item) if item.get("image_id") is not None else images
-        found.extend(new for new in _spread(each, own or accelerators, own_images) if new not in found)
+        found.extend(_spread(each, own or accelerators, own_images))
+        if len(found) > ALTERNATIVES_MAX:
+            reader.fault(item.marked, f"`resources` has more than {ALTERNATIVES_MAX:,} alternatives")
+            break
     return tuple(found) or (base,)
 
 
