@@ -199,9 +199,17 @@ ONE: dict[str, Field] = {
     "disk_size": Field(shape=Size(), about="The root disk in GiB; 256.", examples=("256GB", "1TB")),
     "ephemeral_storage": Field(shape=Size(), alias_of="disk_size", about="An old name of `disk_size`."),
     "disk_tier": Field(
-        shape=Choice(words=("low", "medium", "high", "ultra", "best", "none")), about="How fast the root disk is."
+        shape=Choice(words=("low", "medium", "high", "ultra", "best", "none")), about="How fast the root disk is.",
+        later=Later(
+            message="the cloud's usual disk is taken", blocks_launch=False, applies=lambda value: value != "none"
+        ),
     ),
-    "network_tier": Field(shape=Choice(words=("standard", "best")), about="How fast the network between nodes is."),
+    "network_tier": Field(
+        shape=Choice(words=("standard", "best")), about="How fast the network between nodes is.",
+        later=Later(
+            message="the cloud's usual network is taken", blocks_launch=False, applies=lambda value: value == "best"
+        ),
+    ),
     "local_disk": Field(
         shape=Either(
             shapes=(
@@ -219,6 +227,7 @@ ONE: dict[str, Field] = {
     "ports": Field(
         shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"),
         about="Ports open to the internet.",
+        later=Later(message="no port is opened; `broker ssh` can forward one", blocks_launch=False),
     ),
     "image_id": Field(
         shape=Either(shapes=(Text(), MapOf(value=Text()))),
