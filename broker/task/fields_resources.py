@@ -227,7 +227,7 @@ ONE: dict[str, Field] = {
     "ports": Field(
         shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"),
         about="Ports open to the internet.",
-        later=Later(message="no port is opened; `broker ssh` can forward one", blocks_launch=False),
+        later=Later(message="no port is opened to the internet", blocks_launch=False),
     ),
     "image_id": Field(
         shape=Either(shapes=(Text(), MapOf(value=Text()))),
