@@ -104,5 +104,7 @@ async def wait_running(
             listing = await lister.list(cloud, tries_max=1)
         except RETRYABLE:
             continue
+        before = dict(nodes)
         nodes.update((node.id, node) for node in listing.by_token.get(token, ()))
-        on_look(list(nodes.values()))
+        if nodes != before:
+            on_look(list(nodes.values()))
