@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.errors import NoOfferError, UsageError
-from broker.types import Offer, Placement, Plan, Task
+from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
@@ -68,6 +68,16 @@ class Market:
 
         return open_book(self._cache)
 
+    @cached_property
+    def figures(self) -> Mapping[str, AcceleratorFigures]:
+        return self.book.read_figures()
+
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        from broker.task.accelerators import resolve_accelerators
+
+        return resolve_accelerators(task, self.figures)
+
     def plan(
         self,
         task: Task,
@@ -76,6 +86,7 @@ class Market:
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """As `rank`; raises NoOfferError with hints, each of which was tried."""
+        task = self.resolve(task)
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid)
         except NoOfferError as error:
@@ -102,13 +113,14 @@ class Market:
         """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly."""
         from broker.optimizer.planner import make_plan
 
+        task = self.resolve(task)
         return make_plan(
             task,
             self._find_offers(task) if offers is None else offers,
             prices_as_of=self.book.as_of,
             usable_clouds=usable_clouds,
             avoid=avoid,
-            figures=self.book.read_figures(),
+            figures=self.figures,
             egress=self.book.read_egress(),
         )
 

@@ -108,6 +108,10 @@ class Context:
     def book(self) -> Book:
         return self.market.book
 
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        return self.market.resolve(task)
+
     def plan(
         self,
         task: Task,

@@ -47,7 +47,9 @@ def plan(
         infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type, num_nodes=num_nodes,
         use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (), max_price=max_price,
     )  # fmt: skip
-    plans = [context.plan(each) for each in _read(task, overrides)]
+    tasks = [context.resolve(each) for each in _read(task, overrides)]
+    options.check_notices(tasks, is_launch=False)
+    plans = [context.plan(each) for each in tasks]
     is_pipeline = len(plans) > 1 or minimize != "cost" or deadline_hours is not None
     if as_json:
         print_json(_describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline))

@@ -41,10 +41,12 @@ _NOUNS = {
         "DataSet",
         "Goal",
         "JobRecovery",
+        "Notice",
         "Origin",
         "Quantity",
         "Resources",
         "Secret",
+        "StorageMount",
         "Task",
     ),
 }
