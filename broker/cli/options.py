@@ -47,6 +47,7 @@ class Overrides:
     instance_type: str | None = None
     num_nodes: int | None = None
     use_spot: bool | None = None
+    max_price: float | None = None  # USD per hour and node
     env: Sequence[str] = ()
     env_file: Path | None = None
     secret: Sequence[str] = ()
@@ -74,6 +75,9 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
             task, infra=overrides.infra, accelerators=overrides.gpus, cpus=overrides.cpus, memory=overrides.memory,
             instance_type=overrides.instance_type, num_nodes=overrides.num_nodes, use_spot=overrides.use_spot,
         )  # fmt: skip
+        if overrides.max_price is not None:
+            capped = tuple(replace(shape, usd_hour_max=overrides.max_price) for shape in each.resources)
+            each = replace(each, resources=capped)
         each = replace(each, name=overrides.name or each.name)
         if overrides.workdir:
             kept = tuple(notice for notice in each.notices if notice.field != "workdir")
