@@ -31,6 +31,7 @@ class Sharding:
     pipeline: int = 1
     data: int = 1
     zero: int = 0
+    interleave: int = 1  # pipeline chunks a rank holds (Narayanan 2021, section 2.2.2)
     is_sequence_parallel: bool = True  # norms and dropouts split along the sequence too, over the tensor ranks
 
     @property
@@ -119,8 +120,8 @@ def estimate_activations(
     A block keeps sbh (34 + 5as/h) bytes in 16 bits (eq. 1); tensor ranks share 24 of the 34 and the attention part
     (eq. 2), with sequence parallelism all of it (eq. 4). Selective recomputation, and flash attention alike, keeps no
     attention part (eq. 6); full recomputation only each block's input, 2sbh, and one block at work. Under the 1F1B
-    schedule the first of p stages holds min(p, m) micro-batches of l/p blocks (section 4.2.3). Logits and the last
-    norm add 4sb (h + V) / t where one stage holds all (section 4.3).
+    schedule the first of p stages holds min(p, m) micro-batches of l/p blocks (section 4.2.3), and interleaving
+    1 + (p-1)/(p v) times that. Logits and the last norm add 4sb (h + V) / t where one stage holds all (section 4.3).
     """
     tokens = float(sequence * micro_batch)
     t = sharding.tensor
@@ -130,7 +131,9 @@ def estimate_activations(
     linear = 10 / split + 24 / t
     block = tokens * shape.width * (linear + (attention if recompute == "none" else 0.0))
     blocks = shape.layers / sharding.pipeline
-    in_flight = min(sharding.pipeline, micro_batches)
+    in_flight = float(min(sharding.pipeline, micro_batches))
+    if sharding.interleave > 1 and sharding.pipeline > 1:
+        in_flight *= 1 + (sharding.pipeline - 1) / (sharding.pipeline * sharding.interleave)
     if recompute == "full":
         kept = 2 * tokens * shape.width / split * blocks * in_flight + block
     else:
