@@ -26,7 +26,7 @@ GBITS: dict[tuple[str, str], float] = {
     ("azure", "Standard_NC80adis_H100_v5"): 80, ("azure", "Standard_NC96ads_A100_v4"): 80,
     ("azure", "Standard_NC40ads_H100_v5"): 40, ("azure", "Standard_NC"): 20,
     ("oci", "BM.GPU4.8"): 1600, ("oci", "BM.GPU.A100-v2.8"): 1600, ("oci", "BM.GPU.H100.8"): 3200,
-    ("oci", "BM.GPU.H200.8"): 3200, ("oci", "BM.GPU.B200.8"): 3200,
+    ("oci", "BM.GPU.H200.8"): 3200, ("oci", "BM.GPU.B200.8"): 3200, ("oci", "BM.GPU.MI300X.8"): 3200,
     ("nebius", "gpu-h100-sxm_8gpu"): 3200, ("nebius", "gpu-h200-sxm_8gpu"): 3200, ("nebius", "gpu-b200-sxm_8gpu"): 3200,
 }  # fmt: skip
 DEFAULT_GBITS = 25.0  # an instance that no line names: ordinary Ethernet of a cloud's larger machines

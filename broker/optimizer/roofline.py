@@ -15,8 +15,11 @@ from broker.types import AcceleratorFigures
 # Share of the peak that large matrix products reach. Fitted to published runs (tests/optimizer/test_roofline.py
 # holds the fit): Megatron-LM on A100 (Narayanan 2021; Korthikanti 2022), Llama 3 on H100 (Dubey 2024). Newer cards
 # have more arithmetic for each byte of memory, and reach less of it.
-PRODUCT_EFFICIENCY = {"A100": 0.72, "A100-80GB": 0.72, "V100": 0.60, "V100-32GB": 0.60, "H100": 0.58, "H200": 0.60,
-                      "GH200": 0.60}  # fmt: skip
+# AMD's reach the least: a third of the peak in public training benchmarks of MI300X.
+PRODUCT_EFFICIENCY = {
+    "A100": 0.72, "A100-80GB": 0.72, "V100": 0.60, "V100-32GB": 0.60, "H100": 0.58, "H200": 0.60, "GH200": 0.60,
+    "MI300X": 0.40, "MI355X": 0.40,
+}  # fmt: skip
 PRODUCT_EFFICIENCY_ELSE = 0.55
 # Narrow matrices do not fill a card: the share falls as w / (w + 500) with w = h / sqrt(t), the side of a square
 # matrix as large as a tensor rank's part.
