@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test lint format clean help
+.PHONY: run test test-slow lint format clean help
 
 help: ## say what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(INSTALLED): pyproject.toml tests/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "broker needs Python 3.11 or newer; try: make PYTHON=python3.12")'
@@ -18,8 +18,11 @@ $(INSTALLED): pyproject.toml tests/constraints.txt
 run: $(INSTALLED) ## the main job: a spot training job on this machine, preempted once, recovered, finished
 	$(BIN)/broker rehearse task_templates/ddp.yaml
 
-test: $(INSTALLED) ## all tests
+test: $(INSTALLED) ## all tests but the longest
 	$(BIN)/python -m pytest -n 2
+
+test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of up to 8 processes
+	$(BIN)/python -m pytest -n 2 -m long
 
 lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .

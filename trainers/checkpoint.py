@@ -40,6 +40,22 @@ class Stateful(Protocol):
         ...
 
 
+class HeldByOne:
+    """State whose values differ between ranks, of which one rank's are shared: it alone writes them, all read them."""
+
+    def __init__(self, state: Stateful, *, is_holder: bool) -> None:
+        """Stand for `state`."""
+        self._state, self.is_holder = state, is_holder
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state's."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The state's."""
+        self._state.load_state_dict(state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointName:
     """What a checkpoint folder's name says."""
@@ -50,6 +66,15 @@ class CheckpointName:
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-attempt-{self.attempt:04d}-{self.run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a manifest says lies beside it, and who wrote that."""
+
+    world_size: int
+    shared: frozenset[str]
+    own: frozenset[str]
 
 
 class CheckpointManager:
@@ -88,27 +113,32 @@ class CheckpointManager:
 
         Torn and corrupt ones are passed over with a warning. The first rank looks and decides for all.
         """
-        choice: tuple[CheckpointName, int] | None = None
+        choice: tuple[CheckpointName, Contents] | None = None
         if self._ranks.is_first:
             choice = find_newest(self._storage)
         choice = self._ranks.share(choice)
         if choice is None:
             return None
-        name, world_size = choice
-        state = {key: each.state_dict() for key, each in self._shared.items()}
-        with_own = world_size == self._ranks.world_size
-        if with_own:
-            state[self._own_key] = {key: each.state_dict() for key, each in self._own.items()}
-        elif self._ranks.is_first:
+        name, contents = choice
+        is_same_world = contents.world_size == self._ranks.world_size
+        if not is_same_world and self._ranks.is_first:
             _warn(
-                f"`{name}` was written by {world_size} ranks, not {self._ranks.world_size}; random numbers start anew"
+                f"`{name}` was written by {contents.world_size} ranks, not {self._ranks.world_size}; "
+                "random numbers start anew"
             )
+        # Another strategy may have left out what this one keeps besides; that begins as it was made.
+        shared = {key: each for key, each in self._shared.items() if key in contents.shared}
+        own = {key: each for key, each in self._own.items() if key in contents.own and is_same_world}
+        # One after the other: both may be read into the same tensors, and a rank's own values are to stay.
+        state = {key: each.state_dict() for key, each in shared.items()}
         self._load(state, str(name))
-        for key, each in self._shared.items():
+        for key, each in shared.items():
             each.load_state_dict(state[key])
-        if with_own:
-            for key, each in self._own.items():
-                each.load_state_dict(state[self._own_key][key])
+        if own:
+            own_state = {self._own_key: {key: each.state_dict() for key, each in own.items()}}
+            self._load(own_state, str(name))
+            for key, each in own.items():
+                each.load_state_dict(own_state[self._own_key][key])
         self._step_saved = self.step_committed = name.step
         return name.step
 
@@ -121,7 +151,9 @@ class CheckpointManager:
         self.wait()
         if step == self._step_saved:
             return
-        state = {key: _copy(each.state_dict()) for key, each in self._shared.items()}
+        # Asked on every rank, for the ranks may have to settle what the state is.
+        found = {key: (each, each.state_dict()) for key, each in self._shared.items()}
+        state = {key: _copy(part) for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
         state[self._own_key] = {key: _copy(each.state_dict()) for key, each in self._own.items()}
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
@@ -189,6 +221,8 @@ class CheckpointManager:
             "step": name.step,
             "attempt": name.attempt,
             "world_size": self._ranks.world_size,
+            "shared": sorted(self._shared),
+            "own": sorted(self._own),
             "files": files,
         }
         try:
@@ -207,13 +241,13 @@ class CheckpointManager:
         return f"attempt {self._attempt} is stale: attempt {highest} of this job has begun"
 
 
-def find_newest(storage: Storage) -> tuple[CheckpointName, int] | None:
-    """The newest complete checkpoint and the world size that wrote it, passing over what is torn or corrupt."""
+def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
+    """The newest complete checkpoint and what is in it, passing over what is torn or corrupt."""
     for name in list_checkpoints(storage):
-        world_size, problem = verify(storage, name)
-        if problem is None:
-            return name, world_size
-        _warn(f"skipping checkpoint `{name}`: {problem}")
+        found = verify(storage, name)
+        if isinstance(found, Contents):
+            return name, found
+        _warn(f"skipping checkpoint `{name}`: {found}")
     return None
 
 
@@ -224,25 +258,30 @@ def list_checkpoints(storage: Storage) -> list[CheckpointName]:
     return sorted(names, key=lambda name: (name.step, name.attempt, name.run), reverse=True)
 
 
-def verify(storage: Storage, name: CheckpointName) -> tuple[int, str | None]:
-    """Check every file against the manifest: the world size that wrote it, and what is wrong, if anything."""
+def verify(storage: Storage, name: CheckpointName) -> Contents | str:
+    """Check every file against the manifest: what is in the checkpoint, or what is wrong with it."""
     content = storage.read(f"{name}/manifest.json")
     if content is None:
-        return 0, "it has no manifest, so writing it was cut short"
+        return "it has no manifest, so writing it was cut short"
     try:
         manifest = json.loads(content)
-        version, world_size, files = manifest["version"], int(manifest["world_size"]), dict(manifest["files"])
+        version, files = manifest["version"], dict(manifest["files"])
+        contents = Contents(
+            world_size=int(manifest["world_size"]),
+            shared=frozenset(manifest["shared"]),
+            own=frozenset(manifest["own"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
-        return 0, f"its manifest cannot be read ({error})"
+        return f"its manifest cannot be read ({error})"
     if version != MANIFEST_VERSION:
-        return 0, f"its manifest has version {version}, not {MANIFEST_VERSION}"
+        return f"its manifest has version {version}, not {MANIFEST_VERSION}"
     for file, seal in files.items():
         found = storage.checksum(f"{name}/{file}")
         if found is None:
-            return 0, f"`{file}` is missing"
+            return f"`{file}` is missing"
         if list(found) != seal:
-            return 0, f"`{file}` is not what was written"
-    return world_size, None
+            return f"`{file}` is not what was written"
+    return contents
 
 
 def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:

@@ -3,35 +3,42 @@
 Imports nothing heavy, so `--help` and a mistyped flag answer at once.
 """
 
-import argparse
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from trainers.flags import iterate_knobs, parse_flags, to_arguments
+from trainers.knobs import knob
+from trainers.presets import PRESETS
+from trainers.strategies.options import StrategyOptions
 
-def knob(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
-    """Declare a field that is also a flag."""
-    return field(default=default, metadata={"help": help_text, "choices": tuple(choices)})
+__all__ = ["Config", "find_problem", "iterate_knobs", "parse_config", "to_arguments"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of the network."""
 
+    kind: str = knob("gpt", "GPT-2's blocks, or Llama's", ("gpt", "llama"))
     depth: int = knob(4, "transformer blocks")
     width: int = knob(128, "size of the residual stream, a multiple of the heads")
     heads: int = knob(4, "attention heads")
-    context: int = knob(128, "bytes the model sees at once")
-    dropout: float = knob(0.0, "share of activations dropped while training")
+    key_value_heads: int = knob(0, "heads of keys and values, shared by several of the others (llama); 0: all heads")
+    hidden_width: int = knob(0, "width inside the perceptron; 0: 4 x width, for llama 8/3 x width")
+    context: int = knob(128, "tokens the model sees at once")
+    vocabulary: int = knob(0, "token ids the model knows; 0: those of the data")
+    dropout: float = knob(0.0, "share of activations dropped while training (gpt)")
+    tie_embeddings: bool = knob(False, "use the token embedding as the last layer too")
+    rope_theta: float = knob(10000.0, "longest wave of the rotary position embedding (llama)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is read, and in which order."""
 
-    path: str = knob("", "file to train on, read as bytes; empty: text that ships with Python")
+    path: str = knob("", "text, parquet or .bin file, or a folder of them; empty: text that ships with Python")
+    column: str = knob("text", "column of a parquet file that holds the text")
     seed: int = knob(0, "seed of the shuffle")
+    validation_share: float = knob(0.01, "share of the windows kept for evaluation, where the data has no val file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +47,15 @@ class TrainConfig:
 
     steps: int = knob(200, "optimizer steps in the whole run")
     batch: int = knob(16, "samples a step, over all ranks whatever their number")
-    micro_batch: int = knob(8, "most samples of one forward pass on one rank")
+    micro_batch: int = knob(8, "most samples of one forward pass on one rank; gradients of several are added up")
     learning_rate: float = knob(2e-3, "peak of the learning rate")
     learning_rate_min: float = knob(2e-4, "learning rate at the last step")
     warmup_steps: int = knob(20, "steps of linear rise to the peak")
     weight_decay: float = knob(0.1, "decay of matrices a step, times the learning rate")
     norm_max: float = knob(1.0, "gradients are clipped to this norm")
-    precision: str = knob("float32", "arithmetic of the forward pass", ("float32", "bfloat16"))
+    z_loss: float = knob(0.0, "weight of log(Z)^2 in the loss, which keeps logits small; 1e-4 is usual (PaLM)")
+    on_nan: str = knob("stop", "what a step without finite gradients does to the run", ("stop", "skip"))
+    skips_max: int = knob(10, "steps in a row that may be skipped before the run stops after all")
     seed: int = knob(0, "seed of the weights and of dropout")
 
 
@@ -59,85 +68,143 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """A whole run."""
+class EvaluateConfig:
+    """The loss on samples that are not trained on."""
 
-    strategy: str = knob("ddp", "how ranks share the work, see trainers/strategies/")
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    every_steps: int = knob(0, "steps between evaluations; 0 is never")
+    samples: int = knob(64, "samples of one evaluation, the same ones each time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Text written by the model when it is trained."""
+
+    tokens: int = knob(80, "tokens to write; 0 is none")
+    prompt: str = knob("\n", "what the text goes on from")
+    temperature: float = knob(0.8, "below 1 prefers likely tokens; 0 takes the likeliest")
+    seed: int = knob(0, "seed of the choice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is told, and where. The broker's progress file is written as well."""
+
+    every_steps: int = knob(1, "steps between two lines on stdout and in the files")
+    metrics: str = knob("", "JSON lines are appended to this file")
+    tensorboard: str = knob("", "folder for TensorBoard's event files; needs the package tensorboard")
+    peak_tflops: float = knob(0.0, "what one device can do at best, for the share in use (MFU); 0: by its name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """A run that hangs is ended, so that it can be started again."""
+
+    timeout_s: float = knob(600.0, "longest time for a step, a start or a checkpoint; 0 waits for ever")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A trace of some steps, to be opened in Perfetto or chrome://tracing."""
+
+    steps: int = knob(0, "steps to trace; 0 is none")
+    first: int = knob(10, "step of this attempt at which the trace begins")
+    folder: str = knob("profile", "where each rank's trace is written")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(StrategyOptions):
+    """What every trainer has."""
+
+    dtype: str = knob("float32", "arithmetic of forward and backward; weights stay float32", ("float32", "bfloat16"))
+    compile: bool = knob(False, "compile the model's blocks with torch.compile: slow to start, fast to run")
+    recompute: str = knob(
+        "none",
+        "activation checkpointing: blocks computed again in the backward pass instead of kept: all, or every second",
+        ("none", "selective", "full"),
+    )
+    prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """A whole run of the language model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
 
 
 def parse_config(arguments: Sequence[str], program: str = "python -m trainers.lm") -> Config:
-    """Read flags such as `--model.depth 6`; an unknown flag or a value that cannot work exits with code 2."""
-    # An abbreviation that is unique today breaks when the next knob arrives.
-    parser = argparse.ArgumentParser(prog=program, description="Train a small language model.", allow_abbrev=False)
-    for name, knob_field in iterate_knobs(Config):
-        parser.add_argument(
-            f"--{name}",
-            type=type(knob_field.default),
-            default=knob_field.default,
-            choices=knob_field.metadata["choices"] or None,
-            help=f"{knob_field.metadata['help']} (default: {knob_field.default!r})",
-        )
-    values = vars(parser.parse_args(arguments))
-    config: Config = _build(Config, values, "")
-    problem = find_problem(config)
-    if problem:
-        parser.error(problem)
-    return config
-
-
-def to_arguments(config: Config) -> list[str]:
-    """Write a config as flags that `parse_config` reads back to an equal one."""
-    arguments = []
-    for name, _ in iterate_knobs(Config):
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        arguments.append(f"--{name}={value}")
-    return arguments
+    """Read flags, a config file and a preset; what cannot work exits with code 2."""
+    return parse_flags(
+        Config,
+        arguments,
+        program=program,
+        description="Train a language model, GPT- or Llama-style, on any number of nodes; run again, it goes on.",
+        presets=PRESETS,
+        find_problem=find_problem,
+    )
 
 
 def find_problem(config: Config) -> str | None:
     """Say what cannot work in a config, or None."""
-    model, train = config.model, config.train
+    model = config.model
     positive = {
         "--model.depth": model.depth,
         "--model.width": model.width,
         "--model.heads": model.heads,
         "--model.context": model.context,
+    }
+    if problem := find_small(positive, 1) or find_run_problem(config):
+        return problem
+    if model.width % model.heads:
+        return f"`--model.width {model.width}` is not a multiple of `--model.heads {model.heads}`"
+    if model.key_value_heads and model.heads % model.key_value_heads:
+        return f"`--model.heads {model.heads}` is not a multiple of `--model.key_value_heads {model.key_value_heads}`"
+    if model.kind == "llama" and (model.width // model.heads) % 2:
+        return "rotary embedding turns pairs: `--model.width` over `--model.heads` must be even"
+    if not 0.0 <= model.dropout < 1.0:
+        return f"`--model.dropout` must be in [0, 1), not {model.dropout}"
+    if model.kind == "llama" and model.dropout:
+        return "`--model.kind llama` has no dropout"
+    if not 0.0 <= config.data.validation_share < 1.0:
+        return f"`--data.validation_share` must be in [0, 1), not {config.data.validation_share}"
+    return find_small({"--model.vocabulary": model.vocabulary, "--model.hidden_width": model.hidden_width}, 0)
+
+
+def find_run_problem(config: RunConfig) -> str | None:
+    """Say what cannot work in the knobs that every trainer has, or None."""
+    train = config.train
+    positive = {
         "--train.steps": train.steps,
         "--train.batch": train.batch,
         "--train.micro_batch": train.micro_batch,
+        "--train.skips_max": train.skips_max,
         "--checkpoint.keep": config.checkpoint.keep,
+        "--evaluate.samples": config.evaluate.samples,
+        "--log.every_steps": config.log.every_steps,
+        "--profile.first": config.profile.first,
     }
-    for flag, value in positive.items():
-        if value < 1:
-            return f"`{flag}` must be at least 1, not {value}"
-    if model.width % model.heads:
-        return f"`--model.width {model.width}` is not a multiple of `--model.heads {model.heads}`"
-    if not 0.0 <= model.dropout < 1.0:
-        return f"`--model.dropout` must be in [0, 1), not {model.dropout}"
-    if config.checkpoint.every_steps < 0 or train.warmup_steps < 0:
-        return "`--checkpoint.every_steps` and `--train.warmup_steps` cannot be negative"
+    natural = {
+        "--train.warmup_steps": train.warmup_steps,
+        "--checkpoint.every_steps": config.checkpoint.every_steps,
+        "--evaluate.every_steps": config.evaluate.every_steps,
+        "--profile.steps": config.profile.steps,
+        "--watchdog.timeout_s": config.watchdog.timeout_s,
+        "--train.z_loss": train.z_loss,
+    }
+    return find_small(positive, 1) or find_small(natural, 0)
+
+
+def find_small(values: Mapping[str, float], least: int) -> str | None:
+    """Name the first flag whose value is below the least that makes sense."""
+    for flag, value in values.items():
+        if not value >= least:
+            return f"`{flag}` must be at least {least}, not {value}"
     return None
-
-
-def iterate_knobs(tree: type, prefix: str = "") -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
-    """Yield every leaf of the tree as its dotted name and field, in order of declaration."""
-    for each in dataclasses.fields(tree):
-        if dataclasses.is_dataclass(each.type):
-            assert isinstance(each.type, type)
-            yield from iterate_knobs(each.type, f"{prefix}{each.name}.")
-        else:
-            yield f"{prefix}{each.name}", each
-
-
-def _build(tree: Any, values: dict[str, Any], prefix: str) -> Any:
-    parts = {}
-    for each in dataclasses.fields(tree):
-        name = f"{prefix}{each.name}"
-        parts[each.name] = values[name] if name in values else _build(each.type, values, f"{name}.")
-    return tree(**parts)

@@ -1,44 +1,111 @@
-"""The training text and its order.
+"""The samples of a run and their order.
 
 A sample's place depends on its global index only, never on the rank or world size that reads it.
 """
 
 import hashlib
-import sysconfig
-from pathlib import Path
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trainers.config import DataConfig
 from trainers.errors import TrainerError
 
 # Balanced Feistel networks are hard to tell from random from four rounds on (Luby and Rackoff, 1988).
 ROUND_COUNT = 4
 
+Batch = tuple[Tensor, Tensor]
+
+
+class Samples(Protocol):
+    """An endless row of samples; any of them can be read at once, by any rank."""
+
+    fingerprint: str  # two rows with one fingerprint hold the same samples in the same order
+
+    def read(self, sample_first: int, sample_count: int) -> Batch:
+        """Inputs and targets of consecutive global indexes, on the CPU, the sample first in every shape."""
+        ...
+
 
 class Corpus:
-    """A text cut into windows, shuffled anew every epoch; any sample is found in O(1)."""
+    """Tokens cut into windows, shuffled anew every epoch; any sample is found in O(1)."""
 
-    def __init__(self, text: bytes, context: int, seed: int) -> None:
-        """Cut `text` into windows of `context` bytes and the byte after each."""
-        self._context = context
-        self._seed = seed
-        self.window_count = (len(text) - 1) // context
-        if self.window_count < 1:
-            raise TrainerError(f"the text has {len(text)} bytes; a context of {context} needs {context + 1}")
-        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.fingerprint = hashlib.sha256(text).hexdigest()
+    def __init__(self, shards: Sequence[Tensor], fingerprint: str, context: int, seed: int, windows: range) -> None:
+        """Cut each of `shards`, one-dimensional tensors of token ids, into windows of `context` tokens and the next.
 
-    def windows(self, sample_first: int, sample_count: int) -> Tensor:
-        """Samples of consecutive global indexes, `[count, context + 1]` byte ids."""
-        starts = [self.window_of(sample_first + each) * self._context for each in range(sample_count)]
-        return torch.stack([self._bytes[start : start + self._context + 1] for start in starts]).long()
+        Only the `windows` of this range are shown. The seed is part of what makes two runs the same.
+        """
+        self._shards, self._context, self._seed = shards, context, seed
+        self._windows = windows
+        self._ends = list(accumulate(count_windows(shard, context) for shard in shards))
+        if not windows:
+            longest = max((len(shard) for shard in shards), default=0)
+            raise TrainerError(
+                f"the data has {longest} tokens in a row; a context of {context} needs {context + 1} "
+                "for each window, and one window at least"
+            )
+        assert windows.stop <= self._ends[-1]
+        self.fingerprint = f"{fingerprint}/{context}/{seed}/{windows.start}-{windows.stop}"
+
+    @property
+    def window_count(self) -> int:
+        """Samples of one epoch."""
+        return len(self._windows)
+
+    def read(self, sample_first: int, sample_count: int) -> Batch:
+        """Token ids `[count, context]` and, for each, the id that follows it."""
+        rows = [self._window(self.window_of(sample_first + each)) for each in range(sample_count)]
+        windows = torch.stack(rows).long()
+        return windows[:, :-1], windows[:, 1:]
 
     def window_of(self, sample: int) -> int:
         """The window that the sample of this global index shows."""
-        epoch, place = divmod(sample, self.window_count)
-        return permute(place, self.window_count, f"{self._seed}/{epoch}")
+        epoch, place = divmod(sample, len(self._windows))
+        return self._windows[permute(place, len(self._windows), f"{self._seed}/{epoch}")]
+
+    def _window(self, window: int) -> Tensor:
+        shard = bisect_right(self._ends, window)
+        start = (window - (self._ends[shard - 1] if shard else 0)) * self._context
+        return self._shards[shard][start : start + self._context + 1]
+
+
+class Prefetch:
+    """Reads ahead: whoever reads samples of one step will want those a batch further on, of the next."""
+
+    def __init__(self, samples: Samples, batch: int, *, is_pinned: bool) -> None:
+        """Read one step of `batch` samples ahead, in one thread; `is_pinned` for copies to a GPU."""
+        self._samples, self._batch, self._is_pinned = samples, batch, is_pinned
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self.fingerprint = samples.fingerprint
+
+    def read(self, sample_first: int, sample_count: int) -> Batch:
+        """What was read ahead, or what is read now; either way the same."""
+        found = self._ahead.pop((sample_first, sample_count), None)
+        # What lies behind was asked for in other portions, or never will be.
+        self._ahead = {key: each for key, each in self._ahead.items() if key[0] >= sample_first}
+        following = sample_first + self._batch
+        self._ahead[following, sample_count] = self._thread.submit(self._read, following, sample_count)
+        return found.result() if found else self._read(sample_first, sample_count)
+
+    def _read(self, sample_first: int, sample_count: int) -> Batch:
+        inputs, targets = self._samples.read(sample_first, sample_count)
+        return (inputs.pin_memory(), targets.pin_memory()) if self._is_pinned else (inputs, targets)
+
+
+def split_windows(window_count: int, validation_share: float) -> tuple[range, range]:
+    """The windows to train on and, from the end of the data, those kept for evaluation."""
+    kept = int(window_count * validation_share)
+    return range(window_count - kept), range(window_count - kept, window_count)
+
+
+def count_windows(shard: Tensor, context: int) -> int:
+    """Whole windows of a shard, each with the token after it."""
+    return max(0, (len(shard) - 1) // context)
 
 
 def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -> range:
@@ -66,14 +133,3 @@ def permute(place: int, count: int, key: str) -> int:
         if place < count:
             return place
     raise AssertionError("a permutation did not come back to where it began")
-
-
-def read_text(config: DataConfig) -> bytes:
-    """The named file, or text that every Python brings along: its language reference and some of its library."""
-    if config.path:
-        return Path(config.path).read_bytes()
-    # Read as files rather than imported: the text is the same, and no module runs.
-    library = Path(sysconfig.get_paths()["stdlib"])
-    names = ("pydoc_data/topics.py", "argparse.py", "datetime.py", "decimal.py", "typing.py", "this.py")
-    found = [path for path in (library / name for name in names) if path.exists()]
-    return b"\n".join(path.read_bytes() for path in found)

@@ -1,141 +1,81 @@
-"""Trains a small language model: `python -m trainers.lm --strategy ddp`, alone, under trainers.launch or torchrun.
+"""Trains a language model: `python -m trainers.lm --strategy ddp`, alone, on the broker's nodes or under torchrun.
 
 Run again after any end but success, it goes on from the newest complete checkpoint.
 """
 
-import os
+import dataclasses
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainers.config import Config, parse_config
-from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
-from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
+from trainers.launch import end_process, launch_if_needed
+from trainers.session import Study, run_session
 
-# Nothing above imports torch. It is imported below, when flags are known to be right and SIGTERM is heard.
-if TYPE_CHECKING:
-    from trainers.checkpoint import CheckpointManager
-    from trainers.loop import StepReport
-    from trainers.progress import Progress
+if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
+    import torch
 
-STARTED_S = time.perf_counter()
+    from trainers.tokens import Tokens
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
-    # Read at torch's import. At warning level every DDP run scolds us for a choice explained in strategies/ddp.py.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    environment = read_environment()
-    notice = PreemptionNotice(environment.preemption_file)
-    notice.listen()
-    return run(config, environment, notice)
+    code = launch_if_needed("trainers.lm", arguments)
+    return run_session(config, partial(bring, config)) if code is None else code
 
 
-def run(config: Config, environment: Environment, notice: PreemptionNotice) -> int:
-    """Build everything, resume, train, save; 0 when all steps are done, 143 when preempted."""
-    from trainers.checkpoint import CheckpointManager
-    from trainers.data import Corpus, read_text
-    from trainers.loop import Position, iterate_steps
-    from trainers.models.gpt import GPT
-    from trainers.optimizer import AdamW
-    from trainers.progress import Progress
-    from trainers.randomness import RandomNumbers
-    from trainers.ranks import join_ranks, leave_ranks
-    from trainers.storage import open_storage
-    from trainers.strategies import create_strategy
+def bring(config: Config, device: "torch.device") -> Study:
+    """The text, the network, and the loss."""
+    from trainers.losses import next_token_loss
+    from trainers.models import create_language_model
+    from trainers.tokens import open_corpora, open_tokens
 
-    train = config.train
-    ranks = join_ranks()
-    random_numbers = RandomNumbers(ranks.device)
-    random_numbers.seed(train.seed)  # equal on all ranks: they draw equal weights
-    model = GPT(config.model).to(ranks.device)
-    random_numbers.seed(train.seed + 1 + ranks.rank)  # unequal: they drop different activations
-    progress = Progress(environment.progress_file, total=train.steps, is_silent=not ranks.is_first)
+    tokens = open_tokens(config.data)
+    training, validation = open_corpora(config.data, tokens, config.model.context)
+    vocabulary = config.model.vocabulary or tokens.vocabulary
+    if vocabulary < tokens.vocabulary:
+        raise TrainerError(f"the data has {tokens.vocabulary} token ids, `--model.vocabulary {vocabulary}` too few")
+    with device:
+        model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))
+    return Study(
+        model=model,
+        training=training,
+        validation=validation,
+        loss_of=next_token_loss(config.train.z_loss),
+        unit="tokens",
+        units_per_sample=config.model.context,
+        flops_per_sample=count_flops(config, sum(each.numel() for each in model.parameters()), vocabulary),
+        demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
+    )
+
+
+def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
+    """Of one sample, forward and backward: 6 a weight and token, and attention's (arXiv:2204.02311, appendix B).
+
+    An embedding is looked up, not multiplied with; tied to the last layer, it is both.
+    """
+    model = config.model
+    looked_up = 0 if model.tie_embeddings else vocabulary * model.width
+    if model.kind == "gpt":
+        looked_up += model.context * model.width
+    attention = 12 * model.depth * model.width * model.context
+    return float(model.context * (6 * (parameter_count - looked_up) + attention))
+
+
+def write_sample(config: Config, tokens: "Tokens", device: "torch.device", model: "torch.nn.Module") -> str:
+    """What the model writes, or why it cannot be shown."""
+    from trainers.generate import write_text
+    from trainers.tokenizers import create_tokenizer
+
     try:
-        strategy = create_strategy(config.strategy, ranks)
-        corpus = Corpus(read_text(config.data), config.model.context, config.data.seed)
-        optimizer = AdamW(model.named_parameters(), train)
-        position = Position(corpus.fingerprint)
-        checkpoints = CheckpointManager(
-            open_storage(environment.checkpoint_url),
-            ranks,
-            attempt=environment.attempt,
-            keep=config.checkpoint.keep,
-            shared={"model": model, "optimizer": optimizer, "position": position},
-            own={"random_numbers": random_numbers},
-        )
-        step = checkpoints.restore()
-        progress.report(
-            step=position.steps_done,
-            event="started" if step is None else "resumed",
-            checkpoint_step=step,
-            startup_s=round(time.perf_counter() - STARTED_S, 3),
-        )
-        steps = iterate_steps(
-            train,
-            model=strategy.wrap(model),
-            strategy=strategy,
-            optimizer=optimizer,
-            corpus=corpus,
-            position=position,
-            ranks=ranks,
-            is_stop_asked=notice.is_given,
-        )
-        return supervise(steps, config, checkpoints, progress)
+        tokenizer = create_tokenizer(tokens.tokenizer)
     except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        leave_ranks()
-
-
-def supervise(
-    steps: "Iterator[StepReport]", config: Config, checkpoints: "CheckpointManager", progress: "Progress"
-) -> int:
-    """Drive the steps; save every so often, at the end, and at once when a stop is asked for."""
-    told = checkpoints.step_committed
-    begin = time.perf_counter()
-    for report in steps:
-        now = time.perf_counter()
-        tokens_per_s = config.train.batch * config.model.context / (now - begin)
-        begin = now
-        committed = checkpoints.step_committed
-        progress.report(
-            step=report.step,
-            loss=report.loss,
-            tokens_per_s=round(tokens_per_s, 1),
-            event="checkpoint" if committed != told else None,
-            checkpoint_step=committed,
-        )
-        told = committed
-        if report.is_stop_asked and report.step < config.train.steps:
-            return flush(report.step, checkpoints, progress)
-        if config.checkpoint.every_steps and report.step % config.checkpoint.every_steps == 0:
-            checkpoints.save(report.step)
-    checkpoints.save(config.train.steps)
-    checkpoints.wait()
-    progress.report(step=config.train.steps, event="finished", checkpoint_step=checkpoints.step_committed)
-    return 0
-
-
-def flush(step: int, checkpoints: "CheckpointManager", progress: "Progress") -> int:
-    """Save this very step before the machine goes, and say whether that worked."""
-    begin = time.perf_counter()
-    event = "preempted, checkpoint committed"
-    try:
-        checkpoints.save(step)
-        checkpoints.wait()
-    except Exception as error:
-        # The process ends as preempted either way; the next attempt goes on from an older checkpoint.
-        print(f"error: checkpoint of step {step} was not made: {error}", file=sys.stderr, flush=True)
-        event = "preempted, checkpoint not made"
-    flush_s = round(time.perf_counter() - begin, 3)
-    progress.report(step=step, event=event, checkpoint_step=checkpoints.step_committed, flush_s=flush_s)
-    return EXIT_CODE_PREEMPTED
+        return f"no sample text: {error}"
+    return "sample: " + repr(write_text(model, tokenizer, config.sample, config.model.context, device))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -3,20 +3,20 @@
 Knows no strategy, cloud or storage. Saving, resuming and stopping happen round it.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
 
 from trainers.config import TrainConfig
-from trainers.data import Corpus, samples_of_rank
+from trainers.data import Samples
 from trainers.errors import TrainerError
 from trainers.optimizer import AdamW
 from trainers.ranks import Ranks
-from trainers.strategies.base import Strategy
+from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,25 @@ class StepReport:
     step: int
     loss: float
     norm: float
+    learning_rate: float
+    is_skipped: bool  # its gradients were not finite, and moved nothing
     is_stop_asked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be learnt from what, and with which arithmetic."""
+
+    samples: Samples
+    loss_of: Callable[[Tensor, Tensor], Tensor]  # outputs and targets -> mean over the samples
+    precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
 
 
 class Position:
     """How far the run has come, in steps and in samples of the data order."""
 
     def __init__(self, fingerprint: str) -> None:
-        """Begin at the beginning of the text with this fingerprint."""
+        """Begin at the beginning of the data with this fingerprint."""
         self.fingerprint = fingerprint
         self.steps_done = 0
         self.samples_done = 0
@@ -48,10 +59,11 @@ class Position:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counters; another text than before cannot continue the same run."""
+        """Go on from saved counters; other data than before cannot continue the same run."""
         if state["fingerprint"] != self.fingerprint:
             raise TrainerError(
-                "the checkpoint was trained on another text (the one shipped with Python differs by release)"
+                "the checkpoint was trained on other data, or data cut otherwise (`--data.*`, `--model.context`). "
+                "The text shipped with Python differs by release. Name a new `$BROKER_CHECKPOINT_DIR` to begin anew"
             )
         self.steps_done, self.samples_done = state["steps_done"], state["samples_done"]
 
@@ -62,7 +74,7 @@ def iterate_steps(
     model: nn.Module,
     strategy: Strategy,
     optimizer: AdamW,
-    corpus: Corpus,
+    work: Work,
     position: Position,
     ranks: Ranks,
     is_stop_asked: Callable[[], bool],
@@ -71,30 +83,51 @@ def iterate_steps(
 
     Whether one rank asks to stop travels with the loss, so that all ranks know at the same step.
     """
+    skips = 0
     while position.steps_done < config.steps:
-        loss = _accumulate_gradients(config, model, strategy, corpus, position, ranks)
+        learning_rate = optimizer.learning_rate
+        passes = read_passes(config, strategy, work, position.samples_done, ranks)
+        loss_part = strategy.run_passes(model, passes)
         norm = strategy.clip(model, config.norm_max)
-        optimizer.step()
+        is_skipped = not math.isfinite(norm)
+        skips = skips + 1 if is_skipped else 0
+        if is_skipped:
+            _check_skips(config, position.steps_done + 1, norm, skips)
+            optimizer.skip_step()
+        strategy.step(model, optimizer)
         position.advance(config.batch)
-        loss_mean, stop_count = ranks.sum([loss, float(is_stop_asked())])
-        yield StepReport(step=position.steps_done, loss=loss_mean, norm=norm, is_stop_asked=stop_count > 0)
+        loss, is_stopping = strategy.tally(loss_part, part=passes.part, is_stop_asked=is_stop_asked())
+        yield StepReport(
+            step=position.steps_done,
+            loss=loss,
+            norm=norm,
+            learning_rate=learning_rate,
+            is_skipped=is_skipped,
+            is_stop_asked=is_stopping,
+        )
 
 
-def _accumulate_gradients(
-    config: TrainConfig, model: nn.Module, strategy: Strategy, corpus: Corpus, position: Position, ranks: Ranks
-) -> float:
-    """Leave the mean gradient of the global batch in the parameters; return this rank's part of the mean loss."""
-    samples = samples_of_rank(position.samples_done, config.batch, ranks.rank, ranks.world_size)
-    loss_part = 0.0
-    for first in range(samples.start, samples.stop, config.micro_batch):
-        count = min(config.micro_batch, samples.stop - first)
-        windows = corpus.windows(first, count).to(ranks.device)
-        with strategy.micro_step(model, last=first + count == samples.stop):
-            with torch.autocast(ranks.device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
-                logits = model(windows[:, :-1])
-            loss = functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-            # The strategy takes the mean over ranks. Weighing by samples makes that the mean of the global batch
-            # also where the ranks' shares differ in size.
-            (loss * (count * ranks.world_size / config.batch)).backward()
-        loss_part += loss.item() * count / config.batch
-    return loss_part
+def read_passes(config: TrainConfig, strategy: Strategy, work: Work, sample_first: int, ranks: Ranks) -> Passes:
+    """This rank's samples of a step, in micro-batches."""
+    micro_batches = []
+    for samples, part in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
+        batch = work.samples.read(samples.start, len(samples))
+        inputs, targets = (each.to(ranks.device, non_blocking=True) for each in batch)
+        micro_batches.append(MicroBatch(inputs=inputs, targets=targets, part=part))
+    return Passes(
+        micro_batches=micro_batches,
+        loss_of=work.loss_of,
+        precision=work.precision,
+        share_count=strategy.share.count,
+    )
+
+
+def _check_skips(config: TrainConfig, step: int, norm: float, skips: int) -> None:
+    if config.on_nan == "skip" and skips <= config.skips_max:
+        return
+    times = f" {skips} times in a row" if skips > 1 else ""
+    raise TrainerError(
+        f"the gradients of step {step} are not finite{times} (norm {norm}), so nothing more can be learnt\n\n"
+        "hint: lower `--train.learning_rate`, raise `--train.warmup_steps`, or pass `--train.z_loss 1e-4`\n"
+        "hint: `--train.on_nan skip` passes over single steps; the run goes on from its last checkpoint"
+    )

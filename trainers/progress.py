@@ -1,20 +1,30 @@
-"""Tells people and the broker how far a run has come: a line on stdout, a JSON line in the progress file."""
+"""Tells people and the broker how far a run has come: a line or a bar on stdout, a JSON line in the progress file."""
 
 import json
 import math
+import shutil
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+BAR_WIDTH = 20
+# What of a step is worth its place on the screen; all of it is in the files.
+SCREEN_DETAILS = ("validation_loss", "mfu")
 
 
 class Progress:
     """Speaks for the first rank; a silent one (any other rank) does nothing."""
 
-    def __init__(self, file: Path | None, *, total: int, is_silent: bool) -> None:
-        """Append to `file`, if one is named; a run of `total` steps."""
-        self._file = file
-        self._total = total
+    def __init__(
+        self, file: Path | None, *, total: int, is_silent: bool, unit: str = "tokens", screen: TextIO = sys.stdout
+    ) -> None:
+        """Append to `file`, if one is named; a run of `total` steps. On a terminal steps are a bar that stays put."""
+        self._file, self._total, self._unit = file, total, unit
         self._is_silent = is_silent
+        self._screen, self._has_bar = screen, screen.isatty()
+        self._first_step: int | None = None
+        self._begin_s = time.monotonic()
 
     def report(
         self,
@@ -26,27 +36,63 @@ class Progress:
         checkpoint_step: int | None = None,
         **details: Any,
     ) -> None:
-        """Append one line. Floats keep all their digits, so two runs can be compared bit for bit."""
+        """Tell people and the file. Floats keep all their digits, so two runs can be compared bit for bit."""
         if self._is_silent:
             return
-        line = {
-            "time": time.time(),
-            "step": step,
-            "total": self._total,
-            "loss": loss if loss is None or math.isfinite(loss) else None,  # JSON has no infinity
-            "tokens_per_s": tokens_per_s,
-            "event": event,
-            "checkpoint_step": checkpoint_step,
-            **details,
-        }
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            # One small write in append mode: a reader, or a kill, sees the line whole or not at all.
-            with self._file.open("ab", buffering=0) as file:
-                file.write(json.dumps(line).encode() + b"\n")
-        words = [f"step {step}/{self._total}"]
-        words += [] if loss is None else [f"loss {loss:.4f}"]
-        words += [] if tokens_per_s is None else [f"{tokens_per_s:.0f} tokens/s"]
+        known = {"loss": loss, "tokens_per_s": tokens_per_s, "event": event, "checkpoint_step": checkpoint_step}
+        self.note(step=step, **known, **details)
+        words = [] if loss is None else [f"loss {loss:.4f}"]
+        words += [] if tokens_per_s is None else [f"{tokens_per_s:,.0f} {self._unit}/s"]
         words += [] if event is None else [event]
-        words += [f"{name} {value}" for name, value in details.items()]
-        print("  ".join(words), flush=True)
+        is_step = loss is not None
+        words += [f"{name} {_short(value)}" for name, value in details.items() if not is_step or name in SCREEN_DETAILS]
+        if self._has_bar and is_step:
+            self._draw_bar(step, words)
+        else:
+            self._write_line("  ".join([f"step {step}/{self._total}", *words]))
+
+    def note(self, *, step: int, **values: Any) -> None:
+        """Append one line to the file only."""
+        if self._is_silent or self._file is None:
+            return
+        line = {"time": time.time(), "step": step, "total": self._total}
+        line |= {name: _or_null(value) for name, value in values.items()}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        # One small write in append mode: a reader, or a kill, sees the line whole or not at all.
+        with self._file.open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def say(self, text: str) -> None:
+        """Tell people something that is no number."""
+        if not self._is_silent:
+            self._write_line(text)
+
+    def _write_line(self, text: str) -> None:
+        clear = "\r\x1b[K" if self._has_bar else ""
+        print(f"{clear}{text}", file=self._screen, flush=True)
+
+    def _draw_bar(self, step: int, words: list[str]) -> None:
+        done = BAR_WIDTH * step // max(1, self._total)
+        words = [f"step {step}/{self._total}", "=" * done + "-" * (BAR_WIDTH - done), *words, self._estimate_end(step)]
+        columns = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{'  '.join(words)[: columns - 1]}", end="", file=self._screen, flush=True)
+        if step >= self._total:
+            print(file=self._screen)
+
+    def _estimate_end(self, step: int) -> str:
+        """How much longer at the pace of this attempt, which began at a step of its own."""
+        if self._first_step is None:
+            self._first_step, self._begin_s = step, time.monotonic()
+            return ""
+        steps = max(1, step - self._first_step)
+        left_s = round((time.monotonic() - self._begin_s) / steps * (self._total - step))
+        return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d} left"
+
+
+def _or_null(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

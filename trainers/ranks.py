@@ -5,12 +5,13 @@ One process alone needs no process group, and gets none.
 
 import datetime
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 # A dead peer should be an error soon, not after torch's 30 minutes; the broker restarts the whole set anyway.
 TIMEOUT_S = 60
@@ -23,6 +24,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    local_world_size: int = 1  # ranks of this node
     background_group: Any = None
 
     @property
@@ -55,20 +57,11 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.background_group)
         return values
 
-    def synchronize_gradients(self, gradients: list[Tensor]) -> None:
-        """Replace gradients by their mean over all ranks, in one message of fixed layout."""
-        if self.world_size == 1:
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= self.world_size
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(whole) for part, whole in zip(parts, gradients, strict=True)])
-
 
 def join_ranks() -> Ranks:
     """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and meet the others."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -81,7 +74,18 @@ def join_ranks() -> Ranks:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     # Two threads must not use one group: their messages would pair up wrongly between ranks.
     background_group = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank=rank, world_size=world_size, device=device, background_group=background_group)
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        local_world_size=local_world_size,
+        background_group=background_group,
+    )
+
+
+def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What surrounds each forward pass: autocast for `bfloat16`, nothing for `float32`."""
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 def leave_ranks() -> None:

@@ -67,7 +67,7 @@ def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path
 @pytest.mark.slow
 def test_preemption_file_commits_and_bfloat16_resumes(folder: TrainingFolder) -> None:
     """The broker's file stops a run after one more step; without it the run finishes."""
-    flags = ("--train.precision", "bfloat16")
+    flags = ("--dtype", "bfloat16")
     (folder.path / "preempted").touch()
     assert folder.run(*flags)[0] == 143
     assert folder.lines()[-1]["checkpoint_step"] == 1
@@ -86,4 +86,4 @@ def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFo
     assert errors == "error: attempt 3 is stale: attempt 9 of this job has begun\n"
     code, errors = folder.run(attempt=9, strategy="dpd")
     assert code == 1
-    assert errors == "error: no strategy is called `dpd`; known: ddp, allreduce\n"
+    assert errors.startswith("error: no strategy is called `dpd`; known: ddp, allreduce,") and errors.count("\n") == 1

@@ -1,50 +1,39 @@
-"""A small decoder-only transformer over bytes.
+"""GPT-2's blocks: learned positions, LayerNorm, GELU.
 
 Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
 """
-
-import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainers.config import ModelConfig
+from trainers.models.cuts import Slicing
+from trainers.models.decoder import Decoder
 
-# One token per byte value.
-VOCABULARY_COUNT = 256
 
-
-class GPT(nn.Module):  # type: ignore[misc]
-    """Maps byte ids `[batch, time]` to next-byte logits `[batch, time, 256]`."""
+class GPT(Decoder):
+    """A decoder that knows positions by an embedding of their own."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
-        super().__init__()
-        self.token_embedding = nn.Embedding(VOCABULARY_COUNT, config.width)
+        blocks: list[nn.Module] = [Block(config) for _ in range(config.depth)]
+        super().__init__(config, blocks, nn.LayerNorm(config.width))
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, VOCABULARY_COUNT, bias=False)
-        self._draw_weights(config.depth)
+        self.draw_weights()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Predict, at every position, the byte that follows it."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Add up what a token is and where it stands."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        hidden: Tensor = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        return hidden
 
-    def _draw_weights(self, depth: int) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue  # biases and norms keep their defaults
-            # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
-            is_branch_end = name.endswith("project.weight")
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if is_branch_end else 0.02)
+    def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
+        """Positions go with the tokens."""
+        super().drop_ends(is_first=is_first, is_last=is_last)
+        if not is_first:
+            self.position_embedding = None
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -72,6 +61,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         """Build the projections."""
         super().__init__()
         self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.dropout_rate = config.dropout
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.project = nn.Linear(config.width, config.width)
@@ -79,26 +69,42 @@ class Attention(nn.Module):  # type: ignore[misc]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Let every position read from itself and those before it."""
-        batch, time, width = hidden.shape
-        packed = self.query_key_value(hidden).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4)
+        batch, time, _ = hidden.shape
+        # Packed head by head, so that a rank that holds some of the columns holds whole heads.
+        packed = self.query_key_value(hidden).view(batch, time, -1, 3, self.head_width)
+        query, key, value = packed.permute(3, 0, 2, 1, 4)
         dropout_rate = self.dropout_rate if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout_rate, is_causal=True)
-        result: Tensor = self.dropout(self.project(mixed.transpose(1, 2).reshape(batch, time, width)))
+        result: Tensor = self.dropout(self.project(mixed.transpose(1, 2).flatten(2)))
         return result
+
+    def slicings(self) -> dict[str, Slicing]:
+        """Both projections may be spread by heads."""
+        return {
+            "query_key_value": Slicing(way="column", pieces=self.heads),
+            "project": Slicing(way="row", pieces=self.heads),
+        }
 
 
 class Perceptron(nn.Module):  # type: ignore[misc]
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers, wider in between."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build both layers."""
         super().__init__()
-        self.expand = nn.Linear(config.width, 4 * config.width)
-        self.project = nn.Linear(4 * config.width, config.width)
+        self.hidden_width = config.hidden_width or 4 * config.width
+        self.expand = nn.Linear(config.width, self.hidden_width)
+        self.project = nn.Linear(self.hidden_width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position by itself."""
         result: Tensor = self.dropout(self.project(functional.gelu(self.expand(hidden))))
         return result
+
+    def slicings(self) -> dict[str, Slicing]:
+        """Both layers may be spread by hidden units."""
+        return {
+            "expand": Slicing(way="column", pieces=self.hidden_width),
+            "project": Slicing(way="row", pieces=self.hidden_width),
+        }

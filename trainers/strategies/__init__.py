@@ -1,22 +1,59 @@
-"""The strategies by name. A new one is a new file and one line in this table."""
+"""The strategies by name, and their combinations. A new one is a new file and one line in this table."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from trainers.errors import TrainerError
-from trainers.ranks import Ranks
-from trainers.strategies.base import Strategy
+from trainers.strategies.options import StrategyOptions, find_problem
+
+# Nothing here imports torch: a config inherits the options above, and flags are read before torch is imported.
+if TYPE_CHECKING:
+    from trainers.ranks import Ranks
+    from trainers.strategies.base import Strategy
 
 # Import paths as text, so that choosing one strategy does not import the others.
 STRATEGIES = {
     "ddp": "trainers.strategies.ddp:DataParallel",
     "allreduce": "trainers.strategies.allreduce:AllReduce",
+    "fsdp": "trainers.strategies.fsdp:FullyShardedDataParallel",
+    "hsdp": "trainers.strategies.hsdp:HybridShardedDataParallel",
+    "tensor": "trainers.strategies.tensor:TensorParallel",
+    "pipeline": "trainers.strategies.pipeline:PipelineParallel",
+    "parameter_server": "trainers.strategies.parameter_server:ParameterServer",
+    "diloco": "trainers.strategies.diloco:Diloco",
+    "gossip": "trainers.strategies.gossip:Gossip",
 }
 
 
-def create_strategy(name: str, ranks: Ranks) -> Strategy:
-    """Make the strategy of that name; an unknown name is an error that lists the known ones."""
-    if name not in STRATEGIES:
-        raise TrainerError(f"no strategy is called `{name}`; known: {', '.join(STRATEGIES)}")
+def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None = None) -> "Strategy":
+    """Make the strategy of that name, or of several joined by `+`, the first along the slowest axis of the mesh.
+
+    An unknown name, a knob that cannot work, an axis used twice or a mesh that does not fit is a TrainerError.
+    """
+    names = name.split("+")
+    for each in names:
+        if each not in STRATEGIES:
+            raise TrainerError(f"no strategy is called `{each}`; known: {', '.join(STRATEGIES)}")
+    from trainers.strategies.combined import Combined
+    from trainers.strategies.grid import Grid
+
+    options = options or StrategyOptions()
+    problem = find_problem(options)
+    if problem:
+        raise TrainerError(problem)
+    classes = [_load(each) for each in names]
+    axes = tuple(axis for each in classes for axis in each.AXES)
+    if len(set(axes)) < len(axes):
+        raise TrainerError(f"`{name}` uses an axis twice: {' x '.join(axes)}")
+    if len(classes) > 1 and "server" in axes:
+        raise TrainerError("`parameter_server` cannot be combined")
+    grid = Grid(ranks, axes, options.mesh)
+    if len(classes) == 1:
+        return classes[0](ranks, grid, options)
+    return Combined(ranks, grid, options, [each(ranks, grid, options) for each in classes])
+
+
+def _load(name: str) -> "type[Strategy]":
     module_name, _, class_name = STRATEGIES[name].partition(":")
-    strategy: Strategy = getattr(importlib.import_module(module_name), class_name)(ranks)
-    return strategy
+    found: type[Strategy] = getattr(importlib.import_module(module_name), class_name)
+    return found

@@ -1,0 +1,189 @@
+"""What single ranks do in a world of tests; each raises where a claim does not hold."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainers.config import TrainConfig
+from trainers.optimizer import AdamW
+from trainers.ranks import join_ranks, leave_ranks
+from trainers.strategies import create_strategy
+from trainers.strategies.options import DilocoOptions, GossipOptions, ParameterServerOptions, StrategyOptions
+from trainers.strategies.ring import ring_all_reduce
+
+CONFIG = TrainConfig(steps=12, warmup_steps=3, learning_rate=0.1, batch=12)
+
+
+def ring_is_the_librarys_sum(_: Sequence[str]) -> int:
+    """Whole numbers add up exactly in any order; others to the same bits on every rank, near the library's."""
+    ranks = join_ranks()
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for count in (1, 2, 3, 7, 64, 1001):
+        whole = torch.randint(-1000, 1000, (count,), generator=generator).float()
+        expected = whole.clone()
+        dist.all_reduce(expected)
+        ring_all_reduce(whole)
+        assert torch.equal(whole, expected), f"{count} whole numbers"
+        mine = torch.randn(count, generator=generator)
+        expected = mine.clone()
+        dist.all_reduce(expected)
+        ring_all_reduce(mine)
+        torch.testing.assert_close(mine, expected)
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, mine), "ranks hold different sums"
+    leave_ranks()
+    return 0
+
+
+def islands_follow_the_algorithm(arguments: Sequence[str]) -> int:
+    """DiLoCo or gossip on real ranks against a simulation of all of them in this process."""
+    ranks = join_ranks()
+    name = arguments[0]
+    options = StrategyOptions(
+        diloco=DilocoOptions(every_steps=4, learning_rate=0.7, momentum=0.9), gossip=GossipOptions(every_steps=2)
+    )
+    strategy = create_strategy(name, ranks, options)
+    model = make_model()
+    wrapped = strategy.wrap(model)
+    optimizer = AdamW(model.named_parameters(), CONFIG)
+    strategy.shared_state(wrapped, optimizer)
+    simulated = simulate(name, ranks.world_size)
+    for step in range(CONFIG.steps):
+        put_gradient(model, step, ranks.rank)
+        strategy.step(wrapped, optimizer)
+        for mine, expected in zip(model.parameters(), simulated[step][ranks.rank], strict=True):
+            torch.testing.assert_close(mine.detach(), expected, rtol=1e-5, atol=1e-6)
+    leave_ranks()
+    return 0
+
+
+def simulate(name: str, world_size: int) -> list[list[list[Tensor]]]:
+    """The parameters of every rank after every step, by the papers' update rules, written out."""
+    models = [make_model() for _ in range(world_size)]
+    optimizers = [AdamW(model.named_parameters(), CONFIG) for model in models]
+    anchor = [each.detach().clone() for each in models[0].parameters()]
+    velocity = [torch.zeros_like(each) for each in anchor]
+    history = []
+    for step in range(CONFIG.steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            put_gradient(model, step, rank)
+            optimizer.step()
+        values = [[each.detach().clone() for each in model.parameters()] for model in models]
+        done = step + 1
+        if name == "diloco" and done % 4 == 0:
+            for place in range(len(anchor)):
+                outer = anchor[place] - sum(value[place] for value in values) / world_size
+                velocity[place] = 0.9 * velocity[place] + outer
+                anchor[place] = anchor[place] - 0.7 * (outer + 0.9 * velocity[place])
+            values = [anchor] * world_size
+        if name == "gossip" and done % 2 == 0:
+            distance = 2 ** ((done // 2) % max(1, math.ceil(math.log2(world_size))))
+            values = [
+                [(mine + theirs) / 2 for mine, theirs in zip(values[rank], values[rank - distance], strict=True)]
+                for rank in range(world_size)
+            ]
+        for model, value in zip(models, values, strict=True):
+            for to, each in zip(model.parameters(), value, strict=True):
+                to.detach().copy_(each)
+        history.append([[each.clone() for each in value] for value in values])
+    return history
+
+
+def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
+    """Only the last rank is asked to stop, in its fourth step; all stop after the same one."""
+    ranks = join_ranks()
+    options = StrategyOptions(diloco=DilocoOptions(every_steps=5), gossip=GossipOptions(every_steps=2))
+    strategy = create_strategy(arguments[0], ranks, options)
+    model = make_model()
+    wrapped = strategy.wrap(model)
+    optimizer = AdamW(model.named_parameters(), CONFIG)
+    strategy.shared_state(wrapped, optimizer)
+    stopped = None
+    for step in range(CONFIG.steps):
+        put_gradient(model, step, ranks.rank)
+        strategy.step(wrapped, optimizer)
+        is_asked = step >= 3 and ranks.rank == ranks.world_size - 1
+        if strategy.tally(1.0, part=1.0, is_stop_asked=is_asked)[1]:
+            stopped = step + 1
+            break
+    assert stopped is not None and ranks.collect(stopped) == [stopped] * ranks.world_size, stopped
+    leave_ranks()
+    return 0
+
+
+def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
+    """The last worker does not begin before the first is as far ahead as it may; then it is the one to be waited for.
+
+    Were the bound lower, the first worker would never come that far and both would wait for ever.
+    """
+    ranks = join_ranks()
+    signals = dist.new_group(backend="gloo")
+    options = StrategyOptions(parameter_server=ParameterServerOptions(staleness_max=2))
+    strategy: Any = create_strategy("parameter_server", ranks, options)
+    model = make_model()
+    wrapped = strategy.wrap(model)
+    optimizer = AdamW(model.named_parameters(), CONFIG)
+    first, last = 1, ranks.world_size - 1
+    for step in range(CONFIG.steps):
+        if step == 2 and ranks.rank == first:
+            dist.send(torch.ones(1), last, group=signals)
+        if step == 0 and ranks.rank == last:
+            dist.recv(torch.ones(1), first, group=signals)
+        if not ranks.is_first:
+            put_gradient(model, step, ranks.rank)
+        strategy.step(wrapped, optimizer)
+        strategy.tally(1.0, part=1.0, is_stop_asked=False)
+    if ranks.is_first:
+        assert strategy._role.lead_max == 2, strategy._role.lead_max
+        assert optimizer.steps_done == CONFIG.steps
+        # Moves are counted one by one, and together went as far as the schedule says.
+        assert optimizer.state_dict()["moves_done"] == CONFIG.steps * (ranks.world_size - 1)
+    leave_ranks()
+    return 0
+
+
+def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
+    """The first worker comes to a checkpoint well before the last, and adds nothing to it that is of a later step."""
+    ranks = join_ranks()
+    signals = dist.new_group(backend="gloo")
+    options = StrategyOptions(parameter_server=ParameterServerOptions(staleness_max=2))
+    strategy: Any = create_strategy("parameter_server", ranks, options)
+    model = make_model()
+    wrapped = strategy.wrap(model)
+    optimizer = AdamW(model.named_parameters(), CONFIG)
+    state = strategy.shared_state(wrapped, optimizer)["model"]
+    for step in range(CONFIG.steps):
+        if step == 2 and ranks.rank == 1:
+            dist.send(torch.ones(1), 2, group=signals)
+        if step == 1 and ranks.rank == 2:
+            dist.recv(torch.ones(1), 1, group=signals)
+        if not ranks.is_first:
+            put_gradient(model, step, ranks.rank)
+        strategy.step(wrapped, optimizer)
+        strategy.tally(1.0, part=1.0, is_stop_asked=False)
+        if step == 2:
+            saved = {name: each.clone() for name, each in state.state_dict().items()}
+            if ranks.is_first:
+                assert set(strategy._role._done.values()) == {3}, strategy._role._done
+            weights = ranks.collect(saved["weight"].tolist())
+            assert weights == weights[:1] * ranks.world_size
+    leave_ranks()
+    return 0
+
+
+def make_model() -> nn.Module:
+    """A layer with the same weights everywhere."""
+    torch.manual_seed(5)
+    return nn.Linear(7, 3)
+
+
+def put_gradient(model: nn.Module, step: int, rank: int) -> None:
+    """Gradients that differ by step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -1,0 +1,56 @@
+"""The parts we wrote ourselves, against their papers and the library."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainers.config import TrainConfig
+from trainers.optimizer import AdamW
+
+from .conftest import Worlds
+
+CHECKS = "tests.trainers.strategies.checks"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ring_sums_as_the_library_does(worlds: Worlds, tmp_path: Path, ranks: int) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:ring_is_the_librarys_sum", [], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("diloco", 2), ("diloco", 3), ("gossip", 2), ("gossip", 3)])
+def test_islands_move_as_a_simulation_of_all_of_them(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:islands_follow_the_algorithm", [strategy], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("diloco", 2), ("gossip", 2), ("gossip", 4), ("allreduce", 2)])
+def test_all_ranks_hear_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:stop_is_heard_by_all_at_one_step", [strategy], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
+def test_checkpoint_of_asynchronous_workers_is_a_clean_cut(worlds: Worlds, tmp_path: Path) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:checkpoint_is_a_clean_cut", [], ranks=3)
+    assert ended.codes == [0] * 3, ended.errors
+
+
+def test_moves_of_part_of_a_step_go_as_far_together_as_one() -> None:
+    """Under a gradient that stays the same, Adam moves by its learning rate; the decay is set aside."""
+    config = TrainConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0)
+    whole, parts = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))
+    one, other = AdamW([("weight", whole)], config), AdamW([("weight", parts)], config)
+    for step in range(4):
+        whole.grad = torch.full((2, 2), 3.0)
+        one.step()
+        for _ in range(5):
+            parts.grad = torch.full((2, 2), 3.0)
+            other.step(schedule_step=step, rate_share=0.2)
+    torch.testing.assert_close(whole, parts)
+    assert one.steps_done == other.steps_done == 4
+
+
+def test_no_worker_runs_further_ahead_than_the_staleness_allows(worlds: Worlds, tmp_path: Path) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:no_worker_is_more_than_two_steps_ahead", [], ranks=4)
+    assert ended.codes == [0] * 4, ended.errors

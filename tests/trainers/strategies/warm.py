@@ -1,0 +1,89 @@
+"""A process that has torch imported and forks worlds of ranks from itself: `python warm.py`, JSON lines both ways.
+
+Importing torch and its distributed parts takes seconds for each rank; a fork takes milliseconds. It does no arithmetic
+and has no threads of its own, so its children are as good as fresh processes, and are killed like those.
+"""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[3]
+PREPARED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "trainers.lm",
+    "trainers.loop",
+)
+
+
+def serve() -> None:
+    """Answer each order with the exit codes of its ranks."""
+    sys.path.insert(0, str(REPOSITORY))
+    for name in PREPARED:
+        importlib.import_module(name)
+    importlib.import_module("torch")._dynamo  # noqa: B018 - imported by being named
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(run_world(order)), flush=True)
+
+
+def run_world(order: dict[str, Any]) -> list[int]:
+    """Fork the ranks, kill them all once the first says what it should, and wait for every one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reading, writing = os.pipe()
+    pids = []
+    for rank in range(order["ranks"]):
+        pid = os.fork()
+        if not pid:
+            os.close(reading)
+            be_rank(order, rank, port, writing)
+        pids.append(pid)
+    os.close(writing)
+    with os.fdopen(reading) as output:
+        for line in output:  # to the end: a full pipe would hold the rank up
+            if order["kill_at"] and line.startswith(order["kill_at"]):
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def be_rank(order: dict[str, Any], rank: int, port: int, output: int) -> None:
+    """In the child: run the order and end."""
+    os.environ.update(
+        order["variables"],
+        RANK=str(rank),
+        WORLD_SIZE=str(order["ranks"]),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(order["ranks"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    errors = os.open(order["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(errors, 2)
+    os.dup2(output if rank == 0 else errors, 1)
+    code = 70
+    try:
+        module_name, _, function_name = order["call"].partition(":")
+        code = getattr(importlib.import_module(module_name), function_name)(order["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,63 @@
+"""What can be changed about a model's blocks without changing its numbers: what they keep, and how they are run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from trainers.errors import TrainerError
+
+
+def prepare_blocks(model: nn.Module, *, recompute: str, is_compiled: bool) -> None:
+    """Recompute blocks in the backward pass (`none`, every second one: `selective`, or `full`), and compile them.
+
+    Names of parameters stay as they are, so checkpoints fit whatever is chosen here.
+    """
+    blocks = getattr(model, "blocks", None)
+    if blocks is None or (recompute == "none" and not is_compiled):
+        return
+    for place, block in enumerate(blocks):
+        if recompute == "full" or (recompute == "selective" and place % 2 == 0):
+            block.forward = _recompute(block.forward)
+        if is_compiled:
+            _compile(block)
+
+
+def can_forward(wrapped: nn.Module) -> bool:
+    """Whether a wrapped model can be called as it is; a list of a pipeline's stages cannot."""
+    return not isinstance(wrapped, nn.ModuleList)
+
+
+def find_shared(model: nn.Module) -> list[list[str]]:
+    """The names under which one parameter appears in several places, such as tied embeddings."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def check_shared(model: nn.Module, before: list[list[str]], strategy: str) -> None:
+    """Raise a TrainerError where a strategy made two parameters of what was one: they would drift apart unseen."""
+    after = find_shared(model)
+    for names in before:
+        if names not in after:
+            raise TrainerError(
+                f"`{strategy}` tears apart {' and '.join(names)}, which are one\n\nhint: `--model.tie_embeddings false`"
+            )
+
+
+def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
+
+    def run(hidden: Any) -> Any:
+        return checkpoint(forward, hidden, use_reentrant=False)
+
+    return run
+
+
+def _compile(block: nn.Module) -> None:
+    try:
+        # In place, so that no wrapper gets into the names. Equal blocks share one compilation.
+        block.compile()
+    except RuntimeError as error:
+        raise TrainerError(f"`--compile` does not work here: {error}") from error

@@ -1,0 +1,112 @@
+"""What a device can do at best, what memory it has, and what to change where that is not enough."""
+
+import os
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainers.config import RunConfig
+from trainers.errors import TrainerError
+
+# Dense bfloat16 and TensorFloat-32 rates in TFLOP/s, without sparsity, from the makers' data sheets. The first name
+# that is part of the device's own counts, so longer names come first. V100 and T4 have no bfloat16; theirs is float16.
+PEAKS: tuple[tuple[str, float, float], ...] = (
+    ("GB200", 2500.0, 1250.0),
+    ("B200", 2250.0, 1125.0),
+    ("GH200", 989.4, 494.7),
+    ("H200", 989.4, 494.7),
+    ("H100 PCIe", 756.0, 378.0),
+    ("H100 NVL", 835.0, 417.5),
+    ("H100", 989.4, 494.7),
+    ("A100", 312.0, 156.0),
+    ("A10G", 70.0, 35.0),
+    ("A10", 125.0, 62.5),
+    ("A40", 149.7, 74.8),
+    ("L40S", 362.0, 183.0),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 60.0),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71.0, 35.6),
+    ("V100", 125.0, 15.7),
+    ("T4", 65.0, 8.1),
+    ("MI300X", 1307.4, 653.7),
+    ("MI250X", 383.0, 95.7),
+)
+# Weight, gradient and two moments, all float32.
+BYTES_A_PARAMETER = 16
+
+
+def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> float | None:
+    """FLOP/s of one device at best; None where nobody has told, as for CPUs."""
+    if given_tflops:
+        return given_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, bfloat16, float32 in PEAKS:
+        if part in name:
+            return (bfloat16 if dtype == "bfloat16" else float32) * 1e12
+    return None
+
+
+def measure_memory_gib(device: torch.device) -> float:
+    """The most memory this process has had at once: of tensors on a GPU, of everything on a CPU."""
+    if device.type == "cuda":
+        allocated: int = torch.cuda.max_memory_allocated(device)
+        return allocated / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def check_memory(parameters: Iterable[Tensor], device: torch.device, config: RunConfig) -> None:
+    """Raise a TrainerError where what every step needs, activations aside, is more than the device has."""
+    count = sum((each.to_local() if hasattr(each, "to_local") else each).numel() for each in parameters)
+    needed, present = count * BYTES_A_PARAMETER, find_memory(device)
+    if present is not None and needed > present:
+        raise TrainerError(
+            f"weights, gradients and moments of {count / 1e6:,.0f} million parameters take {needed / 2**30:.1f} GiB a "
+            f"rank, and there are {present / 2**30:.1f} GiB{advise(config)}"
+        )
+
+
+def find_memory(device: torch.device) -> int | None:
+    """Bytes of one rank's device, or the share of the machine's (or the container's) memory; None if unknown."""
+    if device.type == "cuda":
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return total
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    total = min(total, int(text)) if text.isdigit() else total
+    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was what was missing. On a CPU torch raises a plain RuntimeError with its allocator's name."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def advise(config: RunConfig) -> str:
+    """What of this config can be changed to need less memory, the cheapest first, as hints below a message."""
+    changes = []
+    if config.train.micro_batch > 1:
+        half = config.train.micro_batch // 2
+        changes.append(f"`--train.micro_batch {half}`: the same batch in more, smaller passes")
+    if config.dtype != "bfloat16":
+        changes.append("`--dtype bfloat16`: activations of half the size")
+    if config.recompute != "full":
+        changes.append("`--recompute full`: activations are computed again instead of kept, for a third more work")
+    if not any(name in config.strategy for name in ("fsdp", "hsdp", "pipeline", "tensor")):
+        changes.append("`--strategy fsdp`: weights, gradients and moments are spread over the ranks")
+    changes.append("more ranks, larger devices, or a smaller `--preset`")
+    return "\n" + "".join(f"\nhint: {change}" for change in changes)

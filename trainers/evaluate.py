@@ -1,0 +1,58 @@
+"""The loss on samples that are not trained on. Draws no random numbers: training goes on as if nothing had been."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainers.blocks import can_forward
+from trainers.config import RunConfig
+from trainers.errors import TrainerError
+from trainers.loop import Work, read_passes
+from trainers.ranks import Ranks
+from trainers.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from trainers.session import Study
+
+
+class Evaluation:
+    """The same samples each time, shared by all ranks."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        strategy: Strategy,
+        ranks: Ranks,
+        study: "Study",
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Asked for without samples kept for it, evaluation is a TrainerError now rather than at step 1000."""
+        self._model, self._strategy, self._ranks = model, strategy, ranks
+        # Equal shares: ranks that gather a model together must run it equally often.
+        share_count = max(1, strategy.share.count)
+        batch = -(-config.evaluate.samples // share_count) * share_count
+        self._train = dataclasses.replace(config.train, batch=batch)
+        self._work: Work | None = None
+        if config.evaluate.every_steps and not can_forward(model):
+            raise TrainerError("`--evaluate.every_steps` does not work with `pipeline` yet")
+        if study.validation is not None:
+            self._work = Work(samples=study.validation, loss_of=study.loss_of, precision=precision)
+        elif config.evaluate.every_steps:
+            raise TrainerError(
+                "there is nothing to evaluate on: the data is too short for `--data.validation_share`, or that is 0"
+            )
+
+    def run(self) -> float:
+        """The mean loss, equal on every rank."""
+        assert self._work is not None
+        self._model.eval()
+        try:
+            passes = read_passes(self._train, self._strategy, self._work, 0, self._ranks)
+            loss_part = self._strategy.evaluate(self._model, passes)
+        finally:
+            self._model.train()
+        return self._ranks.sum([loss_part if self._strategy.share.is_counted else 0.0])[0]

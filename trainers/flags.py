@@ -1,0 +1,192 @@
+"""Turns a tree of frozen dataclasses into flags, and flags, a TOML file and a preset into such a tree.
+
+A flag beats the file, the file beats the preset, the preset beats the default. Imports nothing heavy, so `--help` and
+a mistyped flag answer at once.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Tree = TypeVar("Tree")
+Preset = Mapping[str, Any]
+METAVARS = {bool: "BOOL", int: "N", float: "X", str: "TEXT"}
+
+
+def parse_flags(
+    tree: type[Tree],
+    arguments: Sequence[str],
+    *,
+    program: str,
+    description: str,
+    presets: Mapping[str, Preset] | None = None,
+    find_problem: Callable[[Tree], str | None] = lambda _: None,
+) -> Tree:
+    """Read flags such as `--model.depth 6`; what cannot be understood, or cannot work, exits with code 2.
+
+    `--config FILE.toml` has a table for each part of the tree and may name a `preset`.
+    """
+    presets = presets or {}
+    parser = make_parser(tree, program, description, presets)
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(_explain_unknown(unknown[0], tree))
+    given = vars(found)
+    try:
+        file = given.pop("config", None)
+        from_file = read_config_file(Path(file), tree, accepts_preset=bool(presets)) if file else {}
+        preset_name = given.pop("preset", None) or from_file.pop("preset", None)
+        if preset_name and preset_name not in presets:
+            raise ValueError(f"no preset is called `{preset_name}`; known: {', '.join(presets)}")
+        preset = presets[preset_name] if preset_name else {}
+    except ValueError as error:
+        parser.error(str(error))
+    config: Tree = _build(tree, {**preset, **from_file, **given}, "")
+    problem = find_problem(config)
+    if problem:
+        parser.error(problem)
+    return config
+
+
+def make_parser(tree: type, program: str, description: str, presets: Mapping[str, Preset]) -> argparse.ArgumentParser:
+    """One flag a knob, grouped as the tree is; only flags that were given leave a value."""
+    # An abbreviation that is unique today breaks when the next knob arrives.
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [--FLAG VALUE ...]",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with a table for each group below; flags beat it")
+    if presets:
+        parser.add_argument(
+            "--preset", metavar="NAME", help=f"a set of values to begin with; --config beats it: {', '.join(presets)}"
+        )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    sections = {f"{each.name}.": each.type for each in dataclasses.fields(tree)}
+    for name, knob_field in iterate_knobs(tree):
+        prefix = name[: name.rfind(".") + 1]
+        if prefix not in groups:
+            about = (sections[prefix].__doc__ or "").strip() if prefix in sections else ""
+            groups[prefix] = parser.add_argument_group(f"{prefix}*" if prefix else "the run", about or None)
+        default, choices = knob_field.default, knob_field.metadata["choices"]
+        action = groups[prefix].add_argument(
+            f"--{name}",
+            type=_READERS[type(default)],
+            choices=choices or None,
+            metavar="|".join(choices) if choices else METAVARS[type(default)],
+            help=f"{knob_field.metadata['help']} (default: {default!r})".replace("%", "%%"),
+        )
+        if isinstance(default, bool):  # `--compile` alone means yes
+            action.nargs, action.const = "?", True
+    return parser
+
+
+def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) -> dict[str, Any]:
+    """The values of a TOML file by dotted name; one that is unknown or of another type is a ValueError that says so."""
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"cannot read `{path}`: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"`{path}` is not TOML: {error}") from error
+    values = {}
+    knobs = dict(iterate_knobs(tree))
+    for name, value in _flatten(content, ""):
+        if name == "preset" and accepts_preset:
+            values[name] = value
+            continue
+        if name not in knobs:
+            raise ValueError(f"`{path}`: `{name}` is unknown{_suggest(name, knobs)}")
+        values[name] = _check_value(f"`{path}`: `{name}`", value, knobs[name])
+    return values
+
+
+def to_arguments(config: Any) -> list[str]:
+    """Write a config as flags that are read back to an equal one."""
+    return [f"--{name}={value}" for name, value in to_values(config).items()]
+
+
+def to_values(config: Any) -> dict[str, Any]:
+    """Every leaf of a config by its dotted name."""
+    values = {}
+    for name, _ in iterate_knobs(type(config)):
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        values[name] = value
+    return values
+
+
+def iterate_knobs(tree: type, prefix: str = "") -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
+    """Yield every leaf of the tree as its dotted name and field: the tree's own first, then each part's."""
+    fields = dataclasses.fields(tree)
+    for each in fields:
+        if not dataclasses.is_dataclass(each.type):
+            yield f"{prefix}{each.name}", each
+    for each in fields:
+        if dataclasses.is_dataclass(each.type):
+            assert isinstance(each.type, type)
+            yield from iterate_knobs(each.type, f"{prefix}{each.name}.")
+
+
+def _build(tree: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    parts = {}
+    for each in dataclasses.fields(tree):
+        name = f"{prefix}{each.name}"
+        if dataclasses.is_dataclass(each.type):
+            parts[each.name] = _build(each.type, values, f"{name}.")
+        elif name in values:
+            parts[each.name] = values[name]
+    return tree(**parts)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check_value(place: str, value: Any, knob_field: "dataclasses.Field[Any]") -> Any:
+    wanted = type(knob_field.default)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ValueError(f"{place} must be {_KINDS[wanted]}, not {value!r}")
+    choices = knob_field.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"{place} must be one of {', '.join(choices)}, not {value!r}")
+    return value
+
+
+def _explain_unknown(argument: str, tree: type) -> str:
+    name = argument.lstrip("-").partition("=")[0]
+    if not argument.startswith("-"):
+        return f"`{argument}` belongs to no flag"
+    return f"no flag is called `--{name}`{_suggest(name, dict(iterate_knobs(tree)), '--')}"
+
+
+def _suggest(name: str, known: Mapping[str, Any], sign: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    # Whoever leaves the group out means the knob of that last name.
+    near = near or [each for each in known if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    return f"; did you mean `{sign}{near[0]}`?" if near else ""
+
+
+def _read_bool(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"`{text}` is neither true nor false")
+    return words[text.lower()]
+
+
+_READERS: dict[type, Callable[[str], Any]] = {bool: _read_bool, int: int, float: float, str: str}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -1,0 +1,97 @@
+"""What a step came to, as numbers in files: JSON lines, and TensorBoard's events where that is asked for."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers.config import LogConfig
+from trainers.devices import find_peak_flops, measure_memory_gib
+from trainers.errors import TrainerError
+
+
+class Meter:
+    """Turns samples and time into rates."""
+
+    def __init__(self, *, units_per_sample: int, flops_per_sample: float, peak_flops: float | None, ranks: int) -> None:
+        """Count `units_per_sample` (tokens, images); one device does `peak_flops` per second at best."""
+        self._units, self._flops = units_per_sample, flops_per_sample
+        self._peak_flops, self._ranks = peak_flops, ranks
+        self._samples = 0
+        self._begin = time.perf_counter()
+        self._paused_s = 0.0
+
+    def count(self, samples: int) -> None:
+        """One step was made."""
+        self._samples += samples
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was spent on something other than training."""
+        self._paused_s += seconds
+
+    def read(self) -> dict[str, float]:
+        """Rates since the last reading. MFU is the share of the peak that the model's own arithmetic used."""
+        now = time.perf_counter()
+        elapsed_s = max(1e-9, now - self._begin - self._paused_s)
+        rates = {"tokens_per_s": round(self._samples * self._units / elapsed_s, 1)}
+        if self._peak_flops and self._flops:
+            used = self._samples * self._flops / elapsed_s / self._ranks
+            rates["mfu"] = round(used / self._peak_flops, 4)
+        self._begin, self._samples, self._paused_s = now, 0, 0.0
+        return rates
+
+
+class MetricFiles:
+    """Writes for the first rank; a silent one (any other rank) does nothing."""
+
+    def __init__(self, config: LogConfig, attempt: int, *, is_silent: bool) -> None:
+        """Open what is asked for; a missing package is a TrainerError."""
+        self._path = Path(config.metrics) if config.metrics and not is_silent else None
+        self._attempt = attempt
+        self._board = _open_board(config.tensorboard) if config.tensorboard and not is_silent else None
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Append one line. JSON has no infinity: such a value is null. A resumed run repeats what it lost."""
+        if self._path:
+            known = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+            line = {"time": time.time(), "attempt": self._attempt, "step": step, **known}
+            with self._path.open("ab", buffering=0) as file:
+                file.write(json.dumps(line).encode() + b"\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush what is held back."""
+        if self._board is not None:
+            self._board.close()
+
+
+def make_meter(
+    log: LogConfig, dtype: str, device: torch.device, *, units_per_sample: int, flops_per_sample: float, ranks: int
+) -> Meter:
+    """A meter that knows this device's peak."""
+    peak_flops = find_peak_flops(device, dtype, log.peak_tflops)
+    return Meter(
+        units_per_sample=units_per_sample, flops_per_sample=flops_per_sample, peak_flops=peak_flops, ranks=ranks
+    )
+
+
+def read_memory(device: torch.device) -> dict[str, float]:
+    """The peak so far, in GiB."""
+    return {"memory_gib": round(measure_memory_gib(device), 3)}
+
+
+def _open_board(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise TrainerError("`--log.tensorboard` needs the package tensorboard: `pip install tensorboard`") from error
+    return SummaryWriter(folder)

@@ -1,0 +1,80 @@
+"""What all decoder-only transformers here share: tokens in, a row of blocks, logits out; and where that may be cut.
+
+Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
+"""
+
+import copy
+import math
+
+from torch import Tensor, nn
+
+from trainers.config import ModelConfig
+from trainers.models.cuts import Slicing
+
+# One id for each value of a byte, where a config does not say.
+VOCABULARY_DEFAULT = 256
+
+
+class Decoder(nn.Module):  # type: ignore[misc]
+    """Maps token ids `[batch, time]` to logits of the next `[batch, time, vocabulary]`."""
+
+    def __init__(self, config: ModelConfig, blocks: list[nn.Module], norm: nn.Module) -> None:
+        """Put the parts together; a subclass may add more and then calls `draw_weights`."""
+        super().__init__()
+        self.vocabulary = config.vocabulary or VOCABULARY_DEFAULT
+        self.token_embedding = nn.Embedding(self.vocabulary, config.width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = nn.Linear(config.width, self.vocabulary, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict, at every position, the token that follows it."""
+        hidden = tokens if self.token_embedding is None else self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = hidden if self.head is None else self.head(self.norm(hidden))
+        return logits
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What enters the first block."""
+        hidden: Tensor = self.token_embedding(tokens)
+        return hidden
+
+    def slicings(self) -> dict[str, Slicing]:
+        """The head may be spread over the vocabulary."""
+        return {"head": Slicing(way="whole", pieces=self.vocabulary)}
+
+    def cut(self, runs: list[range]) -> list[nn.Module]:
+        """Keep these runs of blocks only; see `Segmentable`."""
+        segments = [self._segment(run) for run in runs]
+        kept = {place for run in runs for place in run}
+        for place in range(len(self.blocks)):
+            if place not in kept:
+                self.blocks[place] = nn.Identity()  # keeps the numbers, and so the names, of the others
+        self.drop_ends(is_first=0 in kept, is_last=len(self.blocks) - 1 in kept)
+        return segments
+
+    def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
+        """Let go of what comes before the blocks, or after them, if this rank has neither."""
+        if not is_first:
+            self.token_embedding = None
+        if not is_last:
+            self.norm = self.head = None
+
+    def draw_weights(self) -> None:
+        """Fill all matrices from the current torch generator."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue  # biases and norms keep their defaults
+            # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
+            is_branch_end = name.endswith("project.weight")
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if is_branch_end else 0.02)
+
+    def _segment(self, run: range) -> "Decoder":
+        segment = copy.copy(self)
+        segment._modules = dict(self._modules)
+        segment.blocks = nn.ModuleList(self.blocks[place] for place in run)
+        segment.drop_ends(is_first=run.start == 0, is_last=run.stop == len(self.blocks))
+        return segment

@@ -1,0 +1,183 @@
+"""Turns text into token files for `--data.path`: `python -m trainers.prepare book.txt corpus/ --output tokens`.
+
+Documents keep their order, each is followed by the tokenizer's separator, and the last share of them is for
+evaluation. Files appear under their names when they are whole.
+"""
+
+import argparse
+import array
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainers.errors import TrainerError
+from trainers.texts import find_text_files, read_documents
+from trainers.tokenizers import Tokenizer, create_tokenizer
+
+REPORT_S = 0.5
+# Long texts are encoded in pieces of this size at most, cut at line ends, so that memory stays small.
+PIECE_BYTES = 2**20
+TYPECODES = {"uint8": "B", "uint16": "H", "uint32": "I"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the flags, write the files; return the exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        files = [file for path in options.paths for file in find_text_files(Path(path))]
+        tokenizer = create_tokenizer(options.tokenizer)
+        prepare(files, Path(options.output), tokenizer, options.shard_tokens, options.validation_share, options.column)
+    except (TrainerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(prog="python -m trainers.prepare", description="Turn text into token files.")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl or .parquet files, or folders of them")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="where token files are written")
+    parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or an encoding of tiktoken such as `gpt2`")
+    parser.add_argument("--shard-tokens", type=_positive, default=100_000_000, help="tokens a file (default: 100M)")
+    parser.add_argument(
+        "--validation-share", type=_share, default=0.01, help="share kept for evaluation, from the end (default: 0.01)"
+    )
+    parser.add_argument("--column", default="text", help="where .jsonl and .parquet hold the text (default: text)")
+    return parser
+
+
+def prepare(
+    files: Sequence[Path], output: Path, tokenizer: Tokenizer, shard_tokens: int, validation_share: float, column: str
+) -> None:
+    """Write `train-00000.bin`..., `val-00000.bin`... and `tokens.json`; a folder that has some is a TrainerError."""
+    output.mkdir(parents=True, exist_ok=True)
+    if any(output.glob("*.bin")):
+        raise TrainerError(f"`{output}` already holds token files; name another folder, or remove them")
+    dtype = next(
+        name for name, bits in (("uint8", 8), ("uint16", 16), ("uint32", 32)) if tokenizer.vocabulary <= 1 << bits
+    )
+    total = sum(file.stat().st_size for file in files)
+    boundary = total * (1.0 - validation_share)
+    train = ShardWriter(output, "train", shard_tokens, TYPECODES[dtype])
+    validation = ShardWriter(output, "val", shard_tokens, TYPECODES[dtype])
+    progress = Reporter(total)
+    # Small enough that the boundary is met well.
+    piece_bytes = max(256, min(PIECE_BYTES, total // 1000))
+    done = 0
+    for file in files:
+        begin, size = done, file.stat().st_size
+        seen = 0
+        for document in read_documents(file, column):
+            for piece in cut(document, piece_bytes):
+                # A table's text and its size on disk differ; its share of the whole is then a guess at best.
+                writer = train if begin + min(seen, size) < boundary else validation
+                writer.append(tokenizer.encode(piece))
+                seen += len(piece)
+                progress.report(begin + min(seen, size), train.written + validation.written)
+            writer = train if begin + min(seen, size) <= boundary else validation
+            writer.append(tokenizer.separator)
+        done = begin + size
+    train.finish()
+    validation.finish()
+    about = {"dtype": dtype, "tokenizer": tokenizer.name, "vocabulary": tokenizer.vocabulary}
+    about |= {"training_tokens": train.written, "validation_tokens": validation.written}
+    (output / "tokens.json").write_text(json.dumps(about, indent=1) + "\n")
+    progress.finish(train.written, validation.written, output)
+
+
+def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
+    """Pieces of a document that end at line ends where they can, so that few words are split."""
+    start = 0
+    while start < len(document):
+        stop = start + piece_bytes
+        if stop < len(document):
+            line_end = document.rfind(b"\n", start, stop)
+            stop = line_end + 1 if line_end > start else _character_start(document, stop)
+        yield document[start:stop]
+        start = stop
+
+
+class ShardWriter:
+    """Appends ids to a row of files of equal size."""
+
+    def __init__(self, folder: Path, name: str, shard_tokens: int, typecode: str) -> None:
+        """Nothing is written before there are ids."""
+        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._ids = array.array(typecode)
+        self._shard = 0
+        self.written = 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Take some ids, and write a file for each full shard."""
+        self._ids.extend(ids)
+        self.written += len(ids)
+        while len(self._ids) >= self._shard_tokens:
+            self._write(self._ids[: self._shard_tokens])
+            self._ids = self._ids[self._shard_tokens :]
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._ids:
+            self._write(self._ids)
+
+    def _write(self, ids: "array.array[int]") -> None:
+        if sys.byteorder == "big":
+            ids.byteswap()
+        target = self._folder / f"{self._name}-{self._shard:05d}.bin"
+        partial = target.with_suffix(".partial")
+        partial.write_bytes(ids.tobytes())
+        partial.rename(target)
+        self._shard += 1
+
+
+class Reporter:
+    """Says now and then how far it has come, on stderr."""
+
+    def __init__(self, total_bytes: int) -> None:
+        """Out of so many bytes."""
+        self._total = max(1, total_bytes)
+        self._begin = self._told = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+
+    def report(self, done_bytes: int, tokens: int) -> None:
+        """Tell, if that was not just done."""
+        now = time.monotonic()
+        if now - self._told < (REPORT_S if self._is_terminal else 20 * REPORT_S):
+            return
+        self._told = now
+        rate = tokens / (now - self._begin)
+        line = f"{100 * done_bytes / self._total:5.1f} %  {tokens:,} tokens  {rate:,.0f} tokens/s"
+        print(line, end="\r" if self._is_terminal else "\n", file=sys.stderr, flush=True)
+
+    def finish(self, training: int, validation: int, output: Path) -> None:
+        """Tell what came of it, on stdout."""
+        print(f"{training:,} tokens to train on and {validation:,} to evaluate on are in `{output}`")
+
+
+def _character_start(document: bytes, place: int) -> int:
+    """The nearest place at or before that does not split a UTF-8 character, which has four bytes at most."""
+    for back in range(4):
+        if document[place - back] & 0xC0 != 0x80:
+            return place - back
+    return place
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError("must be in [0, 1)")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

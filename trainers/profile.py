@@ -1,0 +1,46 @@
+"""A trace of some steps of every rank, when asked for."""
+
+from pathlib import Path
+from typing import Any
+
+from trainers.config import ProfileConfig
+from trainers.ranks import Ranks
+
+
+class Profile:
+    """Counts the steps of this attempt and records those that are wanted."""
+
+    def __init__(self, config: ProfileConfig, ranks: Ranks) -> None:
+        """Record nothing yet."""
+        self._config, self._ranks = config, ranks
+        self._steps = 0
+        self._recording: Any = None
+
+    def step(self) -> None:
+        """One step is over: begin or end the recording where that is due."""
+        if not self._config.steps:
+            return
+        self._steps += 1
+        if self._steps == self._config.first:
+            self._start()
+        elif self._steps == self._config.first + self._config.steps:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write what was recorded, also where the run ends before all of it was."""
+        if self._recording is None:
+            return
+        self._recording.stop()
+        folder = Path(self._config.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recording.export_chrome_trace(str(folder / f"rank-{self._ranks.rank}.json"))
+        self._recording = None
+
+    def _start(self) -> None:
+        from torch import profiler  # only here: most runs are never traced
+
+        activities = [profiler.ProfilerActivity.CPU]
+        if self._ranks.device.type == "cuda":
+            activities.append(profiler.ProfilerActivity.CUDA)
+        self._recording = profiler.profile(activities=activities)
+        self._recording.start()

@@ -1,0 +1,69 @@
+"""Several strategies on one mesh: `fsdp+tensor --mesh 2x4`, `pipeline+fsdp`, `diloco+fsdp`."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from trainers.optimizer import AdamW
+from trainers.ranks import Ranks
+from trainers.strategies.base import Passes, Strategy
+from trainers.strategies.grid import Grid
+from trainers.strategies.options import StrategyOptions
+
+# A model is cut into stages, layers into slices, then what is left is copied or sharded, and copies drift apart last.
+ORDER = ("pipeline", "tensor", "replicate", "shard", "island")
+
+
+class Combined(Strategy):
+    """Each part along its own axes of one grid. A verb that a part has made its own is that part's."""
+
+    def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions, parts: Sequence[Strategy]) -> None:
+        """Order the parts by what each takes for granted; the order of names only says how ranks are laid out."""
+        super().__init__(ranks, grid, options)
+        self._plain = Strategy(ranks, grid, options)
+        self._parts = sorted(parts, key=lambda part: ORDER.index(part.AXES[0]))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap from the inside out."""
+        for part in self._parts:
+            model = part.wrap(model)
+        return model
+
+    @contextlib.contextmanager
+    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Surround by all parts."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.micro_step(model, last=last))
+            yield
+
+    def run_passes(self, model: nn.Module, passes: Passes) -> float:
+        """In the order of the part that has one; to the others all of its passes are one."""
+        owner = self._find_owner("run_passes")
+        if owner is self._plain:
+            return super().run_passes(model, passes)
+        with self.micro_step(model, last=True):
+            return owner.run_passes(model, passes)
+
+    def step(self, model: nn.Module, optimizer: AdamW) -> None:
+        """As the part that owns the step."""
+        self._find_owner("step").step(model, optimizer)
+
+    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
+        """As the part that owns the step."""
+        return self._find_owner("tally").tally(loss_part, part=part, is_stop_asked=is_stop_asked)
+
+    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+        """As the part under which ranks differ."""
+        return self._find_owner("shared_state").shared_state(model, optimizer)
+
+    def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+        """As the part under which ranks differ."""
+        return self._find_owner("own_state").own_state(model, optimizer)
+
+    def _find_owner(self, verb: str) -> Strategy:
+        owners = [part for part in self._parts if getattr(type(part), verb) is not getattr(Strategy, verb)]
+        assert len(owners) <= 1, f"two parts of a strategy own `{verb}`"
+        return owners[0] if owners else self._plain

@@ -1,0 +1,111 @@
+"""DiLoCo: islands train alone and meet every so often, for slow links between clouds (arXiv:2311.08105).
+
+Each island takes its share of every batch. With an outer learning rate of 1 and no momentum this is local SGD.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainers.optimizer import AdamW, local
+from trainers.strategies.base import Strategy
+from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
+
+
+class Diloco(Strategy):
+    """Nothing travels between islands but their parameters, once every so many steps.
+
+    Between meetings each rank reports its island's loss, and a stop asked for is put off: islands then do not even
+    wait for each other.
+    """
+
+    AXES = ("island",)
+
+    def step(self, model: nn.Module, optimizer: AdamW) -> None:
+        """Move this island's parameters; meet when it is time, and after the very last step."""
+        self._is_met = False
+        if self.grid.size("island") == 1:
+            optimizer.step()
+            return
+        if not self._outer.is_begun:
+            self._outer.begin(model)
+        optimizer.step()
+        self._is_met = optimizer.is_finished or optimizer.steps_done % self.options.diloco.every_steps == 0
+        if self._is_met:
+            asked = self.options.diloco
+            self._outer.meet(
+                model,
+                group=self.grid.group("island"),
+                count=self.grid.size("island"),
+                learning_rate=asked.learning_rate,
+                momentum=asked.momentum,
+            )
+
+    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
+        """Everyone's loss at a meeting, else the island's own."""
+        if self._is_met or self.grid.size("island") == 1:
+            return super().tally(loss_part, part=part, is_stop_asked=is_stop_asked)
+        counted = [loss_part, part] if self.share.is_counted else [0.0, 0.0]
+        totals = torch.tensor(counted, dtype=torch.float64, device=self.ranks.device)
+        for axis in self.grid.axes:
+            if axis != "island" and self.grid.size(axis) > 1:
+                dist.all_reduce(totals, group=self.grid.group(axis))
+        return (totals[0] / totals[1]).item(), False
+
+    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+        """The first island's model, and what all islands departed from."""
+        if self.grid.size("island") == 1:
+            return super().shared_state(model, optimizer)
+        self._outer = Outer(model)
+        return {**hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0), "diloco": self._outer}
+
+    def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+        """This island's model."""
+        return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
+
+
+class Outer:
+    """The outer optimizer: where all islands last set out from, and its momentum. Equal on every island."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Allocate, so that a checkpoint can be read into it."""
+        self.is_begun = False
+        self._anchor = {name: each.detach().clone() for name, each in model.named_parameters()}
+        self._momentum = {name: torch.zeros_like(each) for name, each in self._anchor.items()}
+
+    def begin(self, model: nn.Module) -> None:
+        """Set out from the model as it is: fresh, or from a checkpoint of another strategy."""
+        self.is_begun = True
+        torch._foreach_copy_(self._list(self._anchor), list_local(model))
+
+    def meet(self, model: nn.Module, *, group: Any, count: int, learning_rate: float, momentum: float) -> None:
+        """Take the way islands went on average for a gradient, move the anchor by it, and put every island there."""
+        parameters, anchor, velocity = list_local(model), self._list(self._anchor), self._list(self._momentum)
+        mean = torch.cat([each.reshape(-1) for each in parameters])
+        dist.all_reduce(mean, group=group)
+        mean /= count
+        sizes = [each.numel() for each in anchor]
+        ways = [at - to.view_as(at) for at, to in zip(anchor, mean.split(sizes), strict=True)]
+        torch._foreach_mul_(velocity, momentum)
+        torch._foreach_add_(velocity, ways)
+        torch._foreach_add_(ways, velocity, alpha=momentum)  # Nesterov: look where the momentum leads
+        torch._foreach_add_(anchor, ways, alpha=-learning_rate)
+        torch._foreach_copy_(parameters, anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchor and momentum by parameter name."""
+        return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where the islands had set out."""
+        self.is_begun = True
+        for mine, theirs in ((self._anchor, state["anchor"]), (self._momentum, state["momentum"])):
+            for name, value in mine.items():
+                local(value).copy_(local(theirs[name]))
+
+    @staticmethod
+    def _list(tensors: dict[str, Tensor]) -> list[Tensor]:
+        return [local(each) for each in tensors.values()]

@@ -1,0 +1,65 @@
+"""PyTorch's fully_shard: parameters, gradients and moments are spread over ranks and gathered block by block."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from trainers.strategies.base import Strategy
+
+
+class FullyShardedDataParallel(Strategy):
+    """Every rank holds an equal part of every block."""
+
+    AXES: ClassVar[tuple[str, ...]] = ("shard",)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard every child of a module list as one unit, and what is left with the model itself."""
+        if all(self.grid.size(axis) == 1 for axis in self.AXES):
+            return model
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        units = find_units(model)
+        settings = self._settings()
+        for unit in reversed(units):  # inner ones before those that hold them
+            fully_shard(unit, **settings)
+        if not isinstance(model, nn.ModuleList):  # stages of a pipeline are called one by one
+            fully_shard(model, **settings)
+        ahead = self.options.fsdp.prefetch
+        if ahead:
+            blocks = [unit for unit in units if isinstance(unit, FSDPModule)]
+            for place, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
+                block.set_modules_to_backward_prefetch(blocks[max(0, place - ahead) : place][::-1])
+        return model
+
+    @contextlib.contextmanager
+    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Keep gradients whole and at home until the last micro step."""
+        for module in model if isinstance(model, nn.ModuleList) else [model]:
+            if hasattr(module, "set_requires_gradient_sync"):
+                module.set_requires_gradient_sync(last)
+        yield
+
+    def _settings(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        asked = self.options.fsdp
+        is_mixed = (asked.param_dtype, asked.reduce_dtype) != ("float32", "float32")
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, asked.param_dtype) if is_mixed else None,
+            reduce_dtype=getattr(torch, asked.reduce_dtype) if is_mixed else None,
+        )
+        return {
+            "mesh": self.grid.device_mesh(*self.AXES),
+            "reshard_after_forward": asked.reshard == "always",
+            "mp_policy": policy,
+        }
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Children of module lists that hold parameters, outer ones before inner ones."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [child for each in lists for child in each if next(child.parameters(), None) is not None]

@@ -1,0 +1,116 @@
+"""The ranks as a grid with one named axis for each way of sharing; later axes vary fastest.
+
+Where a rank stands is arithmetic. Process groups are made when first asked for, by all ranks together.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trainers.data import samples_of_rank
+from trainers.errors import TrainerError
+from trainers.ranks import Ranks
+
+# Ranks that differ along these read different samples; along the others they work on the same ones.
+DATA_AXES = ("island", "replicate", "shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a rank reads of each batch, and what it answers for."""
+
+    index: int
+    count: int  # shares a batch is cut into; 0 for a rank that reads nothing
+    is_counted: bool = True  # of ranks that see the same samples, one reports their loss
+    draw: int = 0  # ranks with an equal number draw equal random numbers
+
+    def find_samples(self, first: int, batch: int) -> range:
+        """The global indexes read of a step's batch: shares in a row read it in order, without gaps."""
+        return samples_of_rank(first, batch, self.index, self.count) if self.count else range(first, first)
+
+    def find_passes(self, first: int, batch: int, micro_batch: int) -> list[tuple[range, float]]:
+        """The samples of each forward pass of a step, and the part of the batch that they stand for.
+
+        Every share makes as many passes, for some strategies exchange something in each: where one has no sample
+        left it repeats its last, which then stands for nothing.
+        """
+        samples = self.find_samples(first, batch)
+        if not samples:
+            return []
+        largest = math.ceil(batch / self.count)
+        passes = []
+        for start in range(samples.start, samples.start + largest, micro_batch):
+            some = range(start, min(start + micro_batch, samples.stop))
+            passes.append((some, len(some) / batch) if some else (samples[-1:], 0.0))
+        return passes
+
+
+class Grid:
+    """All ranks, by axis."""
+
+    def __init__(self, ranks: Ranks, axes: tuple[str, ...], mesh: str) -> None:
+        """Lay out the ranks as `mesh` says; a mesh that does not fit their number is a TrainerError."""
+        self._ranks = ranks
+        self.axes = axes
+        self.sizes = parse_mesh(mesh, axes, ranks.world_size, ranks.local_world_size)
+        self._device_mesh: Any = None
+
+    def size(self, axis: str) -> int:
+        """How many ranks stand along an axis; 1 for one the grid does not have."""
+        return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
+
+    def index(self, axis: str) -> int:
+        """Where this rank stands along an axis."""
+        if axis not in self.axes:
+            return 0
+        place = self.axes.index(axis)
+        return self._ranks.rank // math.prod(self.sizes[place + 1 :]) % self.sizes[place]
+
+    def group(self, axis: str) -> Any:
+        """The process group along an axis of more than one rank; None, torch's word for all ranks, if all are on it."""
+        if self.size(axis) == self._ranks.world_size:
+            return None
+        return self.device_mesh(axis).get_group()
+
+    def device_mesh(self, *axes: str) -> Any:
+        """The part of torch's DeviceMesh along some axes."""
+        if self._device_mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._device_mesh = init_device_mesh(self._ranks.device.type, self.sizes, mesh_dim_names=self.axes)
+        return self._device_mesh if axes == self.axes else self._device_mesh[axes]
+
+    def find_share(self) -> Share:
+        """This rank's share where every data axis divides the samples."""
+        index, count, draw = 0, 1, 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if axis in DATA_AXES:
+                index, count = index * size + self.index(axis), count * size
+            # Ranks that hold slices of one layer must drop the same activations of what they hold in common.
+            if axis != "tensor":
+                draw = draw * size + self.index(axis)
+        # The end of a pipeline alone knows the loss.
+        is_counted = self.index("tensor") == 0 and self.index("pipeline") == self.size("pipeline") - 1
+        return Share(index=index, count=count, is_counted=is_counted, draw=draw)
+
+
+def parse_mesh(text: str, axes: tuple[str, ...], world_size: int, local_world_size: int) -> tuple[int, ...]:
+    """Sizes of the axes. Without a text the last axis stays within a node and the first spans the nodes."""
+    if not text:
+        if len(axes) == 1:
+            return (world_size,)
+        inner = local_world_size if world_size % local_world_size == 0 else world_size
+        return (world_size // inner, *(1 for _ in axes[2:]), inner)
+    words = text.split("x")
+    if len(words) != len(axes):
+        raise TrainerError(f"`--mesh {text}` has {len(words)} axes, the strategy {len(axes)}: {' x '.join(axes)}")
+    if words.count("*") > 1 or not all(word == "*" or (word.isdecimal() and int(word) > 0) for word in words):
+        raise TrainerError(f"`--mesh {text}` is not like `2x4` or `*x4`")
+    known = math.prod(int(word) for word in words if word != "*")
+    if world_size % known or ("*" not in words and known != world_size):
+        reason = "a multiple of " if "*" in words else ""
+        raise TrainerError(
+            f"`--mesh {text}` is for {reason}{known} ranks and there are {world_size}; "
+            "with `*` for one axis it follows the number of ranks"
+        )
+    return tuple(world_size // known if word == "*" else int(word) for word in words)

@@ -1,0 +1,87 @@
+"""The knobs of the strategies, as part of every run's config. Imports nothing heavy."""
+
+from dataclasses import dataclass, field
+
+from trainers.knobs import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceOptions:
+    """`allreduce`: explicit collectives."""
+
+    bucket_mib: float = knob(25.0, "gradients of this size travel as one message")
+    algorithm: str = knob("library", "whose all-reduce: the library's, or our ring of sends", ("library", "ring"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions:
+    """`fsdp` and `hsdp`: sharded parameters."""
+
+    param_dtype: str = knob("float32", "arithmetic on gathered parameters", ("float32", "bfloat16"))
+    reduce_dtype: str = knob("float32", "gradients are summed over ranks in this", ("float32", "bfloat16"))
+    reshard: str = knob("always", "drop gathered parameters after forward, or keep them", ("always", "never"))
+    prefetch: int = knob(0, "blocks gathered ahead in forward and backward; 0 leaves it to torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """`pipeline`: blocks spread over ranks."""
+
+    schedule: str = knob("1f1b", "order of forward and backward passes", ("gpipe", "1f1b", "interleaved"))
+    stages_per_rank: int = knob(2, "runs of blocks a rank holds under `interleaved`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerOptions:
+    """`parameter_server`: rank 0 keeps the parameters, the others send it gradients."""
+
+    staleness_max: int = knob(0, "steps a worker may be ahead of the slowest; 0 is synchronous")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoOptions:
+    """`diloco`: islands that train alone and meet now and then (arXiv:2311.08105)."""
+
+    every_steps: int = knob(20, "steps between meetings; a stop asked for by the cloud waits for the next")
+    learning_rate: float = knob(0.7, "outer learning rate; with 1 and no momentum this is local SGD")
+    momentum: float = knob(0.9, "outer Nesterov momentum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipOptions:
+    """`gossip`: each rank averages with one other at a time (arXiv:2110.13363)."""
+
+    every_steps: int = knob(1, "steps between exchanges")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """How ranks share the work. A run's config inherits this."""
+
+    strategy: str = knob("ddp", "how ranks share the work, parts joined by `+`, see trainers/strategies/")
+    mesh: str = knob("", "ranks along each axis, as `2x4`; one may be `*`, the rest; empty: nodes x ranks of a node")
+    allreduce: AllReduceOptions = field(default_factory=AllReduceOptions)
+    fsdp: FsdpOptions = field(default_factory=FsdpOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    parameter_server: ParameterServerOptions = field(default_factory=ParameterServerOptions)
+    diloco: DilocoOptions = field(default_factory=DilocoOptions)
+    gossip: GossipOptions = field(default_factory=GossipOptions)
+
+
+def find_problem(options: StrategyOptions) -> str | None:
+    """Say which knob cannot work, or None."""
+    lowest = {
+        "--fsdp.prefetch": (options.fsdp.prefetch, 0),
+        "--pipeline.stages_per_rank": (options.pipeline.stages_per_rank, 1),
+        "--parameter_server.staleness_max": (options.parameter_server.staleness_max, 0),
+        "--diloco.every_steps": (options.diloco.every_steps, 1),
+        "--gossip.every_steps": (options.gossip.every_steps, 1),
+    }
+    for flag, (value, least) in lowest.items():
+        if value < least:
+            return f"`{flag}` must be at least {least}, not {value}"
+    if not options.allreduce.bucket_mib > 0:
+        return f"`--allreduce.bucket_mib` must be above 0, not {options.allreduce.bucket_mib}"
+    if not 0.0 <= options.diloco.momentum < 1.0:
+        return f"`--diloco.momentum` must be in [0, 1), not {options.diloco.momentum}"
+    return None

@@ -1,0 +1,240 @@
+"""A parameter server: rank 0 keeps parameters and moments, the others send it gradients (Li et al., OSDI 2014).
+
+Without staleness all workers' gradients make one step. With it each makes its own as it arrives, and a worker may be
+at most so many steps ahead of the slowest (Ho et al., NIPS 2013).
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainers.checkpoint import HeldByOne
+from trainers.errors import TrainerError
+from trainers.optimizer import AdamW
+from trainers.ranks import TIMEOUT_S
+from trainers.strategies.base import Passes, Strategy
+from trainers.strategies.grid import Share
+
+# A head is [step, loss part, whether a stop is asked for] one way and [the step to stop after, 0, 0] the other.
+HEAD_TAG, BODY_TAG, HEAD_SIZE = 1, 2, 3
+NEVER = 2**53  # above any step, and exact as a float
+
+
+class ParameterServer(Strategy):
+    """The rank's own part is played by a `Server` or a `Worker`; one process alone just trains.
+
+    Messages travel between CPUs. A checkpoint is a clean cut: ranks wait there until the slowest has arrived.
+    """
+
+    AXES = ("server",)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Split the roles. A model with state beside its parameters is a TrainerError."""
+        self._role: Server | Worker | None = None
+        self._loss_part, self._is_stop_asked = 0.0, False
+        worker_count = self.ranks.world_size - 1
+        if not worker_count:
+            return model
+        if any(True for _ in model.buffers()):
+            raise TrainerError("a parameter server keeps parameters only, and this model has other state beside them")
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        if self.ranks.is_first:
+            self.share = Share(index=0, count=0)
+            self._role = Server(model, self._group, worker_count, self.options.parameter_server.staleness_max)
+        else:
+            self.share = Share(index=self.ranks.rank - 1, count=worker_count, draw=self.ranks.rank)
+            self._role = Worker(model, self._group)
+        return model
+
+    def run_passes(self, model: nn.Module, passes: Passes) -> float:
+        """Workers compute. A synchronous server waits for them here, so that clipping comes next as ever."""
+        self._loss_part = super().run_passes(model, passes)
+        if isinstance(self._role, Server) and not self._role.staleness_max:
+            self._role.collect_mean()
+        return self._loss_part
+
+    def clip(self, model: nn.Module, norm_max: float) -> float:
+        """Where the gradient that moves the parameters is at hand; elsewhere nothing is clipped and 0 returned."""
+        is_synchronous = not self.options.parameter_server.staleness_max
+        if self._role is None or isinstance(self._role, Server) == is_synchronous:
+            return super().clip(model, norm_max)
+        return 0.0
+
+    def step(self, model: nn.Module, optimizer: AdamW) -> None:
+        """Gradients one way, parameters the other."""
+        if self._role is None:
+            optimizer.step()
+        elif isinstance(self._role, Server):
+            self._role.step(optimizer)
+        else:
+            self._role.step(self._loss_part, is_stop_asked=self._is_stop_asked)
+
+    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
+        """The server knows the loss of all, a worker its own; its next message says whether it is asked to stop."""
+        if self._role is None:
+            return super().tally(loss_part, part=part, is_stop_asked=is_stop_asked)
+        self._is_stop_asked = is_stop_asked
+        if isinstance(self._role, Server):
+            return self._role.tally(is_stop_asked=is_stop_asked)
+        return loss_part / part, self._role.is_stopping
+
+    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+        """The server's. Saving brings every worker up to its parameters first."""
+        if self._role is None:
+            return super().shared_state(model, optimizer)
+        is_server = self.ranks.is_first
+        return {
+            "model": HeldByOne(Settled(model, self._group), is_holder=is_server),
+            "optimizer": HeldByOne(optimizer, is_holder=is_server),
+        }
+
+
+class Worker:
+    """Sends a gradient, and waits for parameters to go on with."""
+
+    def __init__(self, model: nn.Module, group: Any) -> None:
+        """Serve one model."""
+        self._parameters, self._group = list(model.parameters()), group
+        self._steps_done, self._stop_step = 0, NEVER
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the server named the step just done as the last."""
+        return self._steps_done >= self._stop_step
+
+    def step(self, loss_part: float, *, is_stop_asked: bool) -> None:
+        """Returns when the server lets this worker go on."""
+        self._steps_done += 1
+        head = torch.tensor([self._steps_done, loss_part, is_stop_asked], dtype=torch.float64)
+        dist.send(head, 0, group=self._group, tag=HEAD_TAG)
+        dist.send(_flatten([_gradient(each) for each in self._parameters]), 0, group=self._group, tag=BODY_TAG)
+        for parameter in self._parameters:
+            parameter.grad = None
+        dist.recv(head, 0, group=self._group, tag=HEAD_TAG)
+        self._stop_step = int(head[0].item())
+        body = _flatten(self._parameters)
+        dist.recv(body, 0, group=self._group, tag=BODY_TAG)
+        _unflatten(body, self._parameters)
+
+
+class Server:
+    """Takes gradients as they come, and answers with parameters."""
+
+    def __init__(self, model: nn.Module, group: Any, worker_count: int, staleness_max: int) -> None:
+        """Serve one model to ranks 1 to `worker_count`."""
+        self.staleness_max = staleness_max
+        self.lead_max = 0  # the most that a gradient was ahead of the slowest worker when its worker began on it
+        self._parameters, self._group = list(model.parameters()), group
+        self._done = {rank: 0 for rank in range(1, worker_count + 1)}
+        self._waiting: set[int] = set()
+        self._losses: dict[int, float] = {}
+        self._steps_done, self._stop_step = 0, NEVER
+        self._step_begun: int | None = None
+
+    def collect_mean(self) -> None:
+        """Leave the mean of one gradient of each worker in the parameters, summed in one order always."""
+        total = torch.zeros_like(_flatten(self._parameters))
+        for rank in self._done:
+            total += self._receive(rank)[1]
+        self._put(total / len(self._done))
+
+    def step(self, optimizer: AdamW) -> None:
+        """Return when every worker has made one more step."""
+        if not self.staleness_max:
+            optimizer.step()
+            self._answer()
+        if self._step_begun is None:
+            self._step_begun = optimizer.steps_done
+        while min(self._done.values()) <= self._steps_done:
+            rank, gradient = self._receive(None)
+            self._put(gradient)
+            # One step of all workers moves as far as one step of a synchronous run.
+            schedule_step = self._step_begun + self._done[rank] - 1
+            optimizer.step(schedule_step=schedule_step, rate_share=1.0 / len(self._done))
+            self._answer()
+        self._steps_done += 1
+
+    def tally(self, *, is_stop_asked: bool) -> tuple[float, bool]:
+        """The loss that workers reported for the step just done."""
+        if is_stop_asked:
+            self._stop_soon()
+        return self._losses.pop(self._steps_done), self._steps_done >= self._stop_step
+
+    def _receive(self, rank: int | None) -> tuple[int, Tensor]:
+        """A gradient from one worker, or from whichever is first; it then waits for an answer."""
+        head, body = torch.empty(HEAD_SIZE, dtype=torch.float64), _flatten(self._parameters)
+        source = dist.recv(head, rank, group=self._group, tag=HEAD_TAG)
+        dist.recv(body, source, group=self._group, tag=BODY_TAG)
+        step, loss_part, is_stop_asked = int(head[0].item()), head[1].item(), bool(head[2].item())
+        self.lead_max = max(self.lead_max, step - 1 - min(self._done.values()))
+        self._done[source] = step
+        self._waiting.add(source)
+        self._losses[step] = self._losses.get(step, 0.0) + loss_part
+        if is_stop_asked:
+            self._stop_soon()
+        return source, body
+
+    def _answer(self) -> None:
+        """Let those go on that are not too far ahead of the slowest."""
+        slowest = min(self._done.values())
+        ready = sorted(rank for rank in self._waiting if self._done[rank] - slowest <= self.staleness_max)
+        if not ready:
+            return
+        head = torch.tensor([self._stop_step, 0, 0], dtype=torch.float64)
+        body = _flatten(self._parameters)
+        for rank in ready:
+            dist.send(head, rank, group=self._group, tag=HEAD_TAG)
+            dist.send(body, rank, group=self._group, tag=BODY_TAG)
+        self._waiting.difference_update(ready)
+
+    def _stop_soon(self) -> None:
+        """Stop after the furthest step that any worker may have begun: all of them hear of it in time."""
+        begun = max(done + (rank not in self._waiting) for rank, done in self._done.items())
+        self._stop_step = min(self._stop_step, begun)
+
+    def _put(self, gradient: Tensor) -> None:
+        for parameter in self._parameters:
+            parameter.grad = torch.empty_like(parameter)
+        _unflatten(gradient, [_gradient(each) for each in self._parameters])
+
+
+class Settled:
+    """A model that is first made the server's on every rank. Saving happens after the same step everywhere."""
+
+    def __init__(self, model: nn.Module, group: Any) -> None:
+        """Stand for `model`."""
+        self._model, self._group = model, group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The server's parameters; waits for all ranks."""
+        parameters = list(self._model.parameters())
+        body = _flatten(parameters)
+        dist.broadcast(body, 0, group=self._group)
+        _unflatten(body, parameters)
+        state: dict[str, Any] = self._model.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The model's."""
+        self._model.load_state_dict(state)
+
+
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.detach().reshape(-1).float() for each in tensors]).cpu()
+
+
+def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    parts = flat.split([each.numel() for each in tensors])
+    with torch.no_grad():
+        for part, to in zip(parts, tensors, strict=True):
+            to.copy_(part.view_as(to))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient: Tensor | None = parameter.grad
+    assert gradient is not None, "a parameter took no part in the loss"
+    return gradient

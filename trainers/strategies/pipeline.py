@@ -1,0 +1,105 @@
+"""Pipeline parallelism with torch.distributed.pipelining: runs of blocks lie on different ranks (arXiv:2104.04473)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainers.errors import TrainerError
+from trainers.strategies.base import Passes, Strategy
+
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+
+
+class PipelineParallel(Strategy):
+    """Ranks of the axis see the same samples, one run of blocks each, or several under `interleaved`."""
+
+    AXES = ("pipeline",)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Keep this rank's blocks and return them as a list of stages; a model that has no blocks is a TrainerError."""
+        self._schedule: Any = None
+        count = self.grid.size("pipeline")
+        if count == 1:
+            return model
+        if not hasattr(model, "cut"):
+            raise TrainerError("this model is not a row of blocks; `pipeline` cannot be used")
+        is_interleaved = self.options.pipeline.schedule == "interleaved"
+        self._stage_count = count * (self.options.pipeline.stages_per_rank if is_interleaved else 1)
+        depth = len(model.blocks)
+        if depth < self._stage_count:
+            raise TrainerError(f"{depth} blocks cannot be cut into {self._stage_count} stages")
+        bounds = [depth * place // self._stage_count for place in range(self._stage_count + 1)]
+        # Ranks take turns, so that under `interleaved` the first rank has work again while the last is still busy.
+        self._places = range(self.grid.index("pipeline"), self._stage_count, count)
+        return nn.ModuleList(model.cut([range(bounds[place], bounds[place + 1]) for place in self._places]))
+
+    def run_passes(self, model: nn.Module, passes: Passes) -> float:
+        """Push all micro-batches through all stages; the rank of the last stage knows the loss, the others report 0."""
+        if self.grid.size("pipeline") == 1:
+            return super().run_passes(model, passes)
+        micro_batches = passes.micro_batches
+        first = micro_batches[0]
+        if any(each.inputs.shape != first.inputs.shape for each in micro_batches):
+            raise TrainerError(
+                "a pipeline needs micro-batches of equal size; "
+                f"choose a `--train.batch` that {self.share.count} x `--train.micro_batch` divides"
+            )
+        if self._schedule is None:
+            self._schedule = self._make_schedule(model, passes)
+        losses: list[Tensor] = []
+        inputs, arguments = [], {}
+        if self._places[0] == 0:
+            inputs = [torch.cat([each.inputs for each in micro_batches])]
+        if self._places[-1] == self._stage_count - 1:
+            arguments = {"target": torch.cat([each.targets for each in micro_batches]), "losses": losses}
+        self._schedule.step(*inputs, **arguments, return_outputs=False)
+        loss_part: float = sum(loss.item() for loss in losses) / passes.share_count
+        return loss_part
+
+    def _make_schedule(self, model: nn.Module, passes: Passes) -> Any:
+        """Made at the first step, when the stages have been wrapped and the size of a micro-batch is known."""
+        from torch.distributed import pipelining
+
+        count = len(passes.micro_batches)
+        name = self.options.pipeline.schedule
+        _check_count(name, count, self.grid.size("pipeline"))
+        first = passes.micro_batches[0]
+        stages = [self._make_stage(module, place, passes) for module, place in zip(model, self._places, strict=True)]
+        return getattr(pipelining, SCHEDULES[name])(
+            stages if name == "interleaved" else stages[0],
+            n_microbatches=count,
+            loss_fn=lambda outputs, targets: passes.loss_of(outputs, targets) * passes.scale(first),
+            scale_grads=False,
+        )
+
+    def _make_stage(self, module: nn.Module, place: int, passes: Passes) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        # What goes in and out of a stage torch finds out by one more pass before the first step. It puts random
+        # numbers back after that, or a resumed run would drop other activations than an unbroken one.
+        _run_in_precision(module, passes)
+        group = self.grid.group("pipeline")
+        return PipelineStage(module, place, self._stage_count, self.ranks.device, group=group)
+
+
+def _check_count(schedule: str, count: int, ranks: int) -> None:
+    """Refuse a number of micro-batches that torch's schedule cannot keep all ranks busy with."""
+    needs = {"1f1b": f"at least {ranks}", "interleaved": f"a multiple of {ranks}"}
+    if (schedule == "1f1b" and count < ranks) or (schedule == "interleaved" and count % ranks):
+        raise TrainerError(
+            f"`{schedule}` needs {needs[schedule]} micro-batches a step on each rank, not {count}; "
+            "see `--train.batch` and `--train.micro_batch`"
+        )
+
+
+def _run_in_precision(module: nn.Module, passes: Passes) -> None:
+    """Between stages travels float32, whatever the arithmetic inside."""
+    forward = module.forward
+
+    def run(inputs: Tensor) -> Tensor:
+        with passes.precision():
+            outputs: Tensor = forward(inputs)
+        return outputs.float()
+
+    module.forward = run

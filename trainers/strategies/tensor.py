@@ -1,0 +1,42 @@
+"""Tensor parallelism: linear layers are spread over ranks by columns, then by rows, as DTensors (arXiv:1909.08053)."""
+
+from torch import nn
+
+from trainers.errors import TrainerError
+from trainers.strategies.base import Strategy
+
+
+class TensorParallel(Strategy):
+    """Ranks of the axis see the same samples, and each computes some heads and some hidden units of every layer."""
+
+    AXES = ("tensor",)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Spread each linear layer that its module declares; a model that declares none is a TrainerError."""
+        count = self.grid.size("tensor")
+        if count == 1:
+            return model
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        styles = {
+            "column": ColwiseParallel(),
+            "row": RowwiseParallel(),
+            "whole": ColwiseParallel(output_layouts=Replicate()),
+        }
+        mesh = self.grid.device_mesh("tensor")
+        found = False
+        for module in list(model.modules()):
+            for name, slicing in module.slicings().items() if hasattr(module, "slicings") else ():
+                layer = getattr(module, name)
+                if layer is None:
+                    continue  # on another stage of a pipeline
+                if slicing.pieces % count:
+                    raise TrainerError(
+                        f"`{name}` has {slicing.pieces} pieces, which {count} ranks cannot divide evenly"
+                    )
+                parallelize_module(layer, mesh, styles[slicing.way])
+                found = True
+        if not found and self.grid.size("pipeline") == 1:
+            raise TrainerError("this model does not say how its layers may be spread; `tensor` cannot be used")
+        return model

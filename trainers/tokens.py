@@ -1,0 +1,135 @@
+"""Where token ids come from: token files mapped into memory, or text read as bytes.
+
+A token file is a row of little-endian unsigned integers without a header, as nanoGPT writes them. Beside it,
+`tokens.json` says of what width and by which tokenizer; without one it is uint16 by the GPT-2 tokenizer.
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainers.config import DataConfig
+from trainers.data import Corpus, count_windows, split_windows
+from trainers.errors import TrainerError
+from trainers.texts import find_text_files, read_documents, read_shipped_text
+
+ABOUT = "tokens.json"
+DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
+# What nanoGPT's own files hold.
+TOKENIZER_DEFAULT, VOCABULARY_DEFAULT, DTYPE_DEFAULT = "gpt2", 50257, "uint16"
+# Text is held in memory; more than this belongs into token files.
+TEXT_BYTES_MAX = 2**30
+PROBE_BYTES, PROBE_COUNT = 2**16, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """All of the data, and what its ids mean."""
+
+    training: Sequence[Tensor]
+    validation: Sequence[Tensor]  # empty where a share of the training data is to be kept back
+    tokenizer: str
+    vocabulary: int
+    fingerprint: str
+
+
+def open_tokens(config: DataConfig) -> Tokens:
+    """Find out what the path names and open it; what cannot be read is a TrainerError."""
+    if not config.path:
+        return _from_text(read_shipped_text())
+    path = Path(config.path)
+    files = sorted(path.glob("*.bin")) if path.is_dir() else [path] if path.suffix == ".bin" else []
+    if files:
+        return _from_token_files(files)
+    texts = find_text_files(path)
+    size = sum(file.stat().st_size for file in texts)
+    if size > TEXT_BYTES_MAX:
+        raise TrainerError(
+            f"`{path}` holds {size / 2**30:.1f} GiB of text; make token files of it first: "
+            f"`python -m trainers.prepare {path} --output tokens`"
+        )
+    separator = b"\0" if len(texts) > 1 or texts[0].suffix in (".jsonl", ".parquet") else b""
+    return _from_text(separator.join(each for file in texts for each in read_documents(file, config.column)))
+
+
+def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Corpus, Corpus | None]:
+    """What is trained on, and what the run is evaluated on, if anything is kept for that."""
+    count = sum(count_windows(shard, context) for shard in tokens.training)
+    if tokens.validation:
+        kept = sum(count_windows(shard, context) for shard in tokens.validation)
+        training = Corpus(tokens.training, tokens.fingerprint, context, config.seed, range(count))
+        return training, Corpus(tokens.validation, tokens.fingerprint, context, 0, range(kept)) if kept else None
+    first, last = split_windows(count, config.validation_share)
+    training = Corpus(tokens.training, tokens.fingerprint, context, config.seed, first)
+    # The order in which it is evaluated has a seed of its own: another order of training is the same measure.
+    return training, Corpus(tokens.training, tokens.fingerprint, context, 0, last) if last else None
+
+
+def _from_text(text: bytes) -> Tokens:
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    fingerprint = hashlib.sha256(text).hexdigest()
+    return Tokens(training=[ids], validation=[], tokenizer="bytes", vocabulary=256, fingerprint=fingerprint)
+
+
+def _from_token_files(files: Sequence[Path]) -> Tokens:
+    about = _read_about(files[0].parent / ABOUT)
+    dtype = DTYPES[str(about["dtype"])]
+    digest = hashlib.sha256()
+    parts: dict[bool, list[Tensor]] = {False: [], True: []}
+    for file in files:
+        content = _map_file(file)
+        _probe(digest, file.name, content)
+        if content is not None and len(content) >= dtype.itemsize:
+            ids = torch.frombuffer(content, dtype=dtype, count=len(content) // dtype.itemsize)
+            parts[file.name.startswith("val")].append(ids)
+    if not parts[False]:
+        raise TrainerError(f"no token file to train on in `{files[0].parent}`: all are empty or begin with `val`")
+    return Tokens(
+        training=parts[False],
+        validation=parts[True],
+        tokenizer=str(about["tokenizer"]),
+        vocabulary=int(str(about["vocabulary"])),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _read_about(path: Path) -> dict[str, object]:
+    about: dict[str, object] = {
+        "dtype": DTYPE_DEFAULT,
+        "tokenizer": TOKENIZER_DEFAULT,
+        "vocabulary": VOCABULARY_DEFAULT,
+    }
+    try:
+        about |= json.loads(path.read_text())
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError) as error:
+        raise TrainerError(f"`{path}` is not what `trainers.prepare` writes: {error}") from error
+    if about["dtype"] not in DTYPES or not isinstance(about["vocabulary"], int):
+        raise TrainerError(f"`{path}` is not what `trainers.prepare` writes")
+    return about
+
+
+def _map_file(file: Path) -> mmap.mmap | None:
+    """The file's pages, read when touched and shared by all ranks of a node; None for an empty file."""
+    with file.open("rb") as opened:
+        if file.stat().st_size == 0:
+            return None
+        # A private writable mapping: torch has no read-only tensors, and would warn of a mapping that is read-only.
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _probe(digest: "hashlib._Hash", name: str, content: mmap.mmap | None) -> None:
+    """Take in name, size and evenly spread pieces: reading terabytes through would cost more than it proves."""
+    size = len(content) if content is not None else 0
+    digest.update(f"{name}:{size}:".encode())
+    if content is not None:
+        for place in range(PROBE_COUNT):
+            start = max(0, size - PROBE_BYTES) * place // (PROBE_COUNT - 1)
+            digest.update(content[start : start + PROBE_BYTES])
