@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # GPT-3 175B (96 x 12288), GPT-3 13B (40 x 5140) and Llama-2 7B (32 x 4096) all have a width of about 128 times the
 # depth, and heads of 128; the published smaller and larger ones lie between 80 and 250.
 WIDTH_PER_LAYER = 128
 HEAD_WIDTH = 128
+PARAMETERS_MIN = 50e6
 VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128 as Megatron-LM does
 
 
@@ -52,21 +54,23 @@ class ModelShape:
 
 
 def guess_shape(parameters: float, *, vocabulary: int = VOCABULARY, layers: int | None = None) -> ModelShape:
-    """A GPT of about so many parameters; the width is 128 times the depth unless `layers` is given.
+    """A GPT of about so many parameters that can be split: layers in fours or eights, heads in eights, once there are
+    so many.
 
-    Exact within a few percent above 100 million; heads are 128 wide. Raises ValueError for less than a million.
+    Of all such shapes it takes the one nearest in parameters and, four times less weighty, to a width of 128 times
+    the depth. It hits within a few percent. Raises ValueError below 50 million: there the vocabulary decides.
     """
-    if parameters < 1e6:
-        raise ValueError("a model has at least a million parameters")
-
-    def count(width: float) -> float:
-        return 12 * (layers or width / WIDTH_PER_LAYER) * width**2 + vocabulary * width
-
-    low, high = 1.0, 1e7
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if count(middle) < parameters else (low, middle)
-    step = HEAD_WIDTH if low >= HEAD_WIDTH else 32
-    width = max(step, round(low / step) * step)
-    depth = layers or max(1, round((parameters - vocabulary * width) / (12 * width**2)))
-    return ModelShape(layers=depth, width=width, heads=max(1, width // HEAD_WIDTH), vocabulary=vocabulary)
+    if parameters < PARAMETERS_MIN:
+        raise ValueError(f"no shape follows from fewer than {PARAMETERS_MIN / 1e6:g} million parameters")
+    best: tuple[float, ModelShape] | None = None
+    for heads in (*range(1, 8), *range(8, 32, 4), *range(32, 513, 8)):
+        width = heads * HEAD_WIDTH
+        own = max(0.0, parameters - vocabulary * width) / (12 * width**2)
+        step = 8 if own >= 60 else 4 if own >= 12 else 1
+        depth = layers or max(1, round(own / step) * step)
+        shape = ModelShape(layers=depth, width=width, heads=heads, vocabulary=vocabulary)
+        miss = 4 * abs(math.log(shape.parameters / parameters)) + abs(math.log(width / depth / WIDTH_PER_LAYER))
+        if best is None or miss < best[0]:
+            best = miss, shape
+    assert best is not None
+    return best[1]
