@@ -141,11 +141,11 @@ def read_shape(
 
 
 def choose_batch(parameters: float) -> float:
-    """Tokens of a step: as GPT-3 (Brown 2020, table 2.1) up to 7 billion parameters, as Llama 2 above."""
-    for limit, tokens in ((1e9, 0.5e6), (2.5e9, 1e6), (20e9, 2e6)):
+    """Tokens of a step, about as GPT-3 (Brown 2020, table 2.1) and, from 20 billion parameters on, Llama 2."""
+    for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21)):
         if parameters <= limit:
-            return tokens
-    return 4e6
+            return 2.0**power
+    return 2.0**22
 
 
 def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
