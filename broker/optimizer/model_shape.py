@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 # GPT-3 175B (96 x 12288), GPT-3 13B (40 x 5140) and Llama-2 7B (32 x 4096) all have a width of about 128 times the
 # depth, and heads of 128; the published smaller and larger ones lie between 80 and 250.
@@ -27,14 +28,14 @@ class ModelShape:
     kv_heads: int | None = None  # None: as many as heads
     mlp_width: float | None = None  # None: 4 times the width
 
-    @property
+    @cached_property  # a search asks for it a hundred thousand times
     def layer_parameters(self) -> float:
         """Of one block: attention and MLP; 12 h^2 for GPT (norms and biases, 13 h, are left out)."""
         share = (self.kv_heads or self.heads) / self.heads
         attention = (2 + 2 * share) * self.width**2
         return attention + 2 * self.width * (self.mlp_width or 4 * self.width)
 
-    @property
+    @cached_property
     def parameters(self) -> float:
         """Of the blocks and one embedding that the output shares; 12 l h^2 + V h for GPT (Narayanan 2021, eq. 2)."""
         return self.layers * self.layer_parameters + self.vocabulary * self.width
