@@ -106,6 +106,12 @@ class Context:
         )
         raise UsageError(f"there is no cluster `{name}`", hints=[hint])
 
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        from broker.task.accelerators import resolve_accelerators
+
+        return resolve_accelerators(task, self.book.read_figures())
+
     def plan(
         self,
         task: Task,
@@ -117,6 +123,8 @@ class Context:
         from broker.catalog.local import list_local_offers
         from broker.optimizer.planner import make_plan
 
+        figures = self.book.read_figures()
+        task = self.resolve(task)
         offers = list(self.book.find_offers(task))
         if any(each.cloud == "local" for each in task.resources):
             offers += list_local_offers(*measure_machine())
@@ -126,7 +134,7 @@ class Context:
             prices_as_of=self.book.as_of,
             usable_clouds=usable_clouds,
             avoid=avoid,
-            figures=self.book.read_figures(),
+            figures=figures,
             egress=self.book.read_egress(),
         )
 

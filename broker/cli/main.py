@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "history": ("broker.cli.prices", "Show how the prices of an instance type moved"),
     "catalog": ("broker.cli.catalog", "The price book: its age, its refresh, other catalogs"),
     "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
+    "schema": ("broker.cli.schema", "Print the JSON Schema of task files, for editors"),
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}

@@ -75,7 +75,9 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
             instance_type=overrides.instance_type, num_nodes=overrides.num_nodes, use_spot=overrides.use_spot,
         )  # fmt: skip
         each = replace(each, name=overrides.name or each.name)
-        each = replace(each, workdir=str(_find_folder(overrides.workdir))) if overrides.workdir else each
+        if overrides.workdir:
+            kept = tuple(notice for notice in each.notices if notice.field != "workdir")
+            each = replace(each, workdir=str(_find_folder(overrides.workdir)), notices=kept)
         changed.append(_anchor(each))
     return tuple(changed)
 
@@ -100,6 +102,18 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
             hints=[f"`broker jobs launch {entrypoint[0]}` runs all of them in order"],
         )
     return tasks[0]
+
+
+def check_notices(tasks: Sequence[Task], *, is_launch: bool) -> None:
+    """Says what the tasks ask for and broker does not do. Raises TaskError where a launch would run something else."""
+    from broker.cli.render import print_note
+    from broker.task.notices import refuse_blocking, render_notice
+
+    for task in tasks:
+        if is_launch:
+            refuse_blocking(task)
+        for notice in task.notices:
+            print_note(render_notice(notice))
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:

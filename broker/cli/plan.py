@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import Context
+from broker.cli.options import check_notices
 from broker.cli.pipeline import describe_pipeline, show_pipeline
 from broker.cli.render import plain, print_json, print_line, print_table, show_duration, show_hours, show_usd
 from broker.types import Estimate, Objective, Plan, Task
@@ -34,16 +35,16 @@ def plan(
     from broker.task.override import override_resources
 
     context = Context()
-    tasks = load_tasks(task, envs=read_pairs(env or [], "--env"))
-    plans = [
-        context.plan(
-            override_resources(
-                each, infra=infra, accelerators=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
-                num_nodes=num_nodes, use_spot=use_spot,
-            )
+    tasks = [
+        override_resources(
+            each, infra=infra, accelerators=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
+            num_nodes=num_nodes, use_spot=use_spot,
         )
-        for each in tasks
+        for each in load_tasks(task, envs=read_pairs(env or [], "--env"))
     ]  # fmt: skip
+    tasks = [context.resolve(each) for each in tasks]
+    check_notices(tasks, is_launch=False)
+    plans = [context.plan(each) for each in tasks]
     if len(plans) > 1 or minimize != "cost" or deadline_hours is not None:
         pipeline = context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours)
         if as_json:

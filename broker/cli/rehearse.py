@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import Context
+from broker.cli.options import check_notices
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, print_line, print_note, show_duration, show_usd
 from broker.clouds.base import CanPreempt
@@ -43,6 +44,7 @@ def rehearse(
         context = Context(home)
         # What the cloud machine would be is not what this machine has: only the shape of the gang is rehearsed.
         local = override_resources(first, infra="local", use_spot=True)
+        check_notices([local], is_launch=True)
         local = override_resources(local, cpus="1+") if any(each.accelerator for each in first.resources) else local
         show_plan(context.plan(local), top=6)
         job = asyncio.run(_Rehearsal(context, local, preemptions, notice).run())

@@ -17,10 +17,12 @@ from broker.types.task import (
     DataSet,
     Goal,
     JobRecovery,
+    Notice,
     Origin,
     Quantity,
     Resources,
     Secret,
+    StorageMount,
     Task,
 )
 
@@ -41,6 +43,7 @@ __all__ = [
     "Node",
     "NodeRequest",
     "NodeState",
+    "Notice",
     "Objective",
     "Offer",
     "Origin",
@@ -56,6 +59,7 @@ __all__ = [
     "Run",
     "RunStatus",
     "Secret",
+    "StorageMount",
     "Task",
     "Transfer",
 ]
