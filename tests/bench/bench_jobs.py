@@ -24,7 +24,6 @@ from broker.state.store import Store
 from broker.types import JobStatus
 from tests.simulation.world import World, make_plan
 
-
 MEMORY = Path("/dev/shm")  # the disk is not what is measured
 
 
