@@ -104,17 +104,13 @@ def read_amount(text: str, flag: str) -> float:
 
 
 def read_hours(text: str) -> float:
-    """A duration as task files write it; a bare number is hours. Raises TaskError."""
-    from broker.errors import TaskError
-    from broker.task.reading import Reader
-    from broker.task.yaml_reader import Marked
+    """A duration as task files write it; a bare number is hours. Raises UsageError."""
+    from broker.task.measures import Duration
 
-    reader = Reader("", "--deadline")
-    value = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
-    seconds = reader.duration_s(Marked(value=value, line=0, column=0), "--deadline", bare_unit="h")
-    if seconds is None:
-        raise TaskError(reader.issues)
-    return seconds / 3600
+    measure = Duration(bare_unit="h")
+    if not re.fullmatch(measure.pattern, text):
+        raise UsageError(f"`--deadline {text}` is not {measure.expected}", hints=["`--deadline 5d`"])
+    return measure.convert(text) / 3600
 
 
 def read_shape(

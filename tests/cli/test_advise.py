@@ -41,7 +41,7 @@ def test_json_carries_the_task_file(shell: Shell) -> None:
         (["--params", "seven", "--tokens", "1B"], 2, "`--params seven` is no amount"),
         (["--params", "1M", "--tokens", "1B"], 2, "no shape follows"),
         (["--hidden", "512", "--tokens", "1B"], 2, "`--hidden` needs `--layers`"),
-        (["--params", "7B", "--tokens", "1B", "--deadline", "soon"], 2, "must be a duration"),
+        (["--params", "7B", "--tokens", "1B", "--deadline", "soon"], 2, "`--deadline soon` is not a duration"),
         (["--params", "7B", "--tokens", "1B", "--gpus", "H1000"], 3, "no accelerator is called `H1000`"),
         (["--params", "70B", "--tokens", "1B", "--max-gpus", "1"], 3, "fit on no gang of at most 1"),
     ],
