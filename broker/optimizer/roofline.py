@@ -12,10 +12,11 @@ from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Dtype, Recompute,
 from broker.optimizer.model_shape import ModelShape
 from broker.types import AcceleratorFigures
 
-# Share of the peak that large matrix products reach. Fitted to published runs (tests/optimizer/test_roofline.py
-# holds the fit): Megatron-LM on A100 (Narayanan 2021; Korthikanti 2022), Llama 3 on H100 (Dubey 2024). Newer cards
+# Share of the peak that large matrix products reach. A100's is chosen to meet Megatron-LM's runs (Narayanan 2021;
+# Korthikanti 2022; tests/optimizer/test_roofline.py holds it), H100's agrees with Llama 3 (Dubey 2024), the others are
+# our assumption. Newer cards
 # have more arithmetic for each byte of memory, and reach less of it.
-# AMD's reach the least: a third of the peak in public training benchmarks of MI300X.
+# AMD's are taken to reach the least.
 PRODUCT_EFFICIENCY = {
     "A100": 0.72, "A100-80GB": 0.72, "V100": 0.60, "V100-32GB": 0.60, "H100": 0.58, "H200": 0.60, "GH200": 0.60,
     "MI300X": 0.40, "MI355X": 0.40,

@@ -56,7 +56,7 @@ def test_the_card_itself_takes_the_hours_given() -> None:
 
 
 def test_h100_is_faster_than_a100_by_less_than_its_peak() -> None:
-    # MLPerf training 3.0 and 3.1 find 2 to 3 times on language models of this size; the peaks differ by 3.2.
+    # The peaks differ by 3.2, the bandwidths by 2.2, and H100 reaches less of its peak.
     assert 2.0 < 100 / scale("H100", 8) < 3.0
 
 
