@@ -20,7 +20,11 @@ TASK = """
 name: train
 resources: {accelerators: {A100-80GB: 8, H100: 8}}
 num_nodes: 2
-goal: {work: {hours: 100, on: "A100-80GB:8"}, deadline: 6d, budget: 5000}
+goal:
+  work: {hours: 100, on: "A100-80GB:16"}
+  throughput: {"A100-80GB:16": 1000, "H100:16": 9000}
+  deadline: 6d
+  budget: 5000
 checkpoint: {stall: 10s, restart: 6m, size: 80GB}
 run: x
 """
