@@ -78,7 +78,7 @@ def test_wrong_change_is_explained(file: str) -> None:
     [
         ("deadline=24h", lambda task: task.goal.deadline_hours, 24),
         ("deadline=none", lambda task: task.goal.deadline_hours, None),
-        ("work=5h", lambda task: (task.goal.work_hours, task.goal.work_on), (5, "A100-80GB:8")),
+        ("work=5h", lambda task: (task.goal.work_hours, task.goal.work_on), (5, "A100-80GB:16")),
         ("confidence=0.5", lambda task: task.goal.confidence, 0.5),
         ("checkpoint.every=10m", lambda task: task.checkpoint.every_s, 600),
         ("checkpoint.every=none", lambda task: task.checkpoint.every_s, None),
