@@ -104,13 +104,13 @@ class Context:
         )
         raise UsageError(f"there is no cluster `{name}`", hints=[hint])
 
-    @property
-    def book(self) -> Book:
-        return self.market.book
-
     def resolve(self, task: Task) -> Task:
         """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
         return self.market.resolve(task)
+
+    @property
+    def book(self) -> Book:
+        return self.market.book
 
     def plan(
         self,

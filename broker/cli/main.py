@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 # name -> (module, one line of help). A module of one command has a function of its name; a group has `app`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("broker.cli.plan", "Rank where a task could run, with costs; starts nothing"),
+    "advise": ("broker.cli.advise", "Say how to train a model: GPUs, strategy, days and dollars"),
     "launch": ("broker.cli.clusters", "Bring a cluster up and run a task on it"),
     "exec": ("broker.cli.clusters", "Run a task on a cluster that is up"),
     "status": ("broker.cli.clusters", "Show clusters, managed jobs and what they have cost"),

@@ -77,9 +77,9 @@ def _say_chances(estimate: Estimate) -> str:
 def _warn_of_age(choice: Estimate, as_of: str, now_s: float) -> None:
     from broker.catalog.age import is_stale, measure_age_days
 
-    is_pretend = choice.placement.offer.cloud == "local"
-    if not is_pretend and is_stale(as_of, now_s, is_spot=choice.placement.is_spot):
-        print_note(f"note: these prices are {measure_age_days(as_of, now_s)} days old; `broker catalog refresh` renews")
+    if choice.placement.offer.cloud != "local" and is_stale(as_of, now_s, is_spot=choice.placement.is_spot):
+        age = measure_age_days(as_of, now_s)
+        print_note(f"note: these prices are {age} days old; `broker catalog update` fetches today's")
 
 
 def describe_plan(plan: Plan, top: int) -> dict[str, object]:

@@ -98,7 +98,7 @@ class Rater:
         kind = (offer.cloud, offer.instance_type)
         work = self._work.get(kind)
         if work is None:
-            work = self._work[kind] = scale_work(task.goal, offer, self._figures) or 0.0
+            work = self._work[kind] = self._scale_work(offer)
         key = (work, hazard, offer.cloud, may_switch)
         course = self._courses.get(key)
         if course is None:
@@ -106,6 +106,11 @@ class Rater:
             confidence = task.goal.confidence if task.goal else 0.0
             course = self._courses[key] = choose_course(terms, confidence, may_switch=may_switch)
         return course
+
+    def _scale_work(self, offer: Offer) -> float:
+        goal = self._task.goal
+        measured = goal.throughput if goal else {}
+        return scale_work(goal, offer, self._figures, node_count=self._task.num_nodes, measured=measured) or 0.0
 
     def _find_data(self, offer: Offer, egress: EgressTable) -> DataCost:
         key = (offer.cloud, offer.region)

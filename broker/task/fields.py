@@ -67,6 +67,8 @@ STORAGE = Table(
     },
 )
 
+_MEASURED_ON = rf"{ACCELERATOR_NAME}(?::[0-9]{{1,5}}(?:\.[0-9]{{1,4}})?)?"
+
 WORK = Table(
     name="work",
     about="The time that the task needs without faults.",
@@ -75,8 +77,8 @@ WORK = Table(
             shape=Duration(bare_unit="h"), about="A bare number is hours.", is_required=True, examples=("100h",)
         ),
         "on": Field(
-            shape=Text(pattern=rf"{ACCELERATOR_NAME}(?::[0-9]{{1,5}}(?:\.[0-9]{{1,4}})?)?", expected="like `A100:8`"),
-            about="Measured on this accelerator; other ones are scaled.",
+            shape=Text(pattern=_MEASURED_ON, expected="like `A100:8`"),
+            about="Measured on so many of this accelerator in all; other ones are scaled.",
         ),
     },
 )
@@ -87,6 +89,13 @@ GOAL = Table(
         "work": Field(
             shape=Either(shapes=(Duration(bare_unit="h"), WORK)), about="How long the task runs without faults.",
             examples=("100h",),
+        ),
+        "throughput": Field(
+            shape=MapOf(
+                value=Number(), key=_MEASURED_ON, key_expected="accelerators like `H100:8`"
+            ),
+            about="Tokens or samples a second that you measured, by accelerators in all.",
+            examples=({"H100:8": 31000, "A100:8": 12500},),
         ),
         "deadline": Field(shape=Duration(bare_unit="h"), about="Finish within.", examples=("48h", "6d")),
         "budget": Field(shape=Number(), about="Spend at most so much, USD."),

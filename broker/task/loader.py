@@ -100,7 +100,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         secrets={name: Secret(value=value) for name, value in secret_values.items()},
         setup=section.get("setup"),
         run=section.get("run"),
-        goal=_read_goal(section.get("goal")),
+        goal=_read_goal(reader, section.get("goal")),
         checkpoint=_read_checkpoint(section.get("checkpoint")),
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
@@ -133,16 +133,20 @@ def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:
     return tuple(DataSet(url=url, size_gib=size) for url, size in section.get(name, {}).items())
 
 
-def _read_goal(section: Section | None) -> Goal | None:
+def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
     if section is None:
         return None
     work, work_on = section.get("work"), None
     if isinstance(work, Section):
         work, work_on = work.get("hours"), work.get("on")
+    if "throughput" in section.marks and work_on is None:
+        hint = "write `work: {hours: 100h, on: A100:8}`"
+        reader.fault(section.marks["throughput"], "`throughput` needs to know what `work` was measured on", hint)
     deadline_s = section.get("deadline")
     return Goal(
         work_hours=None if work is None else work / 3600,
         work_on=work_on,
+        throughput=section.get("throughput", {}),
         deadline_hours=None if deadline_s is None else deadline_s / 3600,
         budget_usd=section.get("budget"),
         confidence=section.get("confidence", Goal.confidence),

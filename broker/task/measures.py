@@ -9,7 +9,7 @@ from broker.task.shapes import Scalar, Schema
 from broker.task.yaml_reader import Marked
 from broker.types import Quantity
 
-_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,6})?"
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,20})?"
 _POSITIVE = rf"(?=[0-9.]*[1-9]){_NUMBER}"
 # SkyPilot's sizes are powers of 1024 whether written GB, Gi or GiB; a bare letter is our addition.
 _UNIT = r"[kKmMgGtTpP](?:[iI]?[bB]|[iI])?"

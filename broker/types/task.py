@@ -79,6 +79,7 @@ class Goal:
 
     work_hours: float | None = None
     work_on: str | None = None
+    throughput: Mapping[str, float] = field(default_factory=dict)  # "H100:8" -> tokens or samples a second
     deadline_hours: float | None = None
     budget_usd: float | None = None
     confidence: float = 0.9

@@ -20,7 +20,11 @@ TASK = """
 name: train
 resources: {accelerators: {A100-80GB: 8, H100: 8}}
 num_nodes: 2
-goal: {work: {hours: 100, on: "A100-80GB:8"}, deadline: 6d, budget: 5000}
+goal:
+  work: {hours: 100, on: "A100-80GB:16"}
+  throughput: {"A100-80GB:16": 1000, "H100:16": 9000}
+  deadline: 6d
+  budget: 5000
 checkpoint: {stall: 10s, restart: 6m, size: 80GB}
 run: x
 """
@@ -74,7 +78,7 @@ def test_wrong_change_is_explained(file: str) -> None:
     [
         ("deadline=24h", lambda task: task.goal.deadline_hours, 24),
         ("deadline=none", lambda task: task.goal.deadline_hours, None),
-        ("work=5h", lambda task: (task.goal.work_hours, task.goal.work_on), (5, "A100-80GB:8")),
+        ("work=5h", lambda task: (task.goal.work_hours, task.goal.work_on), (5, "A100-80GB:16")),
         ("confidence=0.5", lambda task: task.goal.confidence, 0.5),
         ("checkpoint.every=10m", lambda task: task.checkpoint.every_s, 600),
         ("checkpoint.every=none", lambda task: task.checkpoint.every_s, None),
