@@ -33,5 +33,14 @@ format: $(INSTALLED) ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+bench: $(INSTALLED) ## how fast plans are made, as ratios in one run
+	$(BIN)/python -m tests.bench.bench_plan
+	$(BIN)/python -m tests.bench.bench_dag --quick
+
+bench-peer: $(INSTALLED) ## prices and speed against SkyPilot, installed into a venv of its own
+	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.14,<0.15'
+	$(BIN)/python -m tests.bench.peer.bench_peer --peer .venv-peer/bin/python
+
 clean: ## remove what `make` made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peer build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -132,7 +132,8 @@ class Book:
             need("t.accelerator = ?", self.resolve_accelerator(resources.accelerator))
             need("t.accelerator_count >= ?", resources.accelerator_count)
         elif not resources.instance_type:
-            need("t.accelerator IS NULL")  # as SkyPilot: nobody pays for a GPU not asked for
+            # As SkyPilot: nobody pays for a GPU not asked for, and most programs are built for x86.
+            need("t.accelerator IS NULL AND t.arch = 'x86_64'")
         for column, quantity in (("t.vcpus", resources.cpus), ("t.memory_gib", resources.memory_gib)):
             if isinstance(quantity, Quantity):
                 need(f"{column} {'>=' if quantity.is_minimum else '='} ?", quantity.value)
