@@ -56,6 +56,8 @@ class Shell:
             text=True,
             cwd=self.folder,
             env=self.environment,
+            # A suite that was started in the background inherits an ignored SIGINT, and a terminal does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
