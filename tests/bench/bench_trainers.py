@@ -1,0 +1,161 @@
+"""Measures the trainers: `python tests/bench/bench_trainers.py`. Ratios within one run, so that they carry over.
+
+- tokens/s of `trainers.lm --strategy ddp` over those of a hand-written loop of the same model and batch
+- how long a checkpoint of 100 million parameters with AdamW's moments holds training up, over a synchronous save
+- seconds from the start of a resumed run to its first step
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# The first steps warm caches and, under DDP, build buckets.
+WARM_STEPS = 10
+TENSOR_COUNT, TENSOR_SIZE = 25, 4_000_000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure the trainers.")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the throughput comparison")
+    parser.add_argument("--steps", type=int, default=80, help="steps a round")
+    parser.add_argument("--only", choices=("throughput", "checkpoint", "start"), help="measure one thing")
+    options = parser.parse_args()
+    if options.only in (None, "throughput"):
+        for workers in (1, 2):
+            compare_throughput(workers, options.rounds, options.steps)
+    if options.only in (None, "checkpoint"):
+        measure_stall()
+    if options.only in (None, "start"):
+        measure_start(options.rounds)
+    return 0
+
+
+def compare_throughput(workers: int, rounds: int, steps: int) -> None:
+    """Rounds alternate, and which goes first alternates too: neighbours on the machine disturb both alike."""
+    ratios, ours, bare = [], [], []
+    for turn in range(rounds):
+        pair = {}
+        for name in ("ours", "bare") if turn % 2 else ("bare", "ours"):
+            pair[name] = run_ours(workers, steps) if name == "ours" else run_bare(workers, steps)
+        ours.append(pair["ours"])
+        bare.append(pair["bare"])
+        ratios.append(pair["bare"] / pair["ours"])
+    print(
+        f"throughput, {workers} process(es): trainers.lm over bare loop {statistics.median(ratios):.3f} "
+        f"(rounds {' '.join(f'{ratio:.3f}' for ratio in ratios)}; median step {1000 * statistics.median(ours):.1f} ms "
+        f"against {1000 * statistics.median(bare):.1f} ms; fastest {min(bare) / min(ours):.3f})",
+        flush=True,
+    )
+
+
+def run_ours(workers: int, steps: int) -> float:
+    """Median seconds of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--train.steps", str(steps), "--checkpoint.every_steps", "0", "--sample.tokens", "0"]
+        launch(workers, ["trainers.lm", "--strategy", "ddp", *flags], Path(folder))
+        lines = [json.loads(line) for line in (Path(folder) / "progress.jsonl").read_text().splitlines()]
+    times = [line["time"] for line in lines if line["loss"] is not None][WARM_STEPS:]
+    return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+
+
+def run_bare(workers: int, steps: int) -> float:
+    """Median seconds of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = launch(workers, ["tests.bench.bare_loop", str(steps)], Path(folder))
+    seconds: list[float] = json.loads(output.splitlines()[-1])["seconds"]
+    return statistics.median(seconds[WARM_STEPS:])
+
+
+def launch(workers: int, command: list[str], folder: Path) -> str:
+    """Run to the end and return stdout; a failing run ends the benchmark."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "BROKER_CHECKPOINT_DIR": str(folder / "checkpoints"),
+        "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
+    }
+    argv = [sys.executable, "-m", "trainers.launch", "--workers", str(workers), "-m", *command]
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def measure_stall() -> None:
+    """The manager's own figure against torch's synchronous save of the same tensors to the same disk."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from trainers.checkpoint import CheckpointManager
+    from trainers.ranks import Ranks
+    from trainers.storage import FolderStorage
+
+    class Held:
+        def __init__(self) -> None:
+            kinds = ("weights", "first", "second")
+            self.tensors = {
+                f"{kind}-{place}": torch.randn(TENSOR_SIZE) for kind in kinds for place in range(TENSOR_COUNT)
+            }
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return dict(self.tensors)
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            raise NotImplementedError
+
+    held = Held()
+    alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    stalls, whole, synchronous = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        manager = CheckpointManager(FolderStorage(Path(folder)), alone, attempt=1, keep=1, shared={"all": held}, own={})
+        for step in range(1, 5):
+            begin = time.perf_counter()
+            manager.save(step)
+            stalls.append(manager.stall_s)
+            manager.wait()
+            whole.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            writer = FileSystemWriter(Path(folder) / f"plain-{step}", sync_files=True)
+            dcp.save(held.state_dict(), storage_writer=writer, no_dist=True)
+            synchronous.append(time.perf_counter() - begin)
+            subprocess.run(["rm", "-rf", str(Path(folder) / f"plain-{step}")], check=True)
+    # The first save allocates the copy; every later one writes over it.
+    stall, plain = statistics.median(stalls[1:]), statistics.median(synchronous[1:])
+    print(
+        f"checkpoint of {TENSOR_COUNT * TENSOR_SIZE / 1e6:.0f} M parameters with moments: stall {stall:.3f} s "
+        f"(first {stalls[0]:.3f} s), torch's synchronous save {plain:.3f} s, ours to the commit "
+        f"{statistics.median(whole[1:]):.3f} s; stall over synchronous {stall / plain:.3f}",
+        flush=True,
+    )
+
+
+def measure_start(rounds: int) -> None:
+    """From exec to the first step of two ranks that resume."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = []
+        for turn in range(rounds + 1):
+            file = Path(folder) / "progress.jsonl"
+            file.unlink(missing_ok=True)
+            begin = time.time()
+            steps = ["--train.steps", str(5 * (turn + 1)), "--sample.tokens", "0"]
+            launch(2, ["trainers.lm", "--strategy", "ddp", *steps], Path(folder))
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            seconds.append(next(line["time"] for line in lines if line["loss"] is not None) - begin)
+    print(
+        f"start to first step, ddp, 2 ranks resumed: median {statistics.median(seconds[1:]):.2f} s "
+        f"({' '.join(f'{each:.2f}' for each in seconds[1:])}), first start {seconds[0]:.2f} s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
