@@ -6,6 +6,7 @@ BrokerError                     exit code
 ├── NoOfferError                3   nothing for sale fits; says which filter took what
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   └── FencedError                 another daemon has taken over; this one must stop
+├── SourceError                 1   a price source gave no answer, or none that can be believed
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
 └── CloudError                  5   a cloud said no
     ├── CapacityError               try elsewhere; `scope` says how far away
@@ -73,6 +74,10 @@ class StateError(BrokerError):
 
 
 class FencedError(StateError):
+    pass
+
+
+class SourceError(BrokerError):
     pass
 
 

@@ -148,6 +148,7 @@ def test_module_is_short_and_says_what_it_answers_for(path: Path) -> None:
 REGISTRIES = [
     ("broker.clouds", "CLOUDS"),
     ("broker.runtime.transports", "TRANSPORTS"),
+    ("broker.catalog.sources", "SOURCES"),
     ("trainers.strategies", "STRATEGIES"),
 ]
 

@@ -1,21 +1,16 @@
-"""The price book: read-only SQLite, unpacked once from the archive that ships in the package."""
+"""The price book: what is for sale, as queries on a read-only SQLite file."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import os
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from broker.catalog.schema import ARCHIVE, INDEXES, SCHEMA_VERSION
-from broker.errors import NoOfferError, StateError
+from broker.catalog.writer import CloudFacts
+from broker.errors import NoOfferError
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
-
-SHIPPED = Path(__file__).parent / "data" / ARCHIVE
 
 CHEAPEST_COUNT = 1000  # of each pricing model, where no accelerator is asked for
 
@@ -39,56 +34,46 @@ class AcceleratorPrice:
     spot_usd_hour: float | None
 
 
-def open_book(cache: Path, archive: Path = SHIPPED) -> Book:
-    """Open the book, unpacking it into `cache` when it is not there yet or does not open. Raises StateError."""
-    path = cache / f"prices-{SCHEMA_VERSION}-{_fingerprint(archive)}.db"
-    for _ in range(2):
-        if not path.exists():
-            _unpack(archive, path)
-        database = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
-        try:
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version == SCHEMA_VERSION:
-                return Book(database)
-        except sqlite3.DatabaseError:
-            pass  # a damaged copy is thrown away and made anew from the archive
-        database.close()
-        path.unlink()
-    raise StateError(f"the price book does not open: {path}", hints=("reinstall broker",))
-
-
-def _fingerprint(archive: Path) -> str:
-    """Names the archive's content by size and modification time, so that no megabytes are hashed at every start."""
-    facts = archive.stat()
-    return hashlib.sha256(f"{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:12]
-
-
-def _unpack(archive: Path, path: Path) -> None:
-    import lzma
-
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_bytes(lzma.decompress(archive.read_bytes()))
-    database = sqlite3.connect(aside)
-    database.executescript(INDEXES)
-    database.close()
-    aside.chmod(0o600)
-    aside.replace(path)
-
-
 class Book:
     """All queries on one opened price book."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
-        self._dates: dict[str, tuple[str, str]] = {
-            cloud: (ondemand, spot) for cloud, ondemand, spot in database.execute("SELECT * FROM dates")
+        self._facts: dict[str, CloudFacts] = {
+            row[0]: CloudFacts(cloud=row[0], ondemand_as_of=row[1], spot_as_of=row[2], source=row[3])
+            for row in database.execute("SELECT cloud, ondemand_as_of, spot_as_of, source FROM clouds ORDER BY cloud")
         }
 
     @property
     def as_of(self) -> str:
         """The date of the newest prices, ISO; each Offer has its own."""
-        return max(max(pair) for pair in self._dates.values())
+        return max(max(each.ondemand_as_of, each.spot_as_of) for each in self._facts.values())
+
+    @property
+    def clouds(self) -> tuple[str, ...]:
+        return tuple(self._facts)
+
+    def get_facts(self, cloud: str) -> CloudFacts:
+        return self._facts[cloud]
+
+    def copy_to(self, database: sqlite3.Connection) -> None:
+        """Everything, as it stands."""
+        self._database.backup(database)
+
+    def list_offers(self, cloud: str) -> Sequence[Offer]:
+        """Everything that a cloud sells; none for one that the book doesn't know."""
+        return [self._make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE t.cloud = ?", (cloud,))]
+
+    def find_prices(self, instance_type: str) -> Sequence[Offer]:
+        """One machine at every place, cheapest first. Raises NoOfferError with the near miss."""
+        rows = self._database.execute(
+            f"{_SELECT} WHERE t.instance_type = ? ORDER BY coalesce(o.spot_usd_hour, o.ondemand_usd_hour)",
+            (instance_type,),
+        )
+        found = [self._make_offer(row) for row in rows]
+        if not found:
+            self._explain("instance type", instance_type, "SELECT DISTINCT instance_type FROM types")
+        return found
 
     def find_offers(self, task: Task) -> Sequence[Offer]:
         """Every offer that may fit one of the task's alternatives. Raises NoOfferError for an unknown accelerator."""
@@ -96,19 +81,44 @@ class Book:
         for resources in task.resources:
             if resources.cloud == "local":
                 continue
-            for offer in self._query(resources):
+            offers = self._query(resources)
+            if not offers:
+                self._check_names(resources)
+            for offer in offers:
                 found[(offer.cloud, offer.region, offer.zone, offer.instance_type)] = offer
         return list(found.values())
 
     def resolve_accelerator(self, name: str) -> str:
         """The book's spelling of an accelerator. Raises NoOfferError with the near miss."""
-        names = [row[0] for row in self._database.execute("SELECT name FROM accelerators ORDER BY name")]
-        by_lower = {each.lower(): each for each in names}
-        if found := by_lower.get(name.lower()):
-            return str(found)
+        rows = self._database.execute("SELECT name FROM accelerators WHERE lower(name) = ?", (name.lower(),))
+        if found := rows.fetchone():
+            return str(found[0])
+        self._explain("accelerator", name, "SELECT name FROM accelerators", "`broker gpus` lists all")
+        raise AssertionError("the accelerators table has just been asked")
+
+    def _check_names(self, resources: Resources) -> None:
+        """Raises NoOfferError for a place or machine that the book has never heard of, with the near miss."""
+        cloud = resources.cloud
+        of_cloud = f"WHERE cloud = '{cloud}'" if cloud in self._facts else ""
+        places = f"offers o JOIN types t ON t.id = o.type JOIN texts x ON x.id = o.{{}} {of_cloud}"
+        for word, name, names in (
+            ("cloud", cloud, "SELECT cloud FROM clouds"),
+            ("region", resources.region, f"SELECT DISTINCT x.text FROM {places.format('region')}"),
+            ("zone", resources.zone, f"SELECT DISTINCT x.text FROM {places.format('zone')}"),
+            ("instance type", resources.instance_type, f"SELECT DISTINCT instance_type FROM types {of_cloud}"),
+        ):
+            if name:
+                where = f" of {cloud}" if word != "cloud" and of_cloud else ""
+                self._explain(f"{word}{where}", name, names)
+
+    def _explain(self, word: str, name: str, names: str, more: str | None = None) -> None:
+        """Raises NoOfferError unless the query `names` has the name."""
+        by_lower = {str(row[0]).lower(): str(row[0]) for row in self._database.execute(names)}
+        if by_lower.get(name.lower()) == name:
+            return
         near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
         hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
-        raise NoOfferError(f"no accelerator is called `{name}`", hints=[*hints, "`broker gpus` lists all"])
+        raise NoOfferError(f"no {word} is called `{name}`", hints=[*hints, *([more] if more else [])])
 
     def _query(self, resources: Resources) -> Sequence[Offer]:
         where = list[str]()
@@ -143,10 +153,10 @@ class Book:
         return [self._make_offer(row) for row in rows]
 
     def _make_offer(self, row: tuple[object, ...]) -> Offer:
-        ondemand_as_of, spot_as_of = self._dates[str(row[0])]
+        facts = self._facts[str(row[0])]
         fields: dict[str, Any] = dict(zip(_OFFER_FIELDS, row, strict=True))
         fields["is_estimated"] = bool(fields["is_estimated"])
-        return Offer(**fields, as_of=min(ondemand_as_of, spot_as_of))
+        return Offer(**fields, as_of=min(facts.ondemand_as_of, facts.spot_as_of))
 
     def count_offers(self) -> Mapping[str, int]:
         """Number of offers by cloud."""
@@ -156,19 +166,30 @@ class Book:
             )
         )
 
-    def list_accelerators(self, name: str | None = None, count: float | None = None) -> Sequence[AcceleratorPrice]:
-        """The cheapest region for each accelerator, count and cloud."""
-        where, values = "t.accelerator IS NOT NULL", list[object]()
-        if name:
-            where, values = where + " AND t.accelerator = ?", [self.resolve_accelerator(name)]
-        if count:
-            where, values = where + " AND t.accelerator_count = ?", [*values, count]
+    def count_estimated(self) -> Mapping[str, int]:
+        """Number of offers whose on-demand price is an estimate, by cloud."""
+        rows = "SELECT t.cloud, count(*) FROM offers o JOIN types t ON t.id = o.type WHERE o.is_estimated GROUP BY 1"
+        return dict(self._database.execute(rows))
+
+    def list_accelerators(
+        self, name: str | None = None, count: float | None = None, *, cloud: str | None = None, by_region: bool = False
+    ) -> Sequence[AcceleratorPrice]:
+        """The cheapest place for each accelerator, count and cloud, or the cheapest zone of each region."""
+        where, values = ["t.accelerator IS NOT NULL"], list[object]()
+        for clause, value in (
+            ("t.accelerator = ?", self.resolve_accelerator(name) if name else None),
+            ("t.accelerator_count = ?", count),
+            ("t.cloud = ?", cloud),
+        ):
+            if value:
+                where.append(clause)
+                values.append(value)
         rows = self._database.execute(
             f"""SELECT t.accelerator, t.accelerator_count, t.accelerator_memory_gib, t.cloud, r.text,
                        min(o.ondemand_usd_hour), min(o.spot_usd_hour),
                        min(coalesce(o.spot_usd_hour, o.ondemand_usd_hour))
                 FROM types t JOIN offers o ON o.type = t.id JOIN texts r ON r.id = o.region
-                WHERE {where} GROUP BY 1, 2, 4 ORDER BY 1, 2, 8""",
+                WHERE {" AND ".join(where)} GROUP BY 1, 2, 4{", 5" if by_region else ""} ORDER BY 1, 2, 8""",
             values,
         )
         return [

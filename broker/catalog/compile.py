@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
+from broker.catalog.writer import BookWriter
+from broker.types import Offer
 
 # Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is
 # from; catalogues without a date count from the day they were read.
@@ -23,6 +25,7 @@ PRICES_AS_OF = {
     "gcp": ("2026-08-03", "2026-08-03"),
 }
 READ_ON = "2026-11-21"
+SOURCE = "shipped with broker"
 
 
 def main(arguments: list[str]) -> int:
@@ -46,12 +49,13 @@ def compile_book(facts: Path, output: Path) -> int:
         for row in _read_rows(facts / "derived.csv")
         if row["column"] == "ondemand"
     }
-    count = 0
-    writer = _Writer(database)
+    writer = BookWriter(database)
+    clouds: dict[str, int] = {}
     for path in sorted(facts.glob("offers_*.csv")):
         for row in _read_rows(path):
-            writer.add_offer(row, is_estimated=(row["cloud"], row["region"], row["instance_type"]) in estimated)
-            count += 1
+            is_estimated = (row["cloud"], row["region"], row["instance_type"]) in estimated
+            writer.add_offer(_make_offer(row, is_estimated=is_estimated), arch=row["arch"])
+            clouds[row["cloud"]] = clouds.get(row["cloud"], 0) + 1
     for row in _read_rows(facts / "accelerators.csv"):
         figures = ("bf16_dense_tflops", "fp32_tflops", "memory_bandwidth_gbs", "nvlink_gbs")
         values = [row["accelerator"], float(row["memory_gib"]), *(_number(row[name]) for name in figures)]
@@ -59,49 +63,32 @@ def compile_book(facts: Path, output: Path) -> int:
     for row in _read_rows(facts / "egress.csv"):
         values = [row["cloud"], row["from_region"], row["to"], float(row["usd_per_gb"])]
         database.execute("INSERT INTO egress VALUES (?,?,?,?)", values)
-    for cloud in sorted(writer.clouds):
-        database.execute("INSERT INTO dates VALUES (?,?,?)", (cloud, *PRICES_AS_OF.get(cloud, (READ_ON, READ_ON))))
+    for cloud in sorted(clouds):
+        dates = PRICES_AS_OF.get(cloud, (READ_ON, READ_ON))
+        database.execute("INSERT INTO clouds VALUES (?,?,?,?)", (cloud, *dates, SOURCE))
     database.commit()
     database.execute("VACUUM")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(lzma.compress(database.serialize(), preset=9 | lzma.PRESET_EXTREME))
-    return count
+    return sum(clouds.values())
 
 
-class _Writer:
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-        self._texts: dict[str, int] = {}
-        self._types: dict[tuple[object, ...], int] = {}
-        self.clouds: set[str] = set()
-
-    def add_offer(self, row: dict[str, str], *, is_estimated: bool) -> None:
-        ondemand, spot = _number(row["ondemand_usd_hour"]), _number(row["spot_usd_hour"])
-        assert ondemand or spot, f"no price: {row}"
-        self.clouds.add(row["cloud"])
-        kind = (
-            row["cloud"], row["instance_type"], float(row["vcpus"] or 0), float(row["memory_gib"] or 0),
-            row["accelerator"] or None, float(row["accelerator_count"] or 0),
-            float(row["accelerator_memory_gib"] or 0), row["arch"],
-        )  # fmt: skip
-        values = (
-            self._number_type(kind), self._number_text(row["region"]),
-            self._number_text(row["zone"]) if row["zone"] else None,
-            ondemand, spot, _number(row["interruption_band"]), int(is_estimated),
-        )  # fmt: skip
-        self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?)", values)
-
-    def _number_text(self, text: str) -> int:
-        if text not in self._texts:
-            self._texts[text] = len(self._texts) + 1
-            self._database.execute("INSERT INTO texts VALUES (?,?)", (self._texts[text], text))
-        return self._texts[text]
-
-    def _number_type(self, kind: tuple[object, ...]) -> int:
-        if kind not in self._types:
-            self._types[kind] = len(self._types) + 1
-            self._database.execute("INSERT INTO types VALUES (?,?,?,?,?,?,?,?,?)", (self._types[kind], *kind))
-        return self._types[kind]
+def _make_offer(row: dict[str, str], *, is_estimated: bool) -> Offer:
+    return Offer(
+        cloud=row["cloud"],
+        region=row["region"],
+        zone=row["zone"] or None,
+        instance_type=row["instance_type"],
+        vcpus=float(row["vcpus"] or 0),
+        memory_gib=float(row["memory_gib"] or 0),
+        accelerator=row["accelerator"] or None,
+        accelerator_count=float(row["accelerator_count"] or 0),
+        accelerator_memory_gib=float(row["accelerator_memory_gib"] or 0),
+        ondemand_usd_hour=_number(row["ondemand_usd_hour"]),
+        spot_usd_hour=_number(row["spot_usd_hour"]),
+        interruption_band=_number(row["interruption_band"]),
+        is_estimated=is_estimated,
+    )
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, str]]:

@@ -1,11 +1,12 @@
-"""The layout of the price book, shared by the script that compiles it and the code that reads it."""
+"""The layout of the price book, shared by what writes it and what reads it."""
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ARCHIVE = "book.db.xz"
 
-# Texts are stored once and named by number; prices are USD per instance-hour, memory is GiB.
+# Texts are stored once and named by number; prices are USD per instance-hour, memory is GiB. `clouds` says of each
+# cloud how old its oldest figure is, as ISO dates, and where its prices are from.
 TABLES = """
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE types (
@@ -22,10 +23,13 @@ CREATE TABLE accelerators (
     memory_bandwidth_gbs REAL, nvlink_gbs REAL
 );
 CREATE TABLE egress (cloud TEXT NOT NULL, from_region TEXT NOT NULL, target TEXT NOT NULL, usd_per_gb REAL NOT NULL);
-CREATE TABLE dates (cloud TEXT PRIMARY KEY, ondemand_as_of TEXT NOT NULL, spot_as_of TEXT NOT NULL);
+CREATE TABLE clouds (
+    cloud TEXT PRIMARY KEY, ondemand_as_of TEXT NOT NULL, spot_as_of TEXT NOT NULL, source TEXT NOT NULL
+);
 """
 # Made when the book is unpacked: the archive ships without them.
 INDEXES = """
 CREATE INDEX types_by_accelerator ON types (accelerator, accelerator_count);
+CREATE INDEX types_by_name ON types (instance_type);
 CREATE INDEX offers_by_type ON offers (type);
 """

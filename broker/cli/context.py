@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from broker.clock import Clock, SystemClock
 from broker.config import Config, load_config
 from broker.errors import UsageError
-from broker.types import Cluster, Placement, Plan, Task
+from broker.types import Cluster, Objective, PipelinePlan, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
@@ -40,7 +40,7 @@ class Context:
 
     @cached_property
     def book(self) -> Book:
-        from broker.catalog.book import open_book
+        from broker.catalog.opening import open_book
 
         return open_book(find_cache())
 
@@ -129,6 +129,15 @@ class Context:
             figures=self.book.read_figures(),
             egress=self.book.read_egress(),
         )
+
+    def plan_pipeline(
+        self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
+    ) -> PipelinePlan:
+        """Choose among the plans of tasks that pass data on, by the price book's egress prices."""
+        from broker.optimizer.dag import plan_pipeline
+
+        tasks, egress = [each.task for each in plans], self.book.read_egress()
+        return plan_pipeline(tasks, plans, egress, objective=objective, deadline_hours=deadline_hours)
 
 
 def load_entry(path: str) -> Any:

@@ -6,33 +6,53 @@ from typing import Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.render import plain, print_json, print_line, print_table, show_usd
+from broker.errors import UsageError
 
 
 def gpus(
     name: Annotated[str | None, typer.Argument(help="NAME or NAME:COUNT; without it, all.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+    all_regions: Annotated[bool, typer.Option("--all-regions", help="Every region, not the cheapest only.")] = False,
+    spot: Annotated[bool, typer.Option("--spot", help="Only what is sold as spot, cheapest spot first.")] = False,
+    cloud: Annotated[str | None, typer.Option("--cloud", help="This cloud only.")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """List accelerators with their cheapest prices."""
-    book = Context().book
     wanted, _, count = (name or "").partition(":")
-    prices = book.list_accelerators(wanted or None, float(count) if count else None)
+    prices = Context().book.list_accelerators(
+        wanted or None, _read_count(count), cloud=cloud.lower() if cloud else None, by_region=all_regions
+    )
+    if spot:
+        prices = [each for each in prices if each.spot_usd_hour is not None]
+        prices = sorted(prices, key=lambda each: (each.name, each.count, each.spot_usd_hour or 0.0))
     if as_json:
         print_json(plain(list(prices)))
         return
     if not wanted:  # one row an accelerator: the cheapest of one unit, or of the smallest count sold
         smallest = {each.name: each.count for each in reversed(prices)}
         prices = [each for each in prices if each.count == smallest[each.name]]
-        prices = list({each.name: each for each in reversed(prices)}.values())[::-1]
+        if not all_regions:
+            prices = list({each.name: each for each in reversed(prices)}.values())[::-1]
     rows = [
         [each.name, f"{each.count:g}", f"{each.memory_gib:g}", each.cloud, each.region,
          show_usd(each.ondemand_usd_hour), show_usd(each.spot_usd_hour)]
         for each in prices
     ]  # fmt: skip
+    if not rows:
+        print_line("Nothing is sold like that; `broker gpus` lists all")
+        return
     print_table(
         ["ACCELERATOR", "COUNT", "GiB", "CLOUD", "REGION", "USD/h", "SPOT USD/h"],
         rows, right=("COUNT", "GiB", "USD/h", "SPOT USD/h"),
     )  # fmt: skip
     if not wanted:
         print_line("`broker gpus NAME[:COUNT]` shows every count and cloud of one")
+
+
+def _read_count(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise UsageError(f"`{text}` is no count", hints=["`broker gpus H100:8`"]) from None

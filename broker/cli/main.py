@@ -29,11 +29,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
     "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
+    "prices": ("broker.cli.prices", "Show what one instance type costs everywhere"),
+    "history": ("broker.cli.prices", "Show how the prices of an instance type moved"),
+    "catalog": ("broker.cli.catalog", "The price book: its age, its refresh, other catalogs"),
     "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
-GROUPS = ("jobs", "local")
+GROUPS = ("jobs", "local", "catalog")
 
 
 class LazyGroup(TyperGroup):

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import Context
+from broker.cli.pipeline import describe_pipeline, show_pipeline
 from broker.cli.render import plain, print_json, print_line, print_table, show_duration, show_hours, show_usd
-from broker.types import Estimate, Plan, Task
+from broker.types import Estimate, Objective, Plan, Task
 
 
 def plan(
@@ -22,6 +23,8 @@ def plan(
     num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1)] = None,
     use_spot: Annotated[bool | None, typer.Option("--use-spot/--no-use-spot")] = None,
     env: Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`.")] = None,
+    minimize: Annotated[Objective, typer.Option("--minimize", help="What the tasks together take least of.")] = "cost",
+    deadline_hours: Annotated[float | None, typer.Option("--deadline-hours", help="For all tasks together.")] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many rows to show.")] = 10,
     explain: Annotated[bool, typer.Option("--explain", help="Show every term of the first two.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole ranking as data.")] = False,
@@ -41,6 +44,14 @@ def plan(
         )
         for each in tasks
     ]  # fmt: skip
+    if len(plans) > 1 or minimize != "cost" or deadline_hours is not None:
+        pipeline = context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours)
+        if as_json:
+            print_json({**describe_pipeline(pipeline), "tasks": [describe_plan(each, top) for each in plans]})
+            return
+        show_pipeline(pipeline)
+        if not explain:
+            return
     if as_json:
         print_json([describe_plan(each, top) for each in plans])
         return

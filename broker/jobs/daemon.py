@@ -30,6 +30,8 @@ LOOK_FOR_JOBS_S = 0.3
 COLLECT_EVERY_S = 60.0
 START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
+COMPACT_EVERY_S = 86400.0
+LOG_BYTES_MAX = 10 << 20  # of the daemon's log; the one before is kept
 BEAT_EVERY_S = 2.0
 STALE_S = 15.0  # without a beat for so long, a leader may be replaced though its lock is held
 LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it for an instant
@@ -100,6 +102,8 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
         return
     config.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = config.logs / "daemon.log"
+    if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
+        path.replace(path.with_suffix(".log.1"))
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     for _ in range(START_LOOKS_MAX):
@@ -188,9 +192,13 @@ class _Daemon:
             await self._clock.sleep(wait_s)
 
     async def _collect_forever(self) -> None:
+        compacted_s = float("-inf")
         while True:
             try:
                 await self._provisioner.collect()
+                if self._clock.now_s() - compacted_s >= COMPACT_EVERY_S:
+                    self._store.compact()
+                    compacted_s = self._clock.now_s()
             except Exception as error:  # the outermost edge of the collector
                 log.warning("collecting failed", exc_info=error)
             await self._clock.sleep(COLLECT_EVERY_S)

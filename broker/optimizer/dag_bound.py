@@ -7,10 +7,12 @@ in the form of SRMP, Kolmogorov 2015). On a chain one sweep each way is the dyna
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import add, sub
+from typing import Self
 
 Row = Sequence[float]
+EDGE_OVERHEAD = 100  # of `Field.size`, measured: what an edge takes with one state at each end
 RELATIVE_ERROR = 1e-9  # sums of a few hundred doubles are far more exact than this; prices are far less
 
 
@@ -41,8 +43,8 @@ class Field:
         self._held = [0.0] * len(edges)
         self.bound = sum(self._rest)
 
-    def copy(self) -> Field:
-        twin = Field.__new__(Field)
+    def copy(self) -> Self:
+        twin = type(self).__new__(type(self))
         twin.edges, twin.earlier, twin.later = self.edges, self.earlier, self.later
         twin.kept, twin.unary, twin.tables = list(self.kept), list(self.unary), list(self.tables)
         twin.offsets, twin.marginals = list(self.offsets), list(self.marginals)
@@ -52,6 +54,11 @@ class Field:
     @property
     def is_decided(self) -> bool:
         return all(len(each) == 1 for each in self.kept)
+
+    @property
+    def size(self) -> int:
+        """What one sweep has to do, in additions or thereabouts."""
+        return sum(len(self.unary[u]) * len(self.unary[v]) + EDGE_OVERHEAD for u, v in self.edges)
 
     def sweep(self, upper: float, *, is_forward: bool) -> bool:
         """Pass all tasks once, raise `bound`, and close states that cannot be part of a total below `upper`.
@@ -98,7 +105,7 @@ class Field:
         self.offsets[e] = (offset, pair[1]) if side == 0 else (pair[0], offset)
         self._held[e] = held
 
-    def restrict(self, v: int, keep: Collection[int]) -> None:
+    def restrict(self, v: int, keep: Sequence[int]) -> None:
         """Leave only these of task v's open states, by their present place."""
         self.kept[v] = [self.kept[v][i] for i in keep]
         self.unary[v] = [self.unary[v][i] for i in keep]

@@ -10,7 +10,7 @@ from broker.optimizer.dag_problem import Problem
 from broker.optimizer.dag_search import Found, search
 
 
-def find_cheapest(problem: Problem, *, steps_max: int) -> Found:
+def find_cheapest(problem: Problem, *, work_max: float) -> Found:
     """The least USD of all tasks and transfers."""
     core = Core(
         [[state.usd for state in states] for states in problem.states],
@@ -28,7 +28,7 @@ def find_cheapest(problem: Problem, *, steps_max: int) -> Found:
             [problem.greedy[v] for v in left],
             evaluate=sums.add_up,
             improve=sums.improve,
-            steps_max=steps_max,
+            work_max=work_max,
         )
     else:
         found = Found(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)
@@ -55,7 +55,7 @@ class Sums:
     ) -> None:
         self.unary = unary
         self._edges = edges
-        self._tables = tables
+        self.tables = tables
         # of each task: its neighbours, with the table's rows by the neighbour's state
         self._around: list[list[tuple[int, Sequence[Sequence[float]]]]] = [[] for _ in unary]
         for (u, v), rows in zip(edges, tables, strict=True):
@@ -64,7 +64,7 @@ class Sums:
 
     def add_up(self, choice: Sequence[int]) -> float:
         total = sum(costs[i] for costs, i in zip(self.unary, choice, strict=True))
-        return total + sum(rows[choice[u]][choice[v]] for (u, v), rows in zip(self._edges, self._tables, strict=True))
+        return total + sum(rows[choice[u]][choice[v]] for (u, v), rows in zip(self._edges, self.tables, strict=True))
 
     def improve(self, choice: list[int], value: float) -> tuple[list[int], float]:
         """Change one task at a time to what suits its neighbours best, until nothing changes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from broker.errors import NoOfferError
 from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable, price_transfer
-from broker.types import Estimate, Plan, Transfer
+from broker.types import Estimate, Offer, Plan
 
 Table = list[list[float]]  # by state of the edge's source, then of its target
 ASSUMED_HOURS = 1.0  # of a task that gives no work, as SkyPilot counts it
@@ -159,24 +159,29 @@ def _price_leaving(estimate: Estimate, egress: EgressTable) -> float:
 
 
 class _Units:
-    """Moving one GiB between two places, worked out once a pair."""
+    """USD and hours to move one GiB between two places, worked out once a pair; places are numbered as they come up."""
 
     def __init__(self, egress: EgressTable) -> None:
         self._egress = egress
-        self._rows = dict[tuple[str, str], dict[tuple[str, str], Transfer]]()
+        self._numbers = dict[tuple[str, str], int]()
+        self._offers = list[Offer]()
+        self._usd = dict[int, dict[int, float]]()
+        self._hours = dict[int, dict[int, float]]()
 
     def make_tables(self, sources: Sequence[State], targets: Sequence[State], gib: float) -> tuple[Table, Table]:
+        columns = [self._number(each) for each in targets]
         usd, hours = list[list[float]](), list[list[float]]()
-        for source in sources:
-            row = [self._find(source, target) for target in targets]
-            usd.append([gib * each.usd for each in row])
-            hours.append([gib * each.hours for each in row])
+        for source in (self._number(each) for each in sources):
+            usd_row, hours_row = self._usd.setdefault(source, {}), self._hours.setdefault(source, {})
+            for target in set(columns).difference(usd_row):
+                unit = price_transfer(self._offers[source], self._offers[target], 1.0, self._egress)
+                usd_row[target], hours_row[target] = unit.usd, unit.hours
+            usd.append([gib * usd_row[target] for target in columns])
+            hours.append([gib * hours_row[target] for target in columns])
         return usd, hours
 
-    def _find(self, source: State, target: State) -> Transfer:
-        row = self._rows.setdefault(source.place, {})
-        found = row.get(target.place)
-        if found is None:
-            offers = source.estimate.placement.offer, target.estimate.placement.offer
-            found = row[target.place] = price_transfer(*offers, 1.0, self._egress)
+    def _number(self, state: State) -> int:
+        found = self._numbers.setdefault(state.place, len(self._offers))
+        if found == len(self._offers):
+            self._offers.append(state.estimate.placement.offer)
         return found

@@ -30,13 +30,14 @@ def search(
     evaluate: Callable[[Sequence[int]], float],
     improve: Callable[[list[int], float], tuple[list[int], float]],
     offset: float = 0.0,
-    steps_max: int,
+    work_max: float,
 ) -> Found:
     """The best total of `evaluate`, which for no choice is below the field's costs plus `offset`.
 
-    `start` is any choice; `improve` makes a choice better by small moves, or leaves it. A step is one field bounded.
+    `start` is any choice; `improve` makes a choice better by small moves, or leaves it. After `work_max`
+    additions it stops without a proof: counted, not timed, so that the same question always has the same answer.
     """
-    return _Search(field, start, evaluate, improve, offset, steps_max).run()
+    return _Search(field, start, evaluate, improve, offset, work_max).run()
 
 
 class _Search:
@@ -47,13 +48,14 @@ class _Search:
         evaluate: Callable[[Sequence[int]], float],
         improve: Callable[[list[int], float], tuple[list[int], float]],
         offset: float,
-        steps_max: int,
+        work_max: float,
     ) -> None:
         self._root, self._evaluate, self._improve = field, evaluate, improve
-        self._offset, self._steps_max = offset, steps_max
+        self._offset, self._work_max = offset, work_max
         self._best, self._value = improve(list(start), evaluate(start))
         self._seen = set[tuple[int, ...]]()
         self._steps = 0
+        self._work, self._root_size = 0.0, field.size
 
     def run(self) -> Found:
         # (bound, field, task, place of the state that it takes); deepest last, so that memory stays small
@@ -62,7 +64,7 @@ class _Search:
             bound, field, task, place = stack.pop()
             if self._is_hopeless(bound):
                 continue
-            if self._steps >= self._steps_max:
+            if self._work >= self._work_max:
                 stack.append((bound, field, task, place))
                 break
             if task >= 0:
@@ -88,6 +90,7 @@ class _Search:
         """Raise the bound while that goes well. False when nothing better is left below this field."""
         for _ in range(sweeps):
             before = field.bound
+            self._work += 2 * field.size
             for is_forward in (True, False):
                 if not field.sweep(self._value - self._offset, is_forward=is_forward):
                     return False
@@ -105,6 +108,7 @@ class _Search:
         if tuple(choice) in self._seen:
             return
         self._seen.add(tuple(choice))
+        self._work += self._root_size  # small moves look at all states, open or not
         better, value = self._improve(choice, self._evaluate(choice))
         if value < self._value:
             self._best, self._value = better, value

@@ -27,6 +27,7 @@ from broker.types import Cluster, ClusterStatus, Node, NodeRequest, Placement
 
 CAPACITY_REFUSAL_S = 600.0
 QUOTA_REFUSAL_S = 3600.0
+REFUSAL_S_MAX = 4 * 3600.0  # however often a place refuses
 REFUSAL_S_SHORT = 60.0  # a place that answered nothing clear
 CREATE_TRIES_MAX = 6
 
@@ -86,7 +87,9 @@ class Failover:
                 reasons.append(f"{describe(placement)}: {known} (remembered)")
                 continue
             try:
-                return placement, await self._try_place(cloud, wanted, placement)
+                nodes = await self._try_place(cloud, wanted, placement)
+                self._store.forgive(placement)
+                return placement, nodes
             except AuthError as error:
                 lasting[cloud_name] = error
                 wanted.on_event(f"{cloud_name} skipped: {error.message}")
@@ -223,6 +226,7 @@ class Failover:
             zone,
             offer.instance_type,
             placement.is_spot,
-            self._clock.now_s() + lasts_s,
+            lasts_s,
             error.message,
+            lasts_s_max=REFUSAL_S_MAX,
         )

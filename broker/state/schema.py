@@ -5,6 +5,8 @@ Nested values are one JSON column `body`; what is searched or guarded by SQL has
 
 from __future__ import annotations
 
+KEPT_DAYS = 90  # for so long the story of a job, and what was asked of clouds, can be read
+
 _FIRST = (
     "CREATE TABLE clusters (name TEXT PRIMARY KEY, job_id INTEGER, body BLOB NOT NULL)",
     "CREATE TABLE run_ids (cluster TEXT PRIMARY KEY, newest INTEGER NOT NULL)",
@@ -57,4 +59,11 @@ _LIVE_INDEXES = (  # a daemon asks three times a second; ten thousand ended jobs
     "CREATE INDEX nodes_job ON nodes (job_id)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES)
+_COMPACTION = (  # still nobody may delete a young event
+    "DROP TRIGGER events_stay",
+    f"""CREATE TRIGGER events_stay BEFORE DELETE ON events WHEN OLD.time_s > unixepoch() - {KEPT_DAYS} * 86400
+       BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
+    "ALTER TABLE refusals ADD COLUMN count INTEGER NOT NULL DEFAULT 1",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.catalog.book import Book, open_book
+from broker.catalog.book import Book
+from broker.catalog.opening import open_book
 from broker.errors import NoOfferError
 from broker.task.loader import load_tasks_text
 from broker.types import Offer

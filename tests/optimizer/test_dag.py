@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from broker.errors import NoOfferError, UsageError
 from broker.optimizer.dag import order_tasks, plan_pipeline
 from broker.optimizer.dag_egress import ASSUMED_USD_PER_GB, GB_PER_GIB, EgressTable, price_transfer
+from broker.optimizer.dag_labels import is_forest
 from broker.types import EgressPrice, Estimate, Offer, PipelinePlan, Placement, Plan, Task
 
 INTERNET, OTHER, SAME = "internet", "same_cloud_other_region", "same_region"
@@ -150,6 +151,149 @@ def test_the_search_was_needed_and_found_the_same_as_trying_everything() -> None
         assert solved.usd == near(try_everything(each)), f"seed {seed}"
 
 
+def list_outcomes(case: Case) -> list[tuple[float, float]]:
+    """(USD, hours) of all choices, one by one."""
+    table = EgressTable.from_prices(case.egress)
+    outcomes = list[tuple[float, float]]()
+    for picked in itertools.product(*(plan.estimates for plan in case.plans)):
+        chosen = {task.name or "": each for task, each in zip(case.tasks, picked, strict=True)}
+        ends = dict[str, float]()
+        for task in case.tasks:  # draw_case writes what is needed first
+            name = task.name or ""
+            starts = [
+                ends[other]
+                + price_transfer(chosen[other].placement.offer, chosen[name].placement.offer, gib, table).hours
+                for other, gib in task.needs.items()
+            ]
+            ends[name] = max(starts, default=0.0) + (chosen[name].expected_hours or 1.0)
+        outcomes.append((price_choice(case, chosen), max(ends.values())))
+    return outcomes
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_possible_choice_is_cheaper_in_time_or_sooner(block: int) -> None:
+    for seed in range(block * 75, block * 75 + 75):
+        each = draw_case(seed, tasks_max=5)
+        outcomes = list_outcomes(each)
+        soonest = min(hours for _, hours in outcomes)
+        greedy = each.solve()
+        sooner = plan_pipeline(each.tasks, each.plans, each.egress, objective="time")
+        assert sooner.is_optimal
+        assert sooner.hours == near(soonest), f"draw_case({seed}, tasks_max=5)"
+        in_time = [usd for usd, hours in outcomes if hours <= soonest * (1 + 1e-9)]
+        assert sooner.usd == near(min(in_time)), f"draw_case({seed}, tasks_max=5)"
+        for share in (0.0, 0.3, 0.7, 1.0):
+            deadline = soonest * (1 + 1e-9) + share * (greedy.hours - soonest)
+            planned = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=deadline)
+            in_time = [usd for usd, hours in outcomes if hours <= deadline]
+            assert planned.is_optimal
+            assert planned.usd == near(min(in_time)), f"draw_case({seed}, tasks_max=5) within {share}"
+            assert planned.hours <= deadline * (1 + 1e-9)
+
+
+def draw_tree(seed: int, count: int, options: int) -> Case:
+    """Every task is linked with one earlier task, which it needs or which needs it: paths never meet twice."""
+    draw = random.Random(seed)
+    needs: dict[str, dict[str, float]] = {f"t{i}": {} for i in range(count)}
+    for i in range(1, count):
+        first, then = draw.sample((f"t{i}", f"t{draw.randrange(max(0, i - 3), i)}"), 2)
+        needs[then][first] = draw.uniform(0, 200)
+    tasks = tuple(Task(name=name, needs=each) for name, each in needs.items())
+    plans = tuple(
+        make_plan(
+            task,
+            [
+                estimate(draw.choice(PLACES), 3 / hours * draw.uniform(0.8, 1.3), hours, f"x{k}")
+                for k, hours in enumerate(draw.uniform(0.5, 3) for _ in range(options))
+            ],
+        )
+        for task in tasks
+    )
+    return Case(tasks=tasks, plans=plans, egress=PRICES)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trees_are_solved_alike_by_labels_and_by_search(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = draw_tree(seed, 9, 4)
+    soonest = plan_pipeline(each.tasks, each.plans, each.egress, objective="time")
+    deadline = (soonest.hours + each.solve().hours) / 2
+    calls = list[int]()
+
+    def count(size: int, edges: Sequence[tuple[int, int]]) -> bool:
+        calls.append(size)
+        return is_forest(size, edges)
+
+    monkeypatch.setattr("broker.optimizer.dag_deadline.is_forest", count)
+    labels = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=deadline)
+    monkeypatch.setattr("broker.optimizer.dag_deadline.is_forest", lambda size, edges: False)
+    search = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=deadline)
+    assert labels.is_optimal
+    assert search.is_optimal
+    assert labels.usd == near(search.usd)
+    assert max(labels.hours, search.hours) <= deadline * (1 + 1e-9)
+    assert is_forest(9, [(0, 1), (2, 1), (1, 3)])
+    assert not is_forest(3, [(0, 1), (1, 2), (0, 2)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_chain_meets_its_deadline_at_the_least_cost(seed: int) -> None:
+    """Against the plain programme over all (USD, hours) pairs, which nothing cuts short."""
+    draw = random.Random(seed)
+    names = [f"t{i}" for i in range(12)]
+    gib = {name: draw.uniform(0, 100) for name in names}
+    needs = {name: {names[i - 1]: gib[name]} if i else {} for i, name in enumerate(names)}
+    options = {
+        name: [
+            estimate(draw.choice(PLACES[:3]), 3 / hours * draw.uniform(0.8, 1.3), hours, f"x{k}")
+            for k, hours in enumerate(draw.uniform(0.5, 3) for _ in range(5))
+        ]
+        for name in names
+    }
+    each = case(needs, options)
+    table = EgressTable.from_prices(each.egress)
+    front: dict[int, list[tuple[float, float]]] = {}
+    for i, name in enumerate(names):
+        following = dict[int, list[tuple[float, float]]]()
+        for k, option in enumerate(options[name]):
+            own = option.expected_usd or 0.0, option.expected_hours or 0.0
+            pairs = [own] if i == 0 else []
+            for j, earlier in front.items():
+                source = options[names[i - 1]][j].placement.offer
+                move = price_transfer(source, option.placement.offer, gib[name], table)
+                pairs += [(usd + move.usd + own[0], hours + move.hours + own[1]) for usd, hours in earlier]
+            following[k] = list[tuple[float, float]]()
+            for pair in sorted(pairs):
+                if not following[k] or pair[1] < following[k][-1][1]:
+                    following[k].append(pair)
+        front = following
+    outcomes = [pair for pairs in front.values() for pair in pairs]
+    soonest, cheapest = min(hours for _, hours in outcomes), min(outcomes)[1]
+    for share in (0.05, 0.3, 0.6):
+        deadline = soonest + share * (cheapest - soonest)
+        planned = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=deadline)
+        assert planned.is_optimal
+        assert planned.usd == near(min(usd for usd, hours in outcomes if hours <= deadline))
+
+
+def test_a_deadline_that_nothing_meets_says_what_is_possible() -> None:
+    each = case({"a": {}, "b": {"a": 1.0}}, {"a": [estimate("aws/a", 1.0, 5.0)], "b": [estimate("aws/a", 1.0, 7.0)]})
+    with pytest.raises(NoOfferError, match=r"deadline of 10 h: the soonest takes 12\.0 h"):
+        plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=10.0)
+
+
+def test_a_deadline_pays_for_speed_only_where_it_is_needed() -> None:
+    """Two tasks side by side: the short one may dawdle."""
+    options = {
+        "long": [estimate("aws/a", 10.0, 10.0), estimate("aws/a", 30.0, 5.0, "fast")],
+        "short": [estimate("aws/a", 4.0, 4.0), estimate("aws/a", 9.0, 2.0, "fast")],
+        "join": [estimate("aws/a", 1.0, 1.0)],
+    }
+    each = case({"long": {}, "short": {}, "join": {"long": 0.0, "short": 0.0}}, options)
+    planned = plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=6.0)
+    assert [step.estimate.placement.offer.instance_type for step in planned.steps] == ["fast", "x", "x"]
+    assert (planned.usd, planned.hours, planned.is_optimal) == (35.0, 6.0, True)
+
+
 @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_names_and_order_of_writing_change_nothing(seed: int, draw: random.Random) -> None:
@@ -235,7 +379,7 @@ def test_a_search_that_is_cut_short_says_how_far_it_may_be_off() -> None:
     needs = {name: {other: draw.uniform(5, 60) for other in names[:i]} for i, name in enumerate(names)}
     options = {name: [estimate(place, draw.uniform(1, 20)) for place in PLACES] for name in names}
     each = case(needs, options)
-    cut = plan_pipeline(each.tasks, each.plans, each.egress, steps_max=0)
+    cut = plan_pipeline(each.tasks, each.plans, each.egress, work_max=0)
     best = each.solve()
     assert not cut.is_optimal
     assert cut.lower_bound <= best.usd <= cut.usd <= cut.greedy_usd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,54 @@ def test_run_ids_count_from_one_and_again_after_the_cluster_is_gone(store: Store
     assert store.next_run_id("c") == 1
 
 
-def test_a_refusal_ends_when_it_expires(store: Store) -> None:
-    store.add_refusal("simulated", "east1", "east1a", "big", True, 100.0, "full")
-    assert store.active_refusals(99.0)[0].covers(PLACEMENT)
-    assert not store.active_refusals(100.0)
+class Hands:
+    """A clock that stands still until it is moved."""
+
+    time_s = 1_800_000_000.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.time_s += duration_s
+
+
+def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: Path) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+
+    def refuse() -> float:
+        store.add_refusal("simulated", "east1", "east1a", "big", True, 100.0, "full", lasts_s_max=300.0)
+        (refusal,) = store.active_refusals(clock.now_s())
+        assert refusal.covers(PLACEMENT)
+        return refusal.expires_s - clock.now_s()
+
+    lasting = []
+    for _ in range(4):
+        lasting.append(refuse())
+        clock.time_s += lasting[-1]
+        assert not store.active_refusals(clock.now_s()), "one try is let through"
+    assert lasting == [100.0, 200.0, 300.0, 300.0]
+    store.forgive(PLACEMENT)
+    assert refuse() == 100.0
+    clock.time_s += 100.0 + 3600.0
+    assert refuse() == 100.0, "long ago is forgotten"
+
+
+def test_compaction_forgets_old_stories_and_keeps_bills_and_live_jobs(tmp_path: Path) -> None:
+    clock = Hands()
+    clock.time_s = time.time() - 100 * 86400
+    store = Store(tmp_path / "state.db", clock=clock)
+    ended, live = store.add_job("ended", Task()), store.add_job("live", Task())
+    for job in (ended, live):
+        store.add_event("told", "long ago", job_id=job.id)
+    store.set_job_status(ended.id, JobStatus.SUCCEEDED)
+    store.record_node(
+        Node(id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, usd_hour=1.0)
+    )
+    clock.time_s += 100 * 86400
+    store.add_event("told", "today", job_id=ended.id)
+    store.compact()
+    assert [event.message for event in store.list_events(job_id=ended.id)] == ["today"]
+    assert [event.message for event in store.list_events(job_id=live.id)] == ["long ago"]
+    assert len(store.list_bills()) == 1

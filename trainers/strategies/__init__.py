@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainers.errors import TrainerError
-from trainers.strategies.options import StrategyOptions
+from trainers.strategies.options import StrategyOptions, find_problem
 
 # Nothing here imports torch: a config inherits the options above, and flags are read before torch is imported.
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ STRATEGIES = {
 def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None = None) -> "Strategy":
     """Make the strategy of that name, or of several joined by `+`, the first along the slowest axis of the mesh.
 
-    An unknown name, an axis used twice or a mesh that does not fit the ranks is a TrainerError.
+    An unknown name, a knob that cannot work, an axis used twice or a mesh that does not fit is a TrainerError.
     """
     names = name.split("+")
     for each in names:
@@ -38,6 +38,9 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
     from trainers.strategies.grid import Grid
 
     options = options or StrategyOptions()
+    problem = find_problem(options)
+    if problem:
+        raise TrainerError(problem)
     classes = [_load(each) for each in names]
     axes = tuple(axis for each in classes for axis in each.AXES)
     if len(set(axes)) < len(axes):

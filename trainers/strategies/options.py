@@ -66,3 +66,22 @@ class StrategyOptions:
     parameter_server: ParameterServerOptions = field(default_factory=ParameterServerOptions)
     diloco: DilocoOptions = field(default_factory=DilocoOptions)
     gossip: GossipOptions = field(default_factory=GossipOptions)
+
+
+def find_problem(options: StrategyOptions) -> str | None:
+    """Say which knob cannot work, or None."""
+    lowest = {
+        "--fsdp.prefetch": (options.fsdp.prefetch, 0),
+        "--pipeline.stages_per_rank": (options.pipeline.stages_per_rank, 1),
+        "--parameter_server.staleness_max": (options.parameter_server.staleness_max, 0),
+        "--diloco.every_steps": (options.diloco.every_steps, 1),
+        "--gossip.every_steps": (options.gossip.every_steps, 1),
+    }
+    for flag, (value, least) in lowest.items():
+        if value < least:
+            return f"`{flag}` must be at least {least}, not {value}"
+    if not options.allreduce.bucket_mib > 0:
+        return f"`--allreduce.bucket_mib` must be above 0, not {options.allreduce.bucket_mib}"
+    if not 0.0 <= options.diloco.momentum < 1.0:
+        return f"`--diloco.momentum` must be in [0, 1), not {options.diloco.momentum}"
+    return None

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trainers.ranks import Ranks
 from trainers.strategies import create_strategy
 from trainers.strategies.allreduce import fill_buckets
 from trainers.strategies.grid import Grid, parse_mesh
-from trainers.strategies.options import StrategyOptions
+from trainers.strategies.options import AllReduceOptions, DilocoOptions, StrategyOptions
 
 
 def place(rank: int, world_size: int) -> Ranks:
@@ -81,6 +82,19 @@ def test_all_ranks_make_as_many_passes_and_their_parts_add_up(world_size: int, b
 def test_combination_that_makes_no_sense_is_refused(name: str, reason: str) -> None:
     with pytest.raises(TrainerError, match=reason):
         create_strategy(name, place(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (StrategyOptions(diloco=DilocoOptions(every_steps=0)), "`--diloco.every_steps` must be at least 1, not 0"),
+        (StrategyOptions(diloco=DilocoOptions(momentum=1.0)), "`--diloco.momentum` must be in"),
+        (StrategyOptions(allreduce=AllReduceOptions(bucket_mib=0.0)), "`--allreduce.bucket_mib` must be above 0"),
+    ],
+)
+def test_knob_that_cannot_work_is_named(options: StrategyOptions, reason: str) -> None:
+    with pytest.raises(TrainerError, match=re.escape(reason)):
+        create_strategy("ddp", place(0, 1), options)
 
 
 @pytest.mark.parametrize("name", ["fsdp+tensor", "pipeline+hsdp", "diloco+fsdp", "allreduce+tensor+pipeline"])

@@ -66,7 +66,7 @@ RESUMED = [
     (3, "parameter_server", []),
     (2, "diloco", ["--diloco.every_steps", "3"]),
     (3, "gossip", []),
-    (4, "fsdp+tensor", ["--mesh", "2x2"]),
+    pytest.param(4, "fsdp+tensor", ["--mesh", "2x2"], marks=long),
     pytest.param(2, "pipeline", ["--pipeline.schedule", "interleaved", "--model.depth", "4"], marks=long),
     pytest.param(4, "hsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),

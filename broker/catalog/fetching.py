@@ -1,0 +1,67 @@
+"""HTTP for the price sources: the standard library's client, patient with throttling, bounded in size and time."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+
+from broker.errors import AuthError, SourceError
+
+TIMEOUT_S = 60.0
+TRIES_MAX = 5
+BACKOFF_S = 1.0  # doubled each time, unless the server names a time
+BACKOFF_S_MAX = 60.0
+BYTES_MAX = 512 << 20  # the largest public price file is near 300 MB
+RETRYABLE = (429, 500, 502, 503, 504)
+
+
+class HttpGet:
+    """A Get. `sleep` is how it waits between tries, in seconds."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self._sleep = sleep
+
+    def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        whole = f"{url}{'&' if '?' in url else '?'}{urllib.parse.urlencode(query)}" if query else url
+        if not whole.startswith(("https://", "http://127.0.0.1", "http://localhost")):
+            raise SourceError(f"prices are only fetched over https, not from {_hide_query(whole)}")
+        for tries in range(TRIES_MAX):
+            try:
+                return _read(whole)
+            except urllib.error.HTTPError as error:
+                if error.code in (401, 403):
+                    raise AuthError(f"{_hide_query(whole)} refuses: {error.code}") from None
+                if error.code not in RETRYABLE or tries == TRIES_MAX - 1:
+                    raise SourceError(f"{_hide_query(whole)} answers {error.code} {error.reason}") from None
+                self._sleep(_read_wait_s(error.headers.get("Retry-After"), tries))
+            except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+                if tries == TRIES_MAX - 1:
+                    reason = getattr(error, "reason", None) or error
+                    raise SourceError(f"{_hide_query(whole)} cannot be reached: {reason}") from None
+                self._sleep(_read_wait_s(None, tries))
+        raise AssertionError("the last try returns or raises")
+
+
+def _read(url: str) -> bytes:
+    request = urllib.request.Request(url, headers={"User-Agent": "intercloud-broker", "Accept": "*/*"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        body: bytes = answer.read(BYTES_MAX + 1)
+        length = answer.headers.get("Content-Length")
+    if length and length.isdigit() and len(body) < min(int(length), BYTES_MAX):
+        raise ConnectionError(f"the answer broke off after {len(body)} of {length} bytes")
+    if len(body) > BYTES_MAX:
+        raise SourceError(f"{_hide_query(url)} sends more than {BYTES_MAX >> 20} MiB")
+    return body
+
+
+def _read_wait_s(text: str | None, tries: int) -> float:
+    wait_s = float(text) if text and text.isdigit() else BACKOFF_S * 2**tries
+    return min(wait_s, BACKOFF_S_MAX)
+
+
+def _hide_query(url: str) -> str:
+    """A query may hold a key."""
+    return url.partition("?")[0]

@@ -1,0 +1,122 @@
+"""GCP: the Cloud Billing Catalog API sells cores, memory and accelerators by the hour; machines are put together here.
+
+GET /v1/services/{service}/skus: https://cloud.google.com/billing/v1/how-tos/catalog-api. Needs an API key in
+`GOOGLE_API_KEY`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from broker.catalog.sources.base import Get
+from broker.errors import AuthError, SourceError
+from broker.types import Offer
+
+URL = "https://cloudbilling.googleapis.com/v1"
+COMPUTE_ENGINE = "services/6F81-5844-456A"
+PAGES_MAX = 200  # of 5,000 prices each
+# "Spot Preemptible N2D AMD Instance Core running in Zurich", "Compute optimized Ram running in ..."
+PART = re.compile(
+    r"(?P<spot>Spot Preemptible )?(?P<family>[A-Z]\d+[A-Z]?|Compute optimized)(?: Predefined| AMD| Arm| Instance)*"
+    r" (?P<part>Core|Ram) running in ",
+)
+GPU = re.compile(r"Nvidia (?P<name>.+?) GPU (?P<spot>attached to Spot Preemptible VMs )?running in ")
+GPU_NAMES = {
+    "Tesla T4": "T4", "Tesla P4": "P4", "Tesla P100": "P100", "Tesla V100": "V100", "L4": "L4", "Tesla A100": "A100",
+    "Tesla A100 80GB": "A100-80GB", "H100 80GB": "H100", "H200 141GB": "H200", "B200": "B200",
+}  # fmt: skip
+FAMILY_NAMES = {"Compute optimized": "C2"}
+SHARED_CORE = ("e2-micro", "e2-small", "e2-medium", "f1-", "g1-")  # billed by a share of their cores
+Rates = dict[tuple[bool, str, str], float]  # (is spot, "N1 Core" or "T4", region) -> USD per unit and hour
+
+
+class GcpSource:
+    name: ClassVar[str] = "gcp"
+    clouds: ClassVar[tuple[str, ...]] = ("gcp",)
+
+    def __init__(self, url: str = URL, key: str | None = None) -> None:
+        self._url = url
+        self._key = key
+
+    def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
+        rates: Rates = {}
+        for sku in self._list_skus(get):
+            for key, usd in read_sku(sku):
+                rates[key] = min(usd, rates.get(key, usd))
+        for offer in known:
+            ondemand, spot = (price_machine(offer, rates, is_spot=is_spot) for is_spot in (False, True))
+            if ondemand is None:  # sold in a way that is not put together here: its last price stands, marked
+                yield replace(offer, is_estimated=True)
+            else:
+                yield replace(offer, ondemand_usd_hour=ondemand, spot_usd_hour=spot, is_estimated=False)
+
+    def _list_skus(self, get: Get) -> Iterator[dict[str, Any]]:
+        key = self._key or os.getenv("GOOGLE_API_KEY")
+        if not key:
+            raise AuthError("GCP's price list needs an API key", hints=["set `GOOGLE_API_KEY`"])
+        query = {"key": key, "pageSize": "5000", "currencyCode": "USD"}
+        seen: set[str] = set()
+        while True:
+            page = _parse(get(f"{self._url}/{COMPUTE_ENGINE}/skus", query=query))
+            yield from page["skus"]
+            token = page.get("nextPageToken")
+            if not token:
+                return
+            if token in seen or len(seen) >= PAGES_MAX:
+                raise SourceError("GCP's price list goes on for ever: a page token comes again")
+            seen.add(token)
+            query = {**query, "pageToken": token}
+
+
+def read_sku(sku: Mapping[str, Any]) -> Iterator[tuple[tuple[bool, str, str], float]]:
+    """What one price stands for, by region; nothing for what machines are not made of. Raises SourceError."""
+    try:
+        text, usage = str(sku["description"]), sku["category"]["usageType"]
+        if usage not in ("OnDemand", "Preemptible"):
+            return
+        if found := PART.match(text):
+            family = FAMILY_NAMES.get(found["family"], found["family"])
+            name = f"{family} {found['part']}"
+        elif (found := GPU.match(text)) and found["name"] in GPU_NAMES:
+            name = GPU_NAMES[found["name"]]
+        else:
+            return
+        expression = sku["pricingInfo"][0]["pricingExpression"]
+        price = expression["tieredRates"][-1]["unitPrice"]
+        if price["currencyCode"] != "USD":
+            raise SourceError(f"GCP answers in {price['currencyCode']}, not USD")
+        usd = int(price.get("units") or 0) + int(price.get("nanos") or 0) / 1e9
+        for region in sku["serviceRegions"]:
+            if usd > 0:
+                yield (usage == "Preemptible", name, str(region)), usd
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise SourceError(f"GCP's price list has changed its form: {error!r} in {str(sku)[:120]}") from None
+
+
+def price_machine(offer: Offer, rates: Mapping[tuple[bool, str, str], float], *, is_spot: bool) -> float | None:
+    """USD per hour: cores, memory and accelerators; None where a part has no price."""
+    if offer.instance_type.startswith(SHARED_CORE):
+        return None
+    family = offer.instance_type.partition("-")[0].upper()
+    parts = [(f"{family} Core", offer.vcpus), (f"{family} Ram", offer.memory_gib)]
+    if offer.accelerator:
+        parts.append((offer.accelerator, offer.accelerator_count))
+    prices = [rates.get((is_spot, name, offer.region)) for name, _ in parts]
+    if any(price is None for price in prices):
+        return None
+    return round(sum((price or 0.0) * amount for price, (_, amount) in zip(prices, parts, strict=True)), 6)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        page = json.loads(body)
+    except ValueError:
+        raise SourceError(f"GCP answers with something other than JSON: {body[:60]!r}") from None
+    if not isinstance(page, dict) or not isinstance(page.get("skus"), list):
+        raise SourceError("GCP's price list has no `skus`")
+    return page

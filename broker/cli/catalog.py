@@ -1,0 +1,143 @@
+"""`broker catalog`: how old the price book is, its refresh from live sources, and other catalogs in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import Context, find_cache
+from broker.cli.render import plain, print_json, print_line, print_note, print_table
+from broker.errors import SourceError, UsageError
+
+app = typer.Typer(
+    help="The price book: its age, its refresh, other catalogs",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+FAULTS_SHOWN = 5
+
+
+@app.command()
+def info(as_json: options.AsJson = False) -> None:
+    """Show how many offers each cloud has, how old they are and where from."""
+    from broker.catalog.age import is_stale, measure_age_days
+
+    context = Context()
+    book, now_s = context.book, context.clock.now_s()
+    counts, estimated = book.count_offers(), book.count_estimated()
+    rows = []
+    for cloud in counts:
+        facts = book.get_facts(cloud)
+        rows.append(
+            {
+                "cloud": cloud,
+                "offers": counts[cloud],
+                "estimated": estimated.get(cloud, 0),
+                "ondemand_as_of": facts.ondemand_as_of,
+                "ondemand_age_days": measure_age_days(facts.ondemand_as_of, now_s),
+                "spot_as_of": facts.spot_as_of,
+                "spot_age_days": measure_age_days(facts.spot_as_of, now_s),
+                "is_stale": is_stale(facts.ondemand_as_of, now_s, is_spot=False)
+                or is_stale(facts.spot_as_of, now_s, is_spot=True),
+                "source": facts.source,
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ["CLOUD", "OFFERS", "~", "ON-DEMAND OF", "SPOT OF", "SOURCE"],
+        [
+            [str(row["cloud"]), f"{row['offers']:,}", f"{row['estimated']:,}", str(row["ondemand_as_of"]),
+             f"{row['spot_as_of']}{' (old)' if row['is_stale'] else ''}", str(row["source"])]
+            for row in rows
+        ],
+        right=("OFFERS", "~"),
+    )  # fmt: skip
+    print_line(f"{sum(counts.values()):,} offers; ~ counts estimated on-demand prices")
+    if any(row["is_stale"] for row in rows):
+        print_note("`broker catalog update` fetches today's prices")
+
+
+@app.command()
+def update(
+    cloud: Annotated[list[str] | None, typer.Option("--cloud", help="This cloud only; may be repeated.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="From this source only.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Fetch today's prices; a cloud that gives no believable answer keeps its old ones."""
+    from broker.catalog.fetching import HttpGet
+    from broker.catalog.refresh import load_sources, refresh_book
+    from broker.catalog.sources import SOURCES
+
+    context = Context()
+    if source is not None and source not in SOURCES:
+        raise UsageError(f"there is no price source `{source}`", hints=[f"there is {', '.join(SOURCES)}"])
+    sources = {name: each for name, each in load_sources().items() if source in (None, name)}
+    wanted = cloud or [each for each in context.book.clouds if any(each in one.clouds for one in sources.values())]
+    reports = refresh_book(
+        find_cache(),
+        context.book,
+        wanted,
+        sources=sources,
+        get=HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s))),
+        now_s=context.clock.now_s(),
+        on_cloud=lambda name, where: print_note(f"{name}: asking {where} ..."),
+    )
+    if as_json:
+        print_json(plain(list(reports)))
+    else:
+        for each in reports:
+            if each.error is None:
+                print_line(f"{each.cloud}: {each.offers:,} offers from {each.source}, {each.changed:,} prices changed")
+            else:
+                print_line(f"{each.cloud}: keeps its old prices: {each.error}")
+    failed = [each for each in reports if each.error is not None]
+    if failed:
+        hints = list(dict.fromkeys(hint for each in failed for hint in each.hints))
+        raise SourceError(f"{len(failed)} of {len(reports)} clouds could not be refreshed", hints=hints)
+
+
+@app.command(name="import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A folder of CLOUD/vms.csv files.", show_default=False)],
+    only: Annotated[bool, typer.Option("--only", help="Plan with these clouds alone.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Take a SkyPilot catalog (versions 5 to 8) into the book."""
+    from broker.catalog.importing import import_catalog
+
+    context = Context()
+    report = import_catalog(
+        find_cache(), context.book, folder, now_s=context.clock.now_s(), is_alone=only,
+        on_cloud=lambda name: print_note(f"{name}: reading ..."),
+    )  # fmt: skip
+    if as_json:
+        print_json({"offers": dict(report.offers), "faults": [str(fault) for fault in report.faults]})
+        return
+    for cloud, count in report.offers.items():
+        print_line(f"{cloud}: {count:,} offers")
+    for fault in report.faults[:FAULTS_SHOWN]:
+        print_note(f"skipped {fault}")
+    if len(report.faults) > FAULTS_SHOWN:
+        print_note(f"... and {len(report.faults) - FAULTS_SHOWN} more rows")
+
+
+@app.command()
+def reset() -> None:
+    """Go back to the prices that ship with broker."""
+    from broker.catalog.opening import name_live_book
+
+    live = name_live_book(find_cache())
+    if live.exists():
+        live.unlink()
+        print_line("Back to the shipped prices")
+    else:
+        sys.stdout.write("The shipped prices are in use already\n")

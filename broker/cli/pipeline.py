@@ -1,0 +1,78 @@
+"""The table of a pipeline's plan: each task's choice, what moves between them, and what choosing alone would cost."""
+
+from __future__ import annotations
+
+from broker.cli.render import plain, print_line, print_table, show_hours, show_usd
+from broker.types import PipelineEdge, PipelinePlan, PipelineStep
+
+
+def show_pipeline(plan: PipelinePlan) -> None:
+    """Steps in the order that they can run, transfers that cost anything to move, the total, and the greedy total."""
+    aim = "cheapest" if plan.objective == "cost" else "soonest done"
+    limit = f" within {show_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
+    count = len(plan.steps)
+    print_line(f"Pipeline of {count} task{'s' if count > 1 else ''}: {aim} as a whole{limit}")
+    print_table(
+        ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
+        [_list_cells(step) for step in plan.steps],
+        right=("USD", "TIME"),
+    )
+    moving = [edge for edge in plan.edges if edge.gib]
+    if moving:
+        print_line()
+        print_table(
+            ["DATA FROM", "TO", "GiB", "USD", "TIME"],
+            [
+                [
+                    edge.source, edge.target, f"{edge.gib:,.4g}",
+                    show_usd(edge.transfer.usd, is_estimated=edge.transfer.is_assumed), show_hours(edge.transfer.hours),
+                ]
+                for edge in moving
+            ],
+            right=("GiB", "USD", "TIME"),
+        )  # fmt: skip
+    _show_totals(plan, moving)
+
+
+def _list_cells(step: PipelineStep) -> list[str]:
+    placement = step.estimate.placement
+    offer = placement.offer
+    instances = f"{placement.node_count} x {offer.instance_type}" if placement.node_count > 1 else offer.instance_type
+    return [
+        step.name, offer.cloud, offer.zone or offer.region, instances, "spot" if placement.is_spot else "od",
+        show_usd(step.usd, is_estimated=step.is_assumed or (offer.is_estimated and not placement.is_spot)),
+        f"{'~' if step.is_assumed else ''}{show_hours(step.hours)}",
+    ]  # fmt: skip
+
+
+def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
+    egress = f", {show_usd(plan.egress_usd)} of it for moving data" if moving else ""
+    print_line(f"Total: {show_usd(plan.usd)} USD{egress}; {show_hours(plan.hours)} along the longest path")
+    greedy = f"{show_usd(plan.greedy_usd)} USD and {show_hours(plan.greedy_hours)}"
+    is_same = abs(plan.greedy_usd - plan.usd) < 0.005 and abs(plan.greedy_hours - plan.hours) < 1 / 60
+    print_line(
+        "Choosing task by task comes to the same" if is_same else f"Choosing task by task would come to {greedy}"
+    )
+    if not plan.is_optimal:
+        print_line(f"Not proven best: {_say_gap(plan)}")
+    as_of = min(step.estimate.placement.offer.as_of for step in plan.steps)
+    if as_of:
+        print_line(f"Prices of {as_of}")
+    if any(step.is_assumed for step in plan.steps):
+        print_line("~ a task without `goal: work` counts as one hour")
+    if any(edge.transfer.is_assumed for edge in plan.edges):
+        print_line("~ no egress price is known for this cloud; a high one is assumed")
+
+
+def _say_gap(plan: PipelinePlan) -> str:
+    if plan.objective == "cost":
+        return f"no choice is below {show_usd(plan.lower_bound)} USD, this one has {show_usd(plan.usd)}"
+    if plan.lower_bound < plan.hours:
+        return f"no choice takes less than {show_hours(plan.lower_bound)}, this one takes {show_hours(plan.hours)}"
+    return "none ends sooner, but one that ends as soon may be cheaper"
+
+
+def describe_pipeline(plan: PipelinePlan) -> dict[str, object]:
+    """All of it as JSON-ready data."""
+    data: dict[str, object] = plain(plan)
+    return {**data, "egress_usd": plan.egress_usd}

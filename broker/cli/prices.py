@@ -1,0 +1,92 @@
+"""`broker prices` and `broker history`: one instance type everywhere, now and before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import Context, find_cache
+from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_usd
+
+if TYPE_CHECKING:
+    from broker.catalog.history import PricePoint
+
+BARS = "▁▂▃▄▅▆▇█"
+InstanceType = Annotated[str, typer.Argument(help="Such as p4d.24xlarge.", show_default=False)]
+
+
+def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None:
+    """Show what one instance type costs everywhere, cheapest first."""
+    offers = Context().book.find_prices(instance_type)
+    if as_json:
+        print_json(plain(list(offers)))
+        return
+    first = offers[0]
+    accelerators = f", {first.accelerator_count:g} x {first.accelerator}" if first.accelerator else ""
+    print_line(f"{instance_type}: {first.vcpus:g} vCPU, {first.memory_gib:g} GiB{accelerators}")
+    print_table(
+        ["CLOUD", "REGION", "ZONE", "USD/h", "SPOT USD/h", "INTERRUPTED", "OF"],
+        [
+            [each.cloud, each.region, each.zone or "-",
+             show_usd(each.ondemand_usd_hour, is_estimated=each.is_estimated),
+             show_usd(each.spot_usd_hour), _show_band(each.interruption_band), each.as_of]
+            for each in offers
+        ],
+        right=("USD/h", "SPOT USD/h"),
+    )  # fmt: skip
+    if any(each.is_estimated for each in offers):
+        print_line("~ is an estimate")
+
+
+def _show_band(band: float | None) -> str:
+    if band is None:
+        return "-"
+    return "> 20 %/month" if band >= 100 else f"< {band:g} %/month"
+
+
+def history(
+    instance_type: InstanceType,
+    region: Annotated[str | None, typer.Option("--region", help="This region only.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show how the prices of an instance type moved, as far as `broker catalog update` saw it."""
+    from broker.catalog.history import History
+
+    context = Context()
+    offers = context.book.find_prices(instance_type)
+    with closing(History(find_cache() / "history.db")) as known:
+        points = known.find(instance_type, region=region)
+    if as_json:
+        print_json(plain(list(points)))
+        return
+    if not points:
+        days = " and ".join(sorted({each.as_of for each in offers}))
+        print_line(f"Nothing but the book's own prices of {days} is known of {instance_type}")
+        print_note("each `broker catalog update` adds to the history; `broker prices` shows today's")
+        return
+    places: dict[tuple[str, str, str], list[PricePoint]] = {}
+    for point in points:
+        places.setdefault((point.cloud, point.region, point.zone), []).append(point)
+    print_table(
+        ["CLOUD", "REGION/ZONE", "SINCE", "SPOT USD/h", "", "USD/h", ""],
+        [
+            [cloud, zone or where, found[0].day, show_usd(found[-1].spot_usd_hour),
+             _draw([each.spot_usd_hour for each in found]), show_usd(found[-1].ondemand_usd_hour),
+             _draw([each.ondemand_usd_hour for each in found])]
+            for (cloud, where, zone), found in places.items()
+        ],
+        right=("SPOT USD/h", "USD/h"),
+    )  # fmt: skip
+
+
+def _draw(values: Sequence[float | None]) -> str:
+    """One bar a change, the last sixteen."""
+    known = [value for value in values[-16:] if value is not None]
+    if len(known) < 2:
+        return ""
+    low, high = min(known), max(known)
+    return "".join(BARS[round((value - low) / (high - low) * 7)] if high > low else BARS[3] for value in known)

@@ -1,0 +1,135 @@
+"""Every source, on answers in its documented form, whole and spoilt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from broker.catalog.refresh import check_offers
+from broker.catalog.sources import SOURCES
+from broker.catalog.sources.aws import AwsSource
+from broker.catalog.sources.gcp import GcpSource
+from broker.errors import AuthError, SourceError
+from broker.types import Offer
+from tests.catalog.market import KNOWN, NOW_S, FakeAws, FakeWeb, make_source, read
+
+
+def fetch(name: str, change: Callable[[bytes], bytes] = lambda body: body) -> list[Offer]:
+    source, cloud, get = make_source(name, change=change)
+    return list(source.fetch(cloud, get, known=KNOWN[cloud], as_of_s=NOW_S))
+
+
+def show(offers: list[Offer]) -> dict[tuple[str, str | None], tuple[float | None, float | None]]:
+    return {
+        (each.instance_type, each.zone or each.region): (each.ondemand_usd_hour, each.spot_usd_hour) for each in offers
+    }
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_gives_offers_that_are_believed(name: str) -> None:
+    source, cloud, get = make_source(name)
+    assert cloud in source.clouds and source.name == name
+    offers = list(source.fetch(cloud, get, known=KNOWN[cloud], as_of_s=NOW_S))
+    check_offers(cloud, offers, KNOWN[cloud])
+    assert {offer.cloud for offer in offers} == {cloud}
+    assert all(offer.vcpus > 0 for offer in offers)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: b"<html><body>Service unavailable</body></html>",
+        lambda body: body[: len(body) // 2],
+        lambda body: b"",
+        lambda body: b'{"Error": "internal"}',
+        lambda body: b"\xff\xfe\x00\x01",
+    ],
+    ids=["html", "truncated", "empty", "error object", "binary"],
+)
+def test_a_spoilt_answer_is_an_error_or_not_believed(name: str, change: Callable[[bytes], bytes]) -> None:
+    _, cloud, _ = make_source(name)
+    with pytest.raises((SourceError, ValueError)) as caught:  # a FakeAws page that is no JSON fails in the fake itself
+        check_offers(cloud, fetch(name, change), KNOWN[cloud])
+    assert isinstance(caught.value, SourceError) or name == "aws"
+
+
+def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones() -> None:
+    assert show(fetch("azure")) == {
+        ("Standard_NC24ads_A100_v4", "eastus"): (3.673, 0.9),
+        ("Standard_NC24ads_A100_v4", "westeurope"): (4.1, None),
+        ("Standard_NC4as_T4_v3", "westeurope"): (0.61, 0.12),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"currencyCode": "USD"', b'"currencyCode": "EUR"', "EUR, not USD"),
+        (b'"retailPrice"', b'"retail_price"', "changed its form"),
+        (b"retail/prices?page=2", b"retail/prices?page=1", "goes on for ever"),
+    ],
+)
+def test_azure_names_what_is_wrong(old: bytes, new: bytes, words: str) -> None:
+    with pytest.raises(SourceError, match=words):
+        fetch("azure", lambda body: body.replace(old, new) if b"page_2" not in body else body)
+
+
+def test_aws_joins_list_prices_spot_history_and_bands() -> None:
+    offers = fetch("aws")
+    assert show(offers) == {
+        ("p4d.24xlarge", "us-east-1a"): (21.957642, 9.5),  # the newest of two
+        ("p4d.24xlarge", "us-east-1b"): (21.957642, None),
+        ("p4d.24xlarge", "us-east-1c"): (21.957642, 7.25),  # a zone that the book did not know
+        ("m5.large", "us-east-1a"): (0.096, 0.038),
+    }
+    assert {each.instance_type: each.interruption_band for each in offers} == {"p4d.24xlarge": 100.0, "m5.large": 5.0}
+    assert not any(each.is_estimated for each in offers)
+
+
+def test_aws_without_a_login_says_so() -> None:
+    error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
+    source = AwsSource(make_client=FakeAws(error=error))
+    with pytest.raises(AuthError) as caught:
+        list(source.fetch("aws", FakeWeb({"": read("aws_advisor.json")}), known=KNOWN["aws"], as_of_s=NOW_S))
+    assert "aws configure" in caught.value.hints[0]
+
+
+def test_aws_throttled_after_all_retries_is_a_source_error() -> None:
+    error = type("ClientError", (Exception,), {})("RequestLimitExceeded")
+    source = AwsSource(make_client=FakeAws(error=error))
+    with pytest.raises(SourceError, match="RequestLimitExceeded"):
+        list(source.fetch("aws", FakeWeb({"": read("aws_advisor.json")}), known=KNOWN["aws"], as_of_s=NOW_S))
+
+
+def test_gcp_puts_machines_together_from_cores_memory_and_accelerators() -> None:
+    offers = fetch("gcp")
+    found = show(offers)
+    ondemand, spot = found["n1-standard-8+1xT4", "us-central1-a"]
+    assert ondemand == pytest.approx(8 * 0.031611 + 30 * 0.004237 + 0.35)
+    assert spot == pytest.approx(8 * 0.006655 + 30 * 0.000892 + 0.11)
+    assert found["n1-standard-8", "us-east1-b"] == (pytest.approx(8 * 0.031611 + 30 * 0.004237), None)
+    (tpu,) = [each for each in offers if each.accelerator == "TPU-v5e"]
+    assert (tpu.ondemand_usd_hour, tpu.is_estimated) == (1.0, True), "its last price stands, marked"
+
+
+def test_gcp_without_a_key_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_API_KEY", raising=False)
+    with pytest.raises(AuthError) as caught:
+        list(GcpSource().fetch("gcp", FakeWeb({}), known=KNOWN["gcp"], as_of_s=NOW_S))
+    assert "GOOGLE_API_KEY" in caught.value.hints[0]
+
+
+def test_gcp_refuses_a_page_token_that_comes_again() -> None:
+    again = json.dumps({"skus": [], "nextPageToken": "p2"}).encode()
+    with pytest.raises(SourceError, match="for ever"):
+        list(GcpSource(key="k").fetch("gcp", FakeWeb({"": again}), known=KNOWN["gcp"], as_of_s=NOW_S))
+
+
+def test_skypilots_rows_keep_what_the_book_knows_besides() -> None:
+    found = {each.instance_type: each for each in fetch("skypilot")}
+    assert found["gpu_8x_h100_sxm5"].accelerator_memory_gib == 80
+    assert found["gpu_1x_a10"].interruption_band == 5.0
+    assert found["cpu_4x_general"].accelerator is None

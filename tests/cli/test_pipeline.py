@@ -1,0 +1,118 @@
+"""`broker plan` on a file of several tasks, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker.cli.pipeline import show_pipeline
+from broker.types import Estimate, Offer, PipelineEdge, PipelinePlan, PipelineStep, Placement, Transfer
+
+ROOT = Path(__file__).parent.parent.parent
+PIPELINE = """
+name: nightly
+---
+name: prepare
+resources: {cpus: 16}
+goal: {work: 2h}
+run: x
+---
+name: train
+resources: {accelerators: H100:8, use_spot: true}
+goal: {work: 10h}
+run: x
+"""
+
+
+def broker(*arguments: str) -> str:
+    shown = subprocess.run([sys.executable, "-m", "broker", *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(PIPELINE)
+    return str(path)
+
+
+def test_several_tasks_make_one_table_with_a_total(file: str) -> None:
+    shown = broker("plan", file)
+    lines = shown.splitlines()
+    assert lines[0] == "Pipeline of 2 tasks: cheapest as a whole"
+    assert [line.split()[0] for line in lines[1:4]] == ["TASK", "prepare", "train"]
+    assert "Total: " in shown
+    assert "Prices of 20" in shown
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_json_holds_the_whole_and_every_ranking(file: str) -> None:
+    data = json.loads(broker("plan", file, "--json", "--top", "2"))
+    assert [step["name"] for step in data["steps"]] == [task["task"] for task in data["tasks"]] == ["prepare", "train"]
+    assert [len(task["estimates"]) for task in data["tasks"]] == [2, 2]
+    assert data["is_optimal"] is True
+    assert data["usd"] == pytest.approx(sum(step["usd"] for step in data["steps"]) + data["egress_usd"])
+    assert data["usd"] <= data["greedy_usd"]
+
+
+def test_time_and_a_deadline_can_be_asked_for(file: str) -> None:
+    cheapest = json.loads(broker("plan", file, "--json"))
+    soonest = json.loads(broker("plan", file, "--json", "--minimize", "time"))
+    assert soonest["hours"] < cheapest["hours"]
+    assert soonest["usd"] > cheapest["usd"]
+    halfway = (soonest["hours"] + cheapest["hours"]) / 2
+    between = json.loads(broker("plan", file, "--json", "--deadline-hours", str(halfway)))
+    assert between["hours"] <= halfway
+    assert cheapest["usd"] <= between["usd"] <= soonest["usd"]
+
+
+def make_step(name: str, cloud: str, usd: float, *, is_assumed: bool = False) -> PipelineStep:
+    offer = Offer(
+        cloud=cloud, region="far-away-1", zone=None, instance_type="x" * 40, vcpus=8, memory_gib=32,
+        ondemand_usd_hour=usd, as_of="2026-01-02",
+    )  # fmt: skip
+    placement = Placement(offer=offer, is_spot=False, node_count=2)
+    return PipelineStep(name=name, estimate=Estimate(placement=placement), usd=usd, hours=1.0, is_assumed=is_assumed)
+
+
+def make_plan(**fields: object) -> PipelinePlan:
+    moved = Transfer(usd=9.0, hours=0.5, is_assumed=True)
+    values: dict[str, object] = {
+        "objective": "cost", "steps": (make_step("a", "aws", 10.0), make_step("b", "vast", 20.0, is_assumed=True)),
+        "edges": (PipelineEdge(source="a", target="b", gib=1234.5, transfer=moved),),
+        "usd": 39.0, "hours": 2.5, "lower_bound": 39.0, "is_optimal": True, "greedy_usd": 60.0, "greedy_hours": 3.0,
+    }  # fmt: skip
+    return PipelinePlan(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show_pipeline(make_plan())
+    shown = capsys.readouterr().out
+    assert shown == (
+        "Pipeline of 2 tasks: cheapest as a whole\n"
+        "TASK  CLOUD  REGION/ZONE  INSTANCE                        MODEL     USD     TIME\n"
+        "a     aws    far-away-1   2 x xxxxxxxxxxxxxxxxxxxxxxxxx…  od      10.00   1h 00m\n"
+        "b     vast   far-away-1   2 x xxxxxxxxxxxxxxxxxxxxxxxxx…  od     ~20.00  ~1h 00m\n"
+        "\n"
+        "DATA FROM  TO    GiB    USD     TIME\n"
+        "a          b   1,234  ~9.00  30m 00s\n"
+        "Total: 39.00 USD, 9.00 of it for moving data; 2h 30m along the longest path\n"
+        "Choosing task by task would come to 60.00 USD and 3h 00m\n"
+        "Prices of 2026-01-02\n"
+        "~ a task without `goal: work` counts as one hour\n"
+        "~ no egress price is known for this cloud; a high one is assumed\n"
+    )
+
+
+def test_what_is_not_proven_says_how_far_it_may_be_off(capsys: pytest.CaptureFixture[str]) -> None:
+    show_pipeline(make_plan(lower_bound=38.5, is_optimal=False))
+    assert "Not proven best: no choice is below 38.50 USD, this one has 39.00\n" in capsys.readouterr().out
+    show_pipeline(make_plan(objective="time", lower_bound=2.0, is_optimal=False))
+    assert "no choice takes less than 2h 00m, this one takes 2h 30m\n" in capsys.readouterr().out
+    show_pipeline(make_plan())
+    assert "Not proven" not in capsys.readouterr().out
