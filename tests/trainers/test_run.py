@@ -63,6 +63,7 @@ def take_steps(model: nn.Module, config: TrainConfig, loss_of: Callable[..., Ten
         position=Position("numbers"),
         ranks=ALONE,
         is_stop_asked=lambda: False,
+        before_change=lambda: None,
     )
 
 
