@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
     {"state", "storage", "clouds", "runtime"},
     {"provision"},
     {"jobs"},
+    {"api"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

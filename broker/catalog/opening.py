@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sqlite3
 from pathlib import Path
@@ -59,7 +58,7 @@ def _open_in_memory(archive: Path) -> Book:
 def _fingerprint(archive: Path) -> str:
     """Names the archive's content by size and modification time, so that no megabytes are hashed at every start."""
     facts = archive.stat()
-    return hashlib.sha256(f"{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:12]
+    return f"{facts.st_size:x}-{facts.st_mtime_ns:x}"
 
 
 def _unpack(archive: Path, path: Path) -> None:

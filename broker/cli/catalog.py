@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from broker.api import find_cache
 from broker.cli import options
-from broker.cli.context import Context, find_cache
+from broker.cli.context import Context
 from broker.cli.render import plain, print_json, print_line, print_note, print_table
 from broker.errors import SourceError, UsageError
 

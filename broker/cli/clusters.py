@@ -71,7 +71,8 @@ def launch(
         name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
         num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
     )  # fmt: skip
-    one = options.read_task(entrypoint, overrides)
+    one = context.resolve(options.read_task(entrypoint, overrides))
+    options.check_notices([one], is_launch=not dryrun)
     plan = plan_launch(context, one, is_dryrun=dryrun)
     if dryrun and as_json:
         from broker.cli.plan import describe_plan
@@ -135,6 +136,7 @@ def exec_(
     found = find_up(context, cluster)
     overrides = options.Overrides(name=name, workdir=workdir, env=env or (), env_file=env_file, secret=secret or ())
     one = options.read_task(entrypoint, overrides)
+    options.check_notices([one], is_launch=True)
     run_id = asyncio.run(_submit(context, found, replace(one, setup=None)))
     follow_unless(context, cluster, run_id, detach=detach)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from broker.api import Market, find_cache
 from broker.clock import Clock, SystemClock
 from broker.config import Config, load_config
 from broker.errors import UsageError
-from broker.types import Cluster, Objective, PipelinePlan, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
     from broker.state.store import Store
+    from broker.types import Cluster, Objective, PipelinePlan, Placement, Plan, Task
 
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
@@ -39,10 +39,8 @@ class Context:
         return load_config(self._home)
 
     @cached_property
-    def book(self) -> Book:
-        from broker.catalog.opening import open_book
-
-        return open_book(find_cache())
+    def market(self) -> Market:
+        return Market(find_cache())
 
     @cached_property
     def store(self) -> Store:
@@ -84,7 +82,7 @@ class Context:
             store=self.store,
             provisioner=self.provisioner,
             gang=self.gang,
-            planner=lambda task, avoid: self.plan(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
+            planner=lambda task, avoid: self.market.rank(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
             clock=self.clock,
             config=self.config,
         )
@@ -106,6 +104,14 @@ class Context:
         )
         raise UsageError(f"there is no cluster `{name}`", hints=[hint])
 
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        return self.market.resolve(task)
+
+    @property
+    def book(self) -> Book:
+        return self.market.book
+
     def plan(
         self,
         task: Task,
@@ -113,22 +119,8 @@ class Context:
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
-        """Rank placements from the price book, and from this machine where the task names `local`."""
-        from broker.catalog.local import list_local_offers
-        from broker.optimizer.planner import make_plan
-
-        offers = list(self.book.find_offers(task))
-        if any(each.cloud == "local" for each in task.resources):
-            offers += list_local_offers(*measure_machine())
-        return make_plan(
-            task,
-            offers,
-            prices_as_of=self.book.as_of,
-            usable_clouds=usable_clouds,
-            avoid=avoid,
-            figures=self.book.read_figures(),
-            egress=self.book.read_egress(),
-        )
+        """Rank placements. Raises NoOfferError with hints, each of which was tried."""
+        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid)
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
@@ -144,14 +136,3 @@ def load_entry(path: str) -> Any:
     """A registry's entry: `module:attribute`."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def find_cache() -> Path:
-    """Where unpacked prices lie; they are public, and shared by all state folders."""
-    return Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache") / "broker"
-
-
-def measure_machine() -> tuple[int, float]:
-    """This machine's vCPUs and memory in GiB."""
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return os.cpu_count() or 1, round(pages * page / 2**30, 1)

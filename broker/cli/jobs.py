@@ -59,7 +59,8 @@ def launch(
         workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
         num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
     )  # fmt: skip
-    tasks = options.read_tasks(entrypoint, overrides)
+    tasks = tuple(context.resolve(each) for each in options.read_tasks(entrypoint, overrides))
+    options.check_notices(tasks, is_launch=not dryrun)
     _check_runnable(tasks)
     plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
     for plan in plans if not as_json else []:

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 # name -> (module, one line of help). A module of one command has a function of its name; a group has `app`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("broker.cli.plan", "Rank where a task could run, with costs; starts nothing"),
+    "advise": ("broker.cli.advise", "Say how to train a model: GPUs, strategy, days and dollars"),
     "launch": ("broker.cli.clusters", "Bring a cluster up and run a task on it"),
     "exec": ("broker.cli.clusters", "Run a task on a cluster that is up"),
     "status": ("broker.cli.clusters", "Show clusters, managed jobs and what they have cost"),
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "history": ("broker.cli.prices", "Show how the prices of an instance type moved"),
     "catalog": ("broker.cli.catalog", "The price book: its age, its refresh, other catalogs"),
     "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
+    "schema": ("broker.cli.schema", "Print the JSON Schema of task files, for editors"),
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}

@@ -47,6 +47,7 @@ class Overrides:
     instance_type: str | None = None
     num_nodes: int | None = None
     use_spot: bool | None = None
+    max_price: float | None = None  # USD per hour and node
     env: Sequence[str] = ()
     env_file: Path | None = None
     secret: Sequence[str] = ()
@@ -74,8 +75,13 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
             task, infra=overrides.infra, accelerators=overrides.gpus, cpus=overrides.cpus, memory=overrides.memory,
             instance_type=overrides.instance_type, num_nodes=overrides.num_nodes, use_spot=overrides.use_spot,
         )  # fmt: skip
+        if overrides.max_price is not None:
+            capped = tuple(replace(shape, usd_hour_max=overrides.max_price) for shape in each.resources)
+            each = replace(each, resources=capped)
         each = replace(each, name=overrides.name or each.name)
-        each = replace(each, workdir=str(_find_folder(overrides.workdir))) if overrides.workdir else each
+        if overrides.workdir:
+            kept = tuple(notice for notice in each.notices if notice.field != "workdir")
+            each = replace(each, workdir=str(_find_folder(overrides.workdir)), notices=kept)
         changed.append(_anchor(each))
     return tuple(changed)
 
@@ -100,6 +106,18 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
             hints=[f"`broker jobs launch {entrypoint[0]}` runs all of them in order"],
         )
     return tasks[0]
+
+
+def check_notices(tasks: Sequence[Task], *, is_launch: bool) -> None:
+    """Says what the tasks ask for and broker does not do. Raises TaskError where a launch would run something else."""
+    from broker.cli.render import print_note
+    from broker.task.notices import refuse_blocking, render_notice
+
+    for task in tasks:
+        if is_launch:
+            refuse_blocking(task)
+        for notice in task.notices:
+            print_note(render_notice(notice))
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:

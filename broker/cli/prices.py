@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.api import find_cache
 from broker.cli import options
-from broker.cli.context import Context, find_cache
+from broker.cli.context import Context
 from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_usd
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, print_line, print_note, show_duration, show_usd
@@ -27,15 +28,19 @@ LINE_EVERY_S = 2.0
 
 
 def rehearse(
-    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
+    entrypoint: options.Entrypoint,
     preemptions: Annotated[int, typer.Option("--preemptions", min=0, help="How often all nodes are taken away.")] = 1,
     notice: Annotated[float, typer.Option("--notice", min=0, help="Seconds of warning before.")] = 0,
+    num_nodes: options.NumNodes = None,
+    env: options.Env = None,
+    env_file: options.EnvFile = None,
+    secret: options.Secret = None,
 ) -> None:
     """Run a task here as a spot job, with a preemption, and see it recover."""
-    from broker.task.loader import load_tasks
     from broker.task.override import override_resources
 
-    (first, *others) = load_tasks(task)
+    overrides = options.Overrides(num_nodes=num_nodes, env=env or (), env_file=env_file, secret=secret or ())
+    (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
         print_note(f"note: only the first of {len(others) + 1} tasks is rehearsed")
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
@@ -43,6 +48,7 @@ def rehearse(
         context = Context(home)
         # What the cloud machine would be is not what this machine has: only the shape of the gang is rehearsed.
         local = override_resources(first, infra="local", use_spot=True)
+        options.check_notices([local], is_launch=True)
         local = override_resources(local, cpus="1+") if any(each.accelerator for each in first.resources) else local
         show_plan(context.plan(local), top=6)
         job = asyncio.run(_Rehearsal(context, local, preemptions, notice).run())

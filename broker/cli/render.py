@@ -39,6 +39,13 @@ def print_line(text: str = "") -> None:
     sys.stdout.flush()
 
 
+def print_wrapped(text: str, *, indent: int) -> None:
+    """A sentence over as many lines as it takes; those after the first are indented."""
+    import textwrap
+
+    print_line(textwrap.fill(clean(text), WIDTH_MAX, subsequent_indent=" " * indent, break_on_hyphens=False))
+
+
 def print_note(text: str) -> None:
     """Progress and advice: for people, so on stderr."""
     sys.stderr.write(text + "\n")
@@ -51,12 +58,18 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """A plain table, at most 80 columns wide: the widest column gives way first."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), firm: Sequence[str] = ()
+) -> None:
+    """A plain table, at most 80 columns wide: the widest column that is not `firm` gives way first."""
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH_MAX and max(widths) > 4:
-        widths[widths.index(max(widths))] -= 1
+    soft = [i for i, name in enumerate(columns) if name not in firm] or list(range(len(columns)))
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH_MAX:
+        widest = max(soft, key=lambda i: widths[i])
+        if widths[widest] <= 4:
+            break
+        widths[widest] -= 1
     for row in [list(columns), *cells]:
         fitted = [_fit(cell, width) for cell, width in zip(row, widths, strict=True)]
         aligned = [

@@ -20,15 +20,16 @@ from broker.jobs.gang import Gang
 from broker.jobs.judgement import Verdict, is_restart_due, judge, list_lost_ranks
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
 from broker.jobs.watch import Watch
+from broker.provision.backoff import draw_backoff_s
 from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
-from broker.provision.nodes import draw_backoff_s
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, RunStatus, Task
 
 POLL_S = 0.5
 PIPELINE_POLL_S = 1.0
 LEASE_S = 900.0
+LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
 FAILED_OUTCOME = "failed"
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
@@ -199,7 +200,8 @@ class JobController:
             attempt = self._note_progress(job, attempt, report.progress)
         if watch.needs_list(report, self._clock.now_s()):
             try:
-                cluster = await self._provisioner.refresh(cluster)
+                is_suspicious = watch.is_suspicious(report)
+                cluster = await self._provisioner.refresh(cluster, age_s_max=0.0 if is_suspicious else LIST_AGE_S_MAX)
             except CloudError:
                 if report.status is not RunStatus.SUCCEEDED:
                     return POLL_S  # no answer is no evidence, and a failure is not judged without the list
@@ -266,10 +268,10 @@ class JobController:
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""
         now_s = self._clock.now_s()
+        self._store.set_progress(job.id, progress)
+        if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
+            return attempt
         with self._store.transaction():
-            self._store.set_progress(job.id, progress)
-            if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
-                return attempt
             attempt = replace(attempt, resumed_s=now_s)
             self._store.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)

@@ -20,8 +20,8 @@ from typing import Protocol
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import BrokerError, FencedError, StateError
+from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
-from broker.provision.nodes import draw_backoff_s
 from broker.state.store import Store
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,11 @@ class Watch:
         self._step: int | None = None
         self._stepped_s: float | None = None
 
+    def is_suspicious(self, report: GangReport) -> bool:
+        return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
+
     def needs_list(self, report: GangReport, now_s: float) -> bool:
-        is_suspicious = bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
-        return is_suspicious or now_s - self._listed_s >= LIST_EVERY_S
+        return self.is_suspicious(report) or now_s - self._listed_s >= LIST_EVERY_S
 
     def note_list(self, now_s: float) -> None:
         self._listed_s = now_s

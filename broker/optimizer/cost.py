@@ -1,42 +1,246 @@
-"""Expected time and money to finish on one placement.
+"""Expected time and money to finish: how a run goes (`Course`), and what it costs at one place.
 
-Model: preemptions come at a constant rate H, a checkpoint of stall delta follows each stretch tau of work, and each
-preemption costs a recovery R and the work since the last checkpoint. Then (Daly 2006, equation 13)
-    E[T] = (W / tau) (1/H + R) (exp(H (tau + delta)) - 1),   and W (1 + delta / tau) as H -> 0.
+Model: preemptions strike the running gang at a constant rate H, a checkpoint of stall delta follows each stretch tau of
+work, and each preemption costs the work since the last checkpoint and a recovery R in which nothing runs. Then
+    E[preemptions] = (W / tau) (exp(H (tau + delta)) - 1)
+    E[T]           = E[preemptions] (1/H + R),   and W (1 + delta / tau) as H -> 0.
+J. T. Daly's complete model (FGCS 22, 2006) lets preemptions strike recoveries too, with exp(H R) / H for 1/H + R: the
+same to first order in H R. Here machines of a recovery are still being found, so there is nothing to take away.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
+from broker.optimizer.billing import bill_recovery_s
+from broker.optimizer.data_cost import NO_DATA, DataCost, measure_restore_s
 from broker.spot.hazard import hazard_per_node_hour
 from broker.spot.interval import best_interval_s
-from broker.types import CheckpointSpec, Estimate, Goal, Placement
+from broker.spot.losses import Losses
+from broker.types import Breakdown, CheckpointSpec, Estimate, Goal, Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How a run is expected to go, whatever its price. Hours; `recovery_*` are of one recovery."""
+
+    work_hours: float
+    hours: float
+    stall_hours: float = 0.0
+    lost_hours: float = 0.0
+    preemptions: float = 0.0
+    checkpoints: float = 0.0
+    recovery_hours: float = 0.0
+    recovery_billed_hours: float = 0.0
+    spot_hours: float = 0.0  # billed at the spot price
+    ondemand_hours: float = 0.0
+    deadline_chance: float | None = None
+    switch_after_hours: float | None = None
+    switch_chance: float | None = None
+    every_s: float | None = None
+    losses: Losses | None = None  # None where nothing is preempted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What decides a course, apart from the place: work, hazard of the gang per hour, checkpoints, recovery."""
+
+    work_hours: float
+    hazard: float
+    checkpoint: CheckpointSpec
+    recovery_hours: float
+    recovery_billed_hours: float
+    deadline_hours: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        work_hours: float,
+        hazard: float,
+        checkpoint: CheckpointSpec,
+        goal: Goal | None,
+        cloud: str,
+        node_count: int,
+    ) -> Terms:
+        restore_s = measure_restore_s(checkpoint.size_gib)
+        billed_s = bill_recovery_s(cloud, node_count, checkpoint.restart_s, restore_s)
+        return cls(
+            work_hours=work_hours,
+            hazard=hazard,
+            checkpoint=checkpoint,
+            recovery_hours=(checkpoint.restart_s + restore_s) / 3600,
+            recovery_billed_hours=billed_s / 3600,
+            deadline_hours=goal.deadline_hours if goal else None,
+        )
+
+    @property
+    def every_hours(self) -> float:
+        """tau: the user's, else Young/Daly's, and never longer than the work."""
+        every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
+        return min(every_s / 3600, self.work_hours)
+
+
+def run_on_demand(terms: Terms) -> Course:
+    """Without preemption; checkpoints are written only where the user fixes their interval."""
+    is_saving = terms.checkpoint.every_s is not None and terms.work_hours > 0
+    checkpoints = terms.work_hours / terms.every_hours if is_saving else 0.0
+    stalls = checkpoints * terms.checkpoint.stall_s / 3600
+    hours = terms.work_hours + stalls
+    limit = terms.deadline_hours
+    return Course(
+        work_hours=terms.work_hours,
+        hours=hours,
+        stall_hours=stalls,
+        checkpoints=checkpoints,
+        recovery_hours=terms.recovery_hours,
+        recovery_billed_hours=terms.recovery_billed_hours,
+        ondemand_hours=hours,
+        deadline_chance=None if limit is None else float(hours <= limit),
+        every_s=terms.checkpoint.every_s,
+    )
+
+
+def run_on_spot(terms: Terms) -> Course:
+    """On spot to the end, however often it is preempted."""
+    if terms.hazard <= 0 or terms.work_hours <= 0:
+        calm = run_on_demand(terms)
+        return replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
+    every, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
+    segments = terms.work_hours / every
+    losses = Losses(segments=segments, stretch=every + stall, hazard=terms.hazard)
+    smooth = segments * (every + stall)
+    preemptions = segments * _expm1(terms.hazard * (every + stall))
+    running = max(preemptions / terms.hazard, smooth)
+    limit = terms.deadline_hours
+    return Course(
+        work_hours=terms.work_hours,
+        hours=running + preemptions * terms.recovery_hours,
+        stall_hours=segments * stall,
+        lost_hours=running - smooth,
+        preemptions=preemptions,
+        checkpoints=segments,
+        recovery_hours=terms.recovery_hours,
+        recovery_billed_hours=terms.recovery_billed_hours,
+        spot_hours=running + preemptions * terms.recovery_billed_hours,
+        deadline_chance=None if limit is None else losses.finish_chance(limit - smooth, terms.recovery_hours),
+        every_s=every * 3600,
+        losses=losses,
+    )
+
+
+def run_on_spot_then_on_demand(terms: Terms) -> Course | None:
+    """On spot until a preemption leaves too little time for one more, then on-demand: the deadline always holds.
+
+    With s = tau + delta, the slack u = D - (W / tau) s - (s + R) is what losses may add up to. After the preemption
+    that exceeds it, at most u + s + R is lost, and on-demand does the rest without fault. As the count k* of that
+    preemption is independent of how the work goes, and successes less failures x p / (1 - p) are a martingale,
+        E[preemptions] = phi = E[min(K, k*)],   E[segments done on spot] = phi / (exp(H s) - 1).
+    None where not even the first loss can be borne, or nothing is preempted.
+    """
+    if terms.deadline_hours is None or terms.hazard <= 0 or terms.work_hours <= 0:
+        return None
+    every, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
+    segments, stretch = terms.work_hours / every, every + stall
+    if terms.hazard * stretch > 700:
+        return None
+    slack = terms.deadline_hours - segments * stretch - (stretch + terms.recovery_hours)
+    if slack < 0:
+        return None
+    losses = Losses(segments=segments, stretch=stretch, hazard=terms.hazard)
+    preemptions, switch_chance = losses.expect_until(slack, terms.recovery_hours)
+    done = min(preemptions / math.expm1(terms.hazard * stretch), segments)
+    rest = (segments - done) * (stretch if terms.checkpoint.every_s else every)
+    running = max(preemptions / terms.hazard, done * stretch)
+    billed = terms.recovery_billed_hours
+    stalls = done * stall + (segments - done) * (stall if terms.checkpoint.every_s else 0.0)
+    return Course(
+        work_hours=terms.work_hours,
+        hours=running + preemptions * terms.recovery_hours + rest,
+        stall_hours=stalls,
+        lost_hours=running - done * stretch,
+        preemptions=preemptions,
+        checkpoints=segments if terms.checkpoint.every_s else done,
+        recovery_hours=terms.recovery_hours,
+        recovery_billed_hours=billed,
+        spot_hours=running + max(preemptions - switch_chance, 0.0) * billed,
+        ondemand_hours=rest + switch_chance * billed,
+        deadline_chance=1.0,
+        switch_after_hours=slack,
+        switch_chance=switch_chance,
+        every_s=every * 3600,
+        losses=losses,
+    )
+
+
+def add_data_usd(course: Course, data: DataCost) -> tuple[float, float]:
+    """USD of moving data, and of keeping checkpoints, over a whole run."""
+    moves = data.start_usd * (1 + course.preemptions) + data.finish_usd
+    moves += data.checkpoint_usd * course.checkpoints + data.restore_usd * course.preemptions
+    return moves, data.storage_usd_hour * course.hours
+
+
+def budget_chance(course: Course, placement: Placement, budget_usd: float, data_usd: float) -> float:
+    """P(all costs <= budget), data at its expected cost; for a run that may switch, the chance of doing both: staying
+    within the budget and on spot."""
+    hourly = placement.usd_hour
+    if course.losses is None or hourly <= 0:
+        return float(course.hours * hourly + data_usd <= budget_usd)
+    smooth = course.losses.segments * course.losses.stretch
+    slack = (budget_usd - data_usd) / hourly - smooth
+    if course.switch_after_hours is None:
+        return course.losses.finish_chance(slack, course.recovery_billed_hours)
+    return course.losses.finish_chance(min(slack, course.switch_after_hours), course.recovery_hours)
+
+
+def make_estimate(
+    placement: Placement, course: Course, data: DataCost, *, hazard: float, goal: Goal | None
+) -> Estimate:
+    """The course at this placement's prices, every term shown."""
+    offer, nodes = placement.offer, placement.node_count
+    compute = nodes * (
+        course.spot_hours * (offer.spot_usd_hour or 0.0) + course.ondemand_hours * (offer.ondemand_usd_hour or 0.0)
+    )
+    egress, storage = add_data_usd(course, data)
+    budget = goal.budget_usd if goal else None
+    return Estimate(
+        placement=placement,
+        preemptions_per_hour=hazard,
+        checkpoint_every_s=course.every_s,
+        expected_hours=course.hours,
+        expected_preemptions=course.preemptions,
+        expected_usd=compute + egress + storage,
+        deadline_chance=course.deadline_chance,
+        budget_chance=None if budget is None else budget_chance(course, placement, budget, egress + storage),
+        switch_after_hours=course.switch_after_hours,
+        breakdown=Breakdown(
+            work_hours=course.work_hours,
+            stall_hours=course.stall_hours,
+            lost_hours=course.lost_hours,
+            recovery_hours=course.preemptions * course.recovery_hours,
+            recovery_s=course.recovery_hours * 3600,
+            recovery_billed_s=course.recovery_billed_hours * 3600,
+            spot_hours=course.spot_hours,
+            ondemand_hours=course.ondemand_hours,
+            compute_usd=compute,
+            egress_usd=egress,
+            storage_usd=storage,
+            switch_chance=course.switch_chance,
+        ),
+    )
 
 
 def estimate_cost(
     placement: Placement, *, work_hours: float | None, goal: Goal | None, checkpoint: CheckpointSpec
 ) -> Estimate:
-    """Price per hour alone where no work is given, else hours and dollars to finish."""
-    hazard = 0.0
-    if placement.is_spot:
-        hazard = placement.node_count * hazard_per_node_hour(placement.offer.interruption_band)
+    """One placement alone, without data: price per hour where no work is given, else hours and dollars to finish."""
+    offer = placement.offer
+    hazard = placement.node_count * hazard_per_node_hour(offer.interruption_band) if placement.is_spot else 0.0
     if work_hours is None:
         return Estimate(placement=placement, preemptions_per_hour=hazard)
-    every_s = checkpoint.every_s or min(best_interval_s(checkpoint.stall_s, hazard), work_hours * 3600)
-    hours = expected_hours(work_hours, hazard, every_s, checkpoint.stall_s, checkpoint.restart_s)
-    deadline = goal.deadline_hours if goal else None
-    return Estimate(
-        placement=placement,
-        preemptions_per_hour=hazard,
-        checkpoint_every_s=every_s if hazard or checkpoint.every_s else None,
-        expected_hours=hours,
-        expected_preemptions=hazard * hours,
-        expected_usd=hours * placement.usd_hour,
-        deadline_chance=None
-        if deadline is None
-        else deadline_chance(deadline, work_hours, hazard, every_s, checkpoint.stall_s, checkpoint.restart_s),
-    )
+    terms = Terms.of(work_hours, hazard, checkpoint, goal, offer.cloud, placement.node_count)
+    course = run_on_spot(terms) if placement.is_spot else run_on_demand(terms)
+    return make_estimate(placement, course, NO_DATA, hazard=hazard, goal=goal)
 
 
 def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
@@ -44,37 +248,20 @@ def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: fl
     tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
     if hazard * (tau + delta) < 1e-12:
         return work_hours * (1 + delta / tau)
-    exponent = hazard * (tau + delta)
-    if exponent > 700:
-        return math.inf
-    return work_hours / tau * (1 / hazard + restart) * math.expm1(exponent)
+    return work_hours / tau * (1 / hazard + restart) * _expm1(hazard * (tau + delta))
 
 
 def deadline_chance(
     deadline_hours: float, work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float
 ) -> float:
-    """Chance to finish in time: preemptions are Poisson, and each costs a recovery and half an interval on average.
-
-    An approximation: losses are taken at their mean, and preemptions during recovery are counted in the same rate.
-    """
-    tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
+    """Chance to finish in time on spot alone."""
+    tau, delta = every_s / 3600, stall_s / 3600
     slack = deadline_hours - work_hours * (1 + delta / tau)
-    if slack < 0:
-        return 0.0
-    if hazard == 0:
-        return 1.0
-    loss = restart + (tau + delta) / 2
-    affordable = math.floor(slack / loss) if loss > 0 else 10_000
-    return _poisson_at_most(min(affordable, 10_000), hazard * deadline_hours)
+    if hazard <= 0:
+        return float(slack >= 0)
+    losses = Losses(segments=work_hours / tau, stretch=tau + delta, hazard=hazard)
+    return losses.finish_chance(slack, restart_s / 3600)
 
 
-def _poisson_at_most(count: int, mean: float) -> float:
-    if mean > 700:  # the normal limit, with continuity correction
-        return 0.5 * math.erfc((mean - count - 0.5) / math.sqrt(2 * mean))
-    term = total = math.exp(-mean)
-    for k in range(1, count + 1):
-        term *= mean / k
-        total += term
-        if k > mean and term < 1e-15:
-            break
-    return min(total, 1.0)
+def _expm1(exponent: float) -> float:
+    return math.expm1(exponent) if exponent <= 700 else math.inf

@@ -4,90 +4,151 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 
 from broker.types import Offer, Rejection, Resources
+
+Test = Callable[[Offer], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """`is_active` says whether the resources ask for anything here; `show` names what a rejected offer has."""
+    """`make_test` gives the test for what is asked, None where nothing is; `show` names what a rejected offer has.
+
+    `fields` are those of Resources that ask for it: without them the filter keeps everything.
+    """
 
     name: str
-    is_active: Callable[[Resources], bool]
-    keeps: Callable[[Resources, Offer], bool]
+    fields: tuple[str, ...]
+    make_test: Callable[[Resources], Test | None]
     show: Callable[[Offer], str]
 
 
-def _same(text: str | None, asked: str | None) -> bool:
-    return (text or "").lower() == (asked or "").lower()
+def _test_cloud(asked: Resources) -> Test | None:
+    if asked.cloud is None:
+        return lambda offer: offer.cloud != "local"  # rehearsal is asked for by name only
+    cloud = asked.cloud.lower()
+    return lambda offer: offer.cloud == cloud
+
+
+def _test_accelerator(asked: Resources) -> Test | None:
+    if asked.accelerator is None:
+        return None
+    name = asked.accelerator.lower()
+    return lambda offer: offer.accelerator is not None and offer.accelerator.lower() == name
+
+
+def _test_count(asked: Resources) -> Test | None:
+    if asked.accelerator is None:
+        return None
+    count = asked.accelerator_count
+    return lambda offer: offer.accelerator_count == count
+
+
+def _test_instance_type(asked: Resources) -> Test | None:
+    if asked.instance_type is None:
+        return None
+    name = asked.instance_type.lower()
+    return lambda offer: offer.instance_type.lower() == name
+
+
+def _test_region(asked: Resources) -> Test | None:
+    if asked.region is None:
+        return None
+    region = asked.region.lower()
+    return lambda offer: offer.region.lower() == region
+
+
+def _test_zone(asked: Resources) -> Test | None:
+    if asked.zone is None:
+        return None
+    zone = asked.zone.lower()
+    return lambda offer: (offer.zone or "").lower() == zone
+
+
+def _test_cpus(asked: Resources) -> Test | None:
+    quantity = asked.cpus
+    return None if quantity is None else lambda offer: quantity.admits(offer.vcpus)
+
+
+def _test_memory(asked: Resources) -> Test | None:
+    quantity = asked.memory_gib
+    return None if quantity is None else lambda offer: quantity.admits(offer.memory_gib)
 
 
 FILTERS: tuple[Filter, ...] = (
-    Filter(
-        name="cloud",
-        is_active=lambda asked: asked.cloud is not None,
-        keeps=lambda asked, offer: _same(offer.cloud, asked.cloud),
-        show=lambda offer: offer.cloud,
-    ),
+    Filter(name="cloud", fields=("cloud",), make_test=_test_cloud, show=lambda offer: offer.cloud),
     Filter(
         name="accelerator",
-        is_active=lambda asked: asked.accelerator is not None,
-        keeps=lambda asked, offer: _same(offer.accelerator, asked.accelerator),
+        fields=("accelerator", "accelerator_count"),
+        make_test=_test_accelerator,
         show=lambda offer: offer.accelerator or "no accelerator",
     ),
     Filter(
         name="accelerator count",
-        is_active=lambda asked: asked.accelerator is not None,
-        keeps=lambda asked, offer: offer.accelerator_count == asked.accelerator_count,
+        fields=("accelerator_count",),
+        make_test=_test_count,
         show=lambda offer: f"{offer.accelerator}:{offer.accelerator_count:g} ({offer.instance_type})",
     ),
     Filter(
         name="instance type",
-        is_active=lambda asked: asked.instance_type is not None,
-        keeps=lambda asked, offer: _same(offer.instance_type, asked.instance_type),
+        fields=("instance_type",),
+        make_test=_test_instance_type,
         show=lambda offer: offer.instance_type,
     ),
-    Filter(
-        name="region",
-        is_active=lambda asked: asked.region is not None,
-        keeps=lambda asked, offer: _same(offer.region, asked.region),
-        show=lambda offer: offer.region,
-    ),
-    Filter(
-        name="zone",
-        is_active=lambda asked: asked.zone is not None,
-        keeps=lambda asked, offer: _same(offer.zone, asked.zone),
-        show=lambda offer: offer.zone or offer.region,
-    ),
+    Filter(name="region", fields=("region", "zone"), make_test=_test_region, show=lambda offer: offer.region),
+    Filter(name="zone", fields=("zone",), make_test=_test_zone, show=lambda offer: offer.zone or offer.region),
     Filter(
         name="cpus",
-        is_active=lambda asked: asked.cpus is not None,
-        keeps=lambda asked, offer: asked.cpus is not None and asked.cpus.admits(offer.vcpus),
+        fields=("cpus",),
+        make_test=_test_cpus,
         show=lambda offer: f"{offer.vcpus:g} vCPU ({offer.instance_type})",
     ),
     Filter(
         name="memory",
-        is_active=lambda asked: asked.memory_gib is not None,
-        keeps=lambda asked, offer: asked.memory_gib is not None and asked.memory_gib.admits(offer.memory_gib),
+        fields=("memory_gib",),
+        make_test=_test_memory,
         show=lambda offer: f"{offer.memory_gib:g} GiB ({offer.instance_type})",
     ),
 )
+
+
+class Shelves:
+    """The offers by accelerator, so that of many alternatives each looks only at its own."""
+
+    def __init__(self, offers: Sequence[Offer]) -> None:
+        self._all = offers
+        self._by_name = dict[str | None, list[Offer]]()
+        for offer in offers:
+            self._by_name.setdefault(offer.accelerator, []).append(offer)
+
+    def pick(self, resources: Resources) -> Sequence[Offer]:
+        """All that may fit; everything where none has the accelerator, so that the filter can say what there is."""
+        if resources.accelerator is None:
+            return self._all
+        wanted = resources.accelerator.lower()
+        names = [name for name in self._by_name if name is not None and name.lower() == wanted]
+        return [offer for name in names for offer in self._by_name[name]] or self._all
 
 
 def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[Offer], list[Rejection]]:
     """The offers that fit, and what each filter took out."""
     kept, rejections = list(offers), list[Rejection]()
     for each in FILTERS:
-        if not each.is_active(resources):
+        test = each.make_test(resources)
+        if test is None:
             continue
-        passed = [offer for offer in kept if each.keeps(resources, offer)]
+        passed = list(filter(test, kept))
         if len(passed) < len(kept):
-            nearest = min((offer for offer in kept if not each.keeps(resources, offer)), key=_price)
+            nearest = min(filterfalse(test, kept), key=find_least_usd)
             rejections.append(Rejection(filter=each.name, count=len(kept) - len(passed), nearest=each.show(nearest)))
         kept = passed
     return kept, rejections
 
 
-def _price(offer: Offer) -> float:
-    prices = [price for price in (offer.spot_usd_hour, offer.ondemand_usd_hour) if price is not None]
-    return min(prices, default=float("inf"))
+def find_least_usd(offer: Offer) -> float:
+    """The lowest price per instance-hour, spot or on-demand."""
+    spot, ondemand = offer.spot_usd_hour, offer.ondemand_usd_hour
+    if spot is None:
+        return float("inf") if ondemand is None else ondemand
+    return spot if ondemand is None or spot < ondemand else ondemand

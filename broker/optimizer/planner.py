@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import NoOfferError
-from broker.optimizer.cost import estimate_cost
-from broker.optimizer.filters import apply_filters
-from broker.optimizer.throughput import scale_work
-from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Plan, Rejection, Resources, Task
+from broker.optimizer.filters import Shelves, apply_filters
+from broker.optimizer.ranking import IDENTITY, RANK, Candidate, Ranking
+from broker.optimizer.rating import History, Rater, list_pricing_models, place
+from broker.types import AcceleratorFigures, EgressPrice, Offer, Placement, Plan, Rejection, Resources, Task
+
+Show = Callable[[Candidate], str]
 
 
 def make_plan(
@@ -20,30 +22,32 @@ def make_plan(
     avoid: Callable[[Placement], bool] | None = None,
     figures: Mapping[str, AcceleratorFigures] | None = None,
     egress: Sequence[EgressPrice] = (),
+    history: History | None = None,
 ) -> Plan:
     """Rank by expected dollars to finish, or by price per hour where no work is given. Pure.
 
-    `avoid` takes out placements that were refused lately. Raises NoOfferError, saying which filter took what.
+    Alternatives are as SkyPilot means them: all of `any_of` compete, and of `ordered` a later one stands behind all of
+    an earlier one. `avoid` takes out placements that were refused lately; `history` is what was seen of preemptions.
+    Raises NoOfferError, saying which filter took what.
     """
-    ranked: list[Estimate] = []
-    rejections: list[Rejection] = []
-    seen: set[tuple[str, str, str | None, str, bool]] = set()
+    rater, shelves = Rater(task, figures or {}, egress, history), Shelves(offers)
+    ranked = list[Candidate]()
+    rejections = list[Rejection]()
+    seen = set[tuple[object, ...]]()
     for resources in task.resources:
-        estimates, rejected = _plan_alternative(task, resources, offers, usable_clouds, avoid, figures or {})
-        rejections.extend(each for each in rejected if each not in rejections)
-        estimates.sort(key=_rank)
-        for each in estimates:
-            key = _identify(each.placement)
-            if key not in seen:
-                seen.add(key)
-                ranked.append(each)
+        candidates, rejected = _plan_alternative(task, resources, shelves.pick(resources), rater, usable_clouds, avoid)
+        rejections += [each for each in rejected if each not in rejections]
+        if len(task.resources) > 1:
+            candidates = [each for each in candidates if IDENTITY(each) not in seen]
+            seen.update(map(IDENTITY, candidates))
+        ranked += candidates
     if not ranked:
-        raise _explain_nothing(task, rejections)
+        raise NoOfferError(describe_rejections(task, rejections))
     if not task.is_ordered:
-        ranked.sort(key=_rank)
+        ranked.sort(key=RANK)
     return Plan(
         task=task,
-        estimates=tuple(ranked),
+        estimates=Ranking(ranked, rater.make_estimate),
         rejections=tuple(rejections),
         prices_as_of=prices_as_of,
         reason=_give_reason(task, ranked),
@@ -54,124 +58,91 @@ def _plan_alternative(
     task: Task,
     resources: Resources,
     offers: Sequence[Offer],
+    rater: Rater,
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
-    figures: Mapping[str, AcceleratorFigures],
-) -> tuple[list[Estimate], list[Rejection]]:
-    """All estimates of one alternative; filters go from what is asked to what is reached."""
+) -> tuple[list[Candidate], list[Rejection]]:
+    """All candidates of one alternative, ranked; filters go from what is asked to what is reached."""
     kept, rejections = apply_filters(resources, offers)
-    if resources.cloud is None:
-        kept = [offer for offer in kept if offer.cloud != "local"]  # rehearsal is asked for by name only
-
-    def drop(
-        name: str, passed: list[Estimate], before: list[Estimate], nearest: Callable[[Estimate], str]
-    ) -> list[Estimate]:
-        if len(passed) < len(before):
-            lost = min((each for each in before if each not in passed), key=_rank)
-            rejections.append(Rejection(filter=name, count=len(before) - len(passed), nearest=nearest(lost)))
-        return passed
-
     if usable_clouds is not None:
         reached = [offer for offer in kept if offer.cloud in usable_clouds]
         if len(reached) < len(kept):
             lost = next(offer for offer in kept if offer.cloud not in usable_clouds)
             rejections.append(Rejection(filter="cloud not usable", count=len(kept) - len(reached), nearest=lost.cloud))
         kept = reached
-    placements = [
-        Placement(offer=offer, is_spot=is_spot, node_count=task.num_nodes)
-        for offer in kept
-        for is_spot in _list_pricing_models(task, resources)
-        if (offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour) is not None
-    ]
-    if kept and not placements:
-        pricing = "spot" if resources.use_spot else "on-demand"
+    candidates = rater.rate(resources, kept)
+    if kept and not candidates:
+        pricing = " or ".join("spot" if each else "on-demand" for each in list_pricing_models(task, resources))
         rejections.append(Rejection(filter=f"no {pricing} price", count=len(kept), nearest=kept[0].instance_type))
+    candidates.sort(key=RANK)
+
+    def keep(name: str, test: Callable[[Candidate], bool], show: Show) -> None:
+        nonlocal candidates
+        passed = [each for each in candidates if test(each)]
+        if len(passed) < len(candidates):
+            nearest = next(each for each in candidates if not test(each))
+            rejections.append(
+                Rejection(filter=name, count=len(candidates) - len(passed), nearest=show(nearest) or None)
+            )
+        candidates = passed
+
+    limit, goal = resources.usd_hour_max, task.goal
+    if limit is not None:
+        most = limit * task.num_nodes
+        keep("price", lambda each: each.usd_hour <= most, _show_price(task))
     if avoid is not None:
-        allowed = [each for each in placements if not avoid(each)]
-        if len(allowed) < len(placements):
-            rejections.append(Rejection(filter="refused lately", count=len(placements) - len(allowed)))
-        placements = allowed
-    estimates = [
-        estimate_cost(
-            each, work_hours=scale_work(task.goal, each.offer, figures), goal=task.goal, checkpoint=task.checkpoint
-        )
-        for each in placements
-    ]
-    goal = task.goal
-    if goal and goal.deadline_hours is not None and goal.work_hours is not None:
-        timely = [each for each in estimates if (each.deadline_chance or 0) >= goal.confidence]
-        estimates = drop("deadline", timely, estimates, lambda each: f"{each.expected_hours or 0:.1f} h expected")
-    if goal and goal.budget_usd is not None and goal.work_hours is not None:
-        budget = goal.budget_usd
-        affordable = [each for each in estimates if (each.expected_usd or 0) <= budget]
-        estimates = drop("budget", affordable, estimates, lambda each: f"{each.expected_usd or 0:.2f} USD expected")
-    return estimates, rejections
+        keep("refused lately", lambda each: not avoid(place(each, task.num_nodes)), lambda each: "")
+    if goal is not None and goal.work_hours is not None:
+        if goal.deadline_hours is not None:
+            keep("deadline", lambda each: _is_timely(each, goal.confidence), _show_hours)
+        if goal.budget_usd is not None:
+            budget = goal.budget_usd
+            keep("budget", lambda each: each.usd <= budget, lambda each: f"{each.usd:.2f} USD expected")
+    return candidates, rejections
 
 
-def _list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
-    """Spot as asked; not asked is on-demand, or both when a goal says what finishing means."""
-    if resources.use_spot is None:
-        return (False, True) if task.goal else (False,)
-    return (resources.use_spot,)
+def _is_timely(candidate: Candidate, confidence: float) -> bool:
+    return candidate.course is not None and (candidate.course.deadline_chance or 0.0) >= confidence
 
 
-def _rank(estimate: Estimate) -> tuple[float, float, str, str, str, str, bool]:
-    """Cheapest first; equal costs in a fixed order."""
-    placement, offer = estimate.placement, estimate.placement.offer
-    usd_hour = placement.usd_hour
-    usd = usd_hour if estimate.expected_usd is None else estimate.expected_usd
-    return usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot
+def _show_hours(candidate: Candidate) -> str:
+    return f"{candidate.course.hours if candidate.course else 0:.1f} h expected"
 
 
-def _identify(placement: Placement) -> tuple[str, str, str | None, str, bool]:
-    offer = placement.offer
-    return offer.cloud, offer.region, offer.zone, offer.instance_type, placement.is_spot
+def _show_price(task: Task) -> Show:
+    return lambda each: f"{each.cloud} {each.region} at {each.usd_hour / task.num_nodes:.2f} USD/h"
 
 
-def _give_reason(task: Task, ranked: Sequence[Estimate]) -> str:
+def _give_reason(task: Task, ranked: Sequence[Candidate]) -> str:
     best = ranked[0]
-    if task.is_ordered:
+    if task.is_ordered and len(task.resources) > 1:
         return "first in the order that the task gives"
-    if best.expected_usd is not None:
-        text = f"cheapest to finish: {best.expected_usd:.2f} USD expected"
-    else:
-        text = f"cheapest per hour: {best.placement.usd_hour:.2f} USD"
-    place = best.placement.offer.cloud, best.placement.offer.region
-    for other in ranked[1:]:
-        offer = other.placement.offer
-        if (offer.cloud, offer.region) != place:
-            usd = other.placement.usd_hour if other.expected_usd is None else other.expected_usd
-            return f"{text}; the next place is {offer.cloud} {offer.region} at {usd:.2f}"
-    return text
+    kind = "cheapest per hour" if best.course is None else "cheapest to finish"
+    text = f"{kind}: {best.usd:.2f} USD" + ("" if best.course is None else " expected")
+    other = next((each for each in ranked[1:] if (each.cloud, each.region) != (best.cloud, best.region)), None)
+    return text if other is None else f"{text}; the next place is {other.cloud} {other.region} at {other.usd:.2f}"
 
 
-def _explain_nothing(task: Task, rejections: Sequence[Rejection]) -> NoOfferError:
-    resources = task.resources[0]
-    words = [f"{task.num_nodes} x" if task.num_nodes > 1 else ""]
-    if resources.accelerator:
-        words.append(f"{resources.accelerator}:{resources.accelerator_count:g}")
-    words += [
-        f"{each}" for each in (resources.instance_type, resources.cloud, resources.region, resources.zone) if each
-    ]
-    words += [f"{resources.cpus} vCPU"] if resources.cpus else []
-    words += [f"{resources.memory_gib} GiB"] if resources.memory_gib else []
-    words.append("spot" if resources.use_spot else "")
-    more = f" (or {len(task.resources) - 1} other alternatives)" if len(task.resources) > 1 else ""
-    place = f" {resources.origin}" if resources.origin else ""
-    lines = [f"no offer fits{place}: {' '.join(word for word in words if word) or 'any machine'}{more}"]
+def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
+    """What was asked, where it was asked, and which filter took what."""
+    asked, *others = task.resources
+    more = f" (or {len(others)} other alternatives)" if others else ""
+    origin = f" {asked.origin}" if asked.origin else ""
+    lines = [f"no offer fits{origin}: {describe_request(task, asked)}{more}"]
     for each in rejections:
         nearest = f", nearest {each.nearest}" if each.nearest else ""
         lines.append(f"  {each.filter:<18}{each.count:>7} offers out{nearest}")
-    return NoOfferError("\n".join(lines), hints=[_advise(rejections)] if rejections else ())
+    return "\n".join(lines)
 
 
-def _advise(rejections: Sequence[Rejection]) -> str:
-    last = rejections[-1].filter
-    return {
-        "deadline": "give more time with `deadline`, or ask for a lower `confidence`",
-        "budget": "raise `budget`, or allow other accelerators with `any_of`",
-        "accelerator count": "ask for another count, such as the nearest one",
-        "cloud not usable": "`broker check` says how to enable a cloud; `--dryrun` plans without it",
-        "no spot price": "write `use_spot: false`",
-        "refused lately": "wait for the refusals to expire, or allow more places",
-    }.get(last, f"loosen `{last}`")
+def describe_request(task: Task, asked: Resources) -> str:
+    """What is asked, in a few words: `8 x H100:8, eu-west-1, spot, at most 20 USD/h`."""
+    machine = f"{asked.accelerator}:{asked.accelerator_count:g}" if asked.accelerator else asked.instance_type
+    words = [machine or "any machine", asked.instance_type if asked.accelerator else None]
+    words += [asked.cloud, asked.region, asked.zone]
+    words.append(f"{asked.cpus} vCPU" if asked.cpus else None)
+    words.append(f"{asked.memory_gib} GiB" if asked.memory_gib else None)
+    words.append(None if asked.use_spot is None else "spot" if asked.use_spot else "on-demand")
+    words.append(None if asked.usd_hour_max is None else f"at most {asked.usd_hour_max:g} USD/h a node")
+    text = ", ".join(word for word in words if word)
+    return f"{task.num_nodes} x {text}" if task.num_nodes > 1 else text

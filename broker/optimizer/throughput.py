@@ -2,29 +2,136 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 
+from broker.optimizer.memory_model import Sharding
+from broker.optimizer.model_shape import ModelShape
+from broker.optimizer.network import network_gbs
+from broker.optimizer.roofline import Hardware, estimate_step
 from broker.types import AcceleratorFigures, Goal, Offer
 
+# Where a task does not say what it trains, cards are compared on this: GPT-3 XL (Brown 2020, table 2.1: 1.3 billion
+# parameters, 24 x 2048), half a million tokens a step in sequences of 2,048, data parallel with sharded optimizer
+# states. A larger model gains more from fast cards, a smaller one less.
+REFERENCE_SHAPE = ModelShape(layers=24, width=2048, heads=16)
+REFERENCE_SEQUENCE = 2048
+REFERENCE_BATCH = 256
+# `work_on: A100:16` does not say how its cards are joined: nodes of at most 8 on 400 Gbit/s.
+REFERENCE_NODE = 8
+REFERENCE_NETWORK_GBS = 50.0
+PEAK_SHARE = 0.5  # of a card whose peak is all that is known
 
-def scale_work(goal: Goal | None, offer: Offer, figures: Mapping[str, AcceleratorFigures]) -> float | None:
-    """Fault-free hours of the goal's work on this offer; None where no work is given.
 
-    Work without `on` takes the same hours anywhere. Else time goes with the accelerator's peak times
-    the count: a stated simplification that holds while compute bounds the step.
+def scale_work(
+    goal: Goal | None,
+    offer: Offer,
+    figures: Mapping[str, AcceleratorFigures],
+    *,
+    node_count: int = 1,
+    measured: Mapping[str, float] | None = None,
+) -> float | None:
+    """Fault-free hours of the goal's work on so many nodes of this offer; None where no work is given.
+
+    `goal.work_on`, and the keys of `measured` ("H100:8" -> tokens or samples a second), count all accelerators of a
+    gang. Work without `on` takes the same hours anywhere, and so does work on or from a card that nothing is known of.
     """
     if goal is None or goal.work_hours is None:
         return None
     if goal.work_on is None or not offer.accelerator:
         return goal.work_hours
-    name, _, count = goal.work_on.partition(":")
-    reference = float(count or 1) * _peak(name, offer, figures)
-    own = offer.accelerator_count * _peak(offer.accelerator, offer, figures)
-    return goal.work_hours * reference / own if own and reference else goal.work_hours
+    name, _, text = goal.work_on.partition(":")
+    count = float(text or 1)
+    own_count = offer.accelerator_count
+    own = find_speed(
+        offer.accelerator, own_count, figures, node_count=node_count, measured=measured,
+        network=network_gbs(offer.cloud, offer.instance_type),
+    )  # fmt: skip
+    reference = _find_gang_speed(name, count, figures, measured)
+    if own and reference:
+        return goal.work_hours * reference / own
+    if name.lower() == offer.accelerator.lower() and own_count:
+        return goal.work_hours * count / (own_count * node_count)
+    return goal.work_hours
 
 
-def _peak(name: str, offer: Offer, figures: Mapping[str, AcceleratorFigures]) -> float:
-    is_same = name.lower() == (offer.accelerator or "").lower()
-    found = next((each for each in figures.values() if each.name.lower() == name.lower()), None)
-    peak = found.training_tflops if found else None
-    return peak or (1.0 if is_same else 0.0)
+def find_speed(
+    name: str,
+    count: float,
+    figures: Mapping[str, AcceleratorFigures],
+    *,
+    node_count: int = 1,
+    network: float = REFERENCE_NETWORK_GBS,
+    measured: Mapping[str, float] | None = None,
+) -> float:
+    """Tokens a second of `node_count` nodes of `count` cards: measured where it is, else by the roofline.
+
+    Where another count of the same card was measured, its figure goes by the roofline's ratio of the two; where only
+    other cards were, by their mean ratio of measured to roofline. `network` in GB/s. Zero where nothing is known.
+    """
+    known = _find_figures(name, figures)
+    roofline = _roofline_speed(known, count, node_count, network) if known else 0.0
+    if not measured:
+        return roofline
+    same: list[tuple[float, float]] = []  # (distance of the counts, measured for each that the roofline says)
+    others: list[float] = []
+    for key, value in measured.items():
+        other, _, text = key.partition(":")
+        other_count = float(text or 1)
+        if other.lower() == name.lower():
+            if other_count == count * node_count:
+                return value
+            base = _find_gang_speed(other, other_count, figures, None)
+            distance = abs(math.log(other_count / (count * node_count)))
+            if base and roofline:
+                same.append((distance, value / base * roofline))
+            else:
+                same.append((distance, value / other_count * count * node_count))
+        elif base := _find_gang_speed(other, other_count, figures, None):
+            others.append(value / base)
+    if same:
+        return min(same)[1]
+    return roofline * math.exp(sum(map(math.log, others)) / len(others)) if others else 0.0
+
+
+def _find_gang_speed(
+    name: str, count: float, figures: Mapping[str, AcceleratorFigures], measured: Mapping[str, float] | None
+) -> float:
+    """Of so many cards in all, in nodes as `REFERENCE_NODE` says."""
+    nodes = max(1, math.ceil(count / REFERENCE_NODE))
+    return find_speed(name, count / nodes, figures, node_count=nodes, measured=measured)
+
+
+def _find_figures(name: str, figures: Mapping[str, AcceleratorFigures]) -> AcceleratorFigures | None:
+    found = figures.get(name)
+    if found is None:
+        lowered = name.lower()
+        found = next((each for each in figures.values() if each.name.lower() == lowered), None)
+    return found
+
+
+@lru_cache(maxsize=8192)
+def _roofline_speed(figures: AcceleratorFigures, count: float, node_count: int, network: float) -> float:
+    """Tokens a second on the reference workload; a part of a card does its part.
+
+    Where only the peak is known, by the peak alone. Cached: a plan asks thousands of times.
+    """
+    if not figures.training_tflops or not count:
+        return 0.0
+    if not figures.memory_bandwidth_gbs:
+        flops = figures.training_tflops * 1e12 * PEAK_SHARE * count * node_count
+        return flops / REFERENCE_SHAPE.flops_per_token(REFERENCE_SEQUENCE)
+    whole = max(1, round(count))
+    ranks = whole * node_count
+    batch = ranks * max(1, round(REFERENCE_BATCH / ranks))
+    step = estimate_step(
+        REFERENCE_SHAPE,
+        Sharding(data=ranks, zero=1),
+        Hardware(figures=figures, accelerators=whole, network_gbs=network),
+        sequence=REFERENCE_SEQUENCE,
+        batch=batch,
+        micro_batch=max(1, min(4, batch // ranks)),
+        recompute="selective",
+    )
+    return batch * REFERENCE_SEQUENCE / step.total_s * min(1.0, count / whole)

@@ -21,7 +21,9 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
-from broker.provision.nodes import confirm_gone, draw_backoff_s, list_patiently, wait_running
+from broker.provision.backoff import draw_backoff_s
+from broker.provision.listing import Lister
+from broker.provision.nodes import confirm_gone, wait_running
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, Placement
 
@@ -61,11 +63,12 @@ def describe(placement: Placement) -> str:
 
 
 class Failover:
-    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
+    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str, lister: Lister) -> None:
         self._clouds = clouds
         self._store = store
         self._clock = clock
         self._owner = owner
+        self._lister = lister
 
     async def acquire(self, wanted: Wanted, placements: Sequence[Placement]) -> tuple[Placement, Sequence[Node]]:
         """The first place that gives the whole gang. Raises CapacityError when all refused for now,
@@ -113,7 +116,7 @@ class Failover:
         """End whatever this intent made, confirm it, and only then close the intent."""
         gone = await confirm_gone(
             cloud,
-            self._owner,
+            self._lister,
             known=known,
             is_ours=lambda node: node.token == request.token,
             is_uncertain=is_uncertain,
@@ -144,7 +147,7 @@ class Failover:
         self.record(created)
         nodes = await wait_running(
             cloud,
-            self._owner,
+            self._lister,
             token=request.token,
             created=created,
             node_count=placement.node_count,
@@ -201,8 +204,7 @@ class Failover:
         """Nodes carrying this token, waited for until the list has settled; empty: ask again."""
         start_s = self._clock.now_s()
         while True:
-            listed = await list_patiently(cloud, self._owner, clock=self._clock)
-            found = [node for node in listed if node.token == request.token]
+            found = (await self._lister.list(cloud)).by_token.get(request.token, [])
             if found or self._clock.now_s() - start_s >= cloud.settle_s:
                 return found
             await self._clock.sleep(min(1.0, cloud.settle_s))

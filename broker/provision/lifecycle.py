@@ -10,7 +10,8 @@ from broker.clouds.base import CanStop, Cloud
 from broker.errors import TransientError, UsageError
 from broker.provision.collection import Collector
 from broker.provision.failover import Failover, Wanted, describe
-from broker.provision.nodes import LOOK_S, LOOK_S_MAX, RETRYABLE, confirm_gone, list_patiently
+from broker.provision.listing import RETRYABLE, Lister
+from broker.provision.nodes import LOOK_S, LOOK_S_MAX, confirm_gone
 from broker.state.store import Store
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Plan
 
@@ -26,7 +27,8 @@ class Provisioner:
         self._store = store
         self._clock = clock
         self._owner = owner
-        self._failover = Failover(clouds, store, clock=clock, owner=owner)
+        self._lister = Lister(owner, clock=clock)
+        self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister)
         self._collector = Collector(clouds, store, clock=clock, owner=owner, down=self.down)
         self._misses: dict[str, tuple[int, float]] = {}  # node id -> looks without it, since when
 
@@ -68,10 +70,13 @@ class Provisioner:
         with self._collector.spare(name):
             return await self._bring_up(wanted, plan)
 
-    async def refresh(self, cluster: Cluster) -> Cluster:
-        """The cluster with its nodes as the cloud lists them; a lost part of a gang shows as TERMINATED nodes."""
+    async def refresh(self, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
+        """The cluster with its nodes as the cloud lists them; a lost part of a gang shows as TERMINATED nodes.
+
+        A list of at most `age_s_max` ago will do; without it, only one that is asked for from now on.
+        """
         cloud = self._clouds[cluster.placement.offer.cloud]
-        listed = {node.id: node for node in await list_patiently(cloud, self._owner, clock=self._clock)}
+        listed = (await self._lister.list(cloud, age_s_max=age_s_max)).by_id
         nodes = tuple(self._judge(node, listed.get(node.id)) for node in cluster.nodes)
         refreshed = replace(cluster, nodes=nodes)
         if nodes != cluster.nodes:
@@ -99,7 +104,7 @@ class Provisioner:
             tokens = self._store.list_tokens(name)
             gone = await confirm_gone(
                 self._clouds[cluster.placement.offer.cloud],
-                self._owner,
+                self._lister,
                 known=cluster.nodes,
                 is_ours=lambda node: node.cluster == name and node.token in tokens,
                 is_uncertain=False,

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
-from broker.errors import ThrottledError, TransientError, UnknownOutcomeError
+from broker.errors import TransientError
+from broker.provision.listing import RETRYABLE, Lister
 from broker.types import Node, NodeState
 
-RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)
 LOOK_S = 0.1  # first wait between two looks; grows by half each time
 LOOK_S_MAX = 5.0
 TERMINATE_AGAIN_S = 15.0  # a terminate that was accepted and forgotten is asked again
 GONE_S_MAX = 900.0
 
 
-def draw_backoff_s(tries: int, *, base_s: float = 1.0, cap_s: float = 30.0) -> float:
-    """Full jitter: anywhere between nothing and the doubled cap (AWS builders' library)."""
-    return random.uniform(0.05, min(cap_s, base_s * 2.0**tries))
-
-
-async def list_patiently(cloud: Cloud, owner: str, *, clock: Clock, tries_max: int = 8) -> Sequence[Node]:
-    for tries in range(tries_max - 1):
-        try:
-            return await cloud.list_nodes(owner)
-        except RETRYABLE:
-            await clock.sleep(draw_backoff_s(tries))
-    return await cloud.list_nodes(owner)
-
-
 async def confirm_gone(
     cloud: Cloud,
-    owner: str,
+    lister: Lister,
     *,
     known: Sequence[Node],
     is_ours: Callable[[Node], bool],
@@ -52,7 +37,8 @@ async def confirm_gone(
     look_s = LOOK_S
     looks = 0
     while clock.now_s() - start_s < GONE_S_MAX:
-        listed = [node for node in await list_patiently(cloud, owner, clock=clock) if is_ours(node) or node.id in seen]
+        listing = await lister.list(cloud)
+        listed = [node for node in listing.nodes if is_ours(node) or node.id in seen]
         looks += 1
         seen.update((node.id, node) for node in listed)
         present = {node.id for node in listed}
@@ -91,7 +77,7 @@ def _mark_gone(node: Node, now_s: float) -> Node:
 
 async def wait_running(
     cloud: Cloud,
-    owner: str,
+    lister: Lister,
     *,
     token: str,
     created: Sequence[Node],
@@ -115,8 +101,10 @@ async def wait_running(
         await clock.sleep(look_s)
         look_s = min(LOOK_S_MAX, look_s * 1.2)
         try:
-            listed = await cloud.list_nodes(owner)
+            listing = await lister.list(cloud, tries_max=1)
         except RETRYABLE:
             continue
-        nodes.update((node.id, node) for node in listed if node.token == token)
-        on_look(list(nodes.values()))
+        before = dict(nodes)
+        nodes.update((node.id, node) for node in listing.by_token.get(token, ()))
+        if nodes != before:
+            on_look(list(nodes.values()))

@@ -23,6 +23,7 @@ class Database:
         self.path = path
         self.clock = clock
         self._depth = 0
+        self._is_durable = True
         self._epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
         try:
             self._connection = self._open()
@@ -34,11 +35,17 @@ class Database:
         self._connection.close()
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing; an inner transaction joins the outer one. The write lock is taken at once."""
+    def transaction(self, *, is_durable: bool = True) -> Iterator[None]:
+        """All or nothing; an inner transaction joins the outer one. The write lock is taken at once.
+
+        One that is not durable may be lost in a power cut, never in a crash of ours: for what is seen again anyway.
+        """
         if self._depth:
             yield
             return
+        if is_durable != self._is_durable:
+            self._execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
+            self._is_durable = is_durable
         self._execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
@@ -66,8 +73,8 @@ class Database:
         except sqlite3.OperationalError as error:
             raise self._explain(error) from error
 
-    def _write(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
-        with self.transaction():
+    def _write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
+        with self.transaction(is_durable=is_durable):
             return self._execute(sql, parameters)
 
     def _rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:

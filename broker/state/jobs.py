@@ -148,7 +148,7 @@ class JobRows(Database):
 
     def set_progress(self, job_id: int, progress: Progress) -> None:
         """Also remembered per attempt, so that lost steps can be counted later."""
-        with self.transaction():
+        with self.transaction(is_durable=False):
             self._execute("UPDATE jobs SET progress = ? WHERE id = ?", (msgspec.json.encode(progress), job_id))
             self._execute(
                 "INSERT INTO attempt_steps (job_id, number, first_step, last_step, checkpoint_step) "
@@ -186,6 +186,7 @@ class JobRows(Database):
         self._write(
             "INSERT OR REPLACE INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?)",
             (job_id, offset.attempt, offset.source_bytes, offset.file_bytes),
+            is_durable=False,
         )
 
     def _must_get(self, job_id: int) -> Job:

@@ -15,7 +15,7 @@ class LeaderRow(Database):
 
     def beat(self) -> None:
         """Say that this leader lives. Raises FencedError when it leads no more."""
-        self._write("UPDATE leader SET beat_s = ?", (self.clock.now_s(),))
+        self._write("UPDATE leader SET beat_s = ?", (self.clock.now_s(),), is_durable=False)
 
     def resign(self) -> None:
         """The next leader need not wait for the beat to go stale."""

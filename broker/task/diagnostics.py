@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from broker.errors import Issue
 
+_WIDTH = 100  # of the source line; a longer one is cut round the caret
+_LEAD = 60
+
 
 def render_issue(issue: Issue) -> str:
     """Plain text of several lines, without a closing newline."""
     place = f"{issue.file}:{issue.line}:{issue.column}" if issue.line else issue.file
     lines = [f"{place}: {issue.message}"]
-    if issue.source_line is not None:
+    if issue.source_line is not None and issue.column:
         number = f"{issue.line:5d}"
-        lead = "".join("\t" if letter == "\t" else " " for letter in issue.source_line[: issue.column - 1])
-        lines += [f"{number} | {issue.source_line.rstrip()}", f"{' ' * len(number)} | {lead}^"]
+        # A file may hold characters that steer a terminal; they are not passed on.
+        source = "".join(each if each.isprintable() or each == "\t" else "?" for each in issue.source_line.rstrip())
+        start = max(0, issue.column - 1 - _LEAD)
+        lead = "".join("\t" if letter == "\t" else " " for letter in source[start : issue.column - 1])
+        lines += [f"{number} | {source[start : start + _WIDTH]}", f"{' ' * len(number)} | {lead}^"]
     if issue.hint:
         lines.append(f"hint: {issue.hint}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.errors import TaskError
+from broker.task.fields_resources import RESOURCES
 from broker.task.reading import Reader
 from broker.task.resources import read_resources
 from broker.task.yaml_reader import Marked
@@ -32,9 +33,14 @@ def override_resources(
         "accelerators": accelerators, "cpus": cpus, "memory": memory, "use_spot": use_spot,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return replace(task, num_nodes=num_nodes) if num_nodes else task
     reader = Reader("", "command line")
-    fields = {name: Marked(value=value, line=0, column=0) for name, value in given.items()}
-    flags, _ = read_resources(reader, Marked(value=fields, line=0, column=0, keys=dict.fromkeys(fields, (0, 0))))
+    fields = {name: Marked(value=value, line=0, column=0, text=str(value)) for name, value in given.items()}
+    section = RESOURCES.read(
+        reader, Marked(value=fields, line=0, column=0, keys=dict.fromkeys(fields, (0, 0))), "resources"
+    )
+    flags, _ = read_resources(reader, section)
     if reader.issues:
         raise TaskError(reader.issues)
     changed = _list_changes(given)
@@ -44,7 +50,14 @@ def override_resources(
             changes = {name: getattr(flag, name) for name in changed}
             if (merged := replace(each, **changes)) not in resources:
                 resources.append(merged)
-    return replace(task, resources=tuple(resources), num_nodes=num_nodes or task.num_nodes)
+    replaced = {*given, "cloud"} if "infra" in given else {*given, "infra"} if "cloud" in given else set(given)
+    kept = tuple(each for each in task.notices if each.field not in replaced)
+    return replace(
+        task,
+        resources=tuple(resources),
+        num_nodes=num_nodes or task.num_nodes,
+        notices=(*kept, *reader.take_notices()),
+    )
 
 
 def _list_changes(given: dict[str, Any]) -> list[str]:

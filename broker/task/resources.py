@@ -2,224 +2,195 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from broker.task.reading import Reader, describe
-from broker.task.yaml_reader import Marked
-from broker.types import Autostop, JobRecovery, Origin, Resources
+from broker.task.accelerators import read_accelerator
+from broker.task.fields_resources import OWN_MACHINES
+from broker.task.measures import Ratio
+from broker.task.reading import Reader
+from broker.task.tables import Section
+from broker.types import Autostop, JobRecovery, Quantity, Resources
 
-FIELDS = [
-    "accelerators",
-    "cpus",
-    "memory",
-    "instance_type",
-    "cloud",
-    "region",
-    "zone",
-    "infra",
-    "use_spot",
-    "disk_size",
-    "disk_tier",
-    "network_tier",
-    "ports",
-    "image_id",
-    "labels",
-    "autostop",
-    "job_recovery",
-    "spot_recovery",
-    "any_of",
-    "ordered",
-    "accelerator_args",
-    "max_hourly_cost",
-]
-UNSUPPORTED = {
-    "accelerator_args": "TPU runtime versions cannot be chosen yet; remove `accelerator_args`",
-    "max_hourly_cost": "write `goal: {budget: USD}` to limit what the whole task may cost",
-}
-TIERS = ("low", "medium", "high", "ultra", "best")
-STRATEGIES = ("failover", "eager_next_region", "cheapest")
+IDLE_MINUTES = 5  # SkyPilot's, for `autostop: true`
+ALTERNATIVES_MAX = 1_000  # each is planned by itself
+DOCKER = "docker:"
+
+_Pairs = list[tuple[str, float]]
 
 
-def read_resources(reader: Reader, marked: Marked | None) -> tuple[tuple[Resources, ...], bool]:
+def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resources, ...], bool]:
     """All alternatives, and whether their order is a preference."""
-    if marked is None or marked.value is None:
+    if section is None:
         return (Resources(),), False
-    fields = reader.mapping(marked, "`resources`", FIELDS)
-    for name, instead in UNSUPPORTED.items():
-        if name in fields:
-            reader.note(*marked.keys[name], f"`{name}` is not supported yet", instead)
-    origin = Origin(file=reader.file, line=marked.line, column=marked.column)
-    base = _read_common(reader, fields, Resources(origin=origin))
-    if "any_of" in fields and "ordered" in fields:
-        reader.note(*marked.keys["ordered"], "`ordered` and `any_of` exclude each other", "keep one of them")
+    base = _apply(reader, section, Resources())
+    accelerators, is_listed = _read_accelerators(section)
+    images = _read_images(reader, section)
+    count = (
+        len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))
+    )
+    if count > ALTERNATIVES_MAX:
+        reader.fault(section.marked, f"`resources` has {count:,} alternatives, more than {ALTERNATIVES_MAX:,}")
+        return (base,), False
     for name in ("any_of", "ordered"):
-        if name in fields:
-            return _read_alternatives(reader, fields[name], name, base), name == "ordered"
-    return _read_accelerators(reader, fields.get("accelerators"), base)
+        if items := section.get(name):
+            return _read_alternatives(reader, items, base, accelerators, images), name == "ordered"
+    return _spread(base, accelerators, images), is_listed
 
 
-def _read_alternatives(reader: Reader, marked: Marked, name: str, base: Resources) -> tuple[Resources, ...]:
+def _read_alternatives(
+    reader: Reader, items: Sequence[Section], base: Resources, accelerators: _Pairs, images: dict[str, str]
+) -> tuple[Resources, ...]:
+    """Each alternative over the fields outside; what it does not say is taken over."""
     found: list[Resources] = []
-    for item in reader.sequence(marked, f"`{name}`"):
-        known = [each for each in FIELDS if each not in ("any_of", "ordered")]
-        fields = reader.mapping(item, f"`{name}`", known)
-        origin = Origin(file=reader.file, line=item.line, column=item.column)
-        each = _read_common(reader, fields, replace(base, origin=origin))
-        found.extend(_read_accelerators(reader, fields.get("accelerators"), each)[0])
-    if not found and not reader.issues:
-        reader.fault(marked, f"`{name}` has no alternative")
+    for item in items:
+        each = _apply(reader, item, base)
+        own, _ = _read_accelerators(item)
+        own_images = _read_images(reader, item) if item.get("image_id") is not None else images
+        found.extend(_spread(each, own or accelerators, own_images))
+        if len(found) > ALTERNATIVES_MAX:
+            reader.fault(item.marked, f"`resources` has more than {ALTERNATIVES_MAX:,} alternatives")
+            break
     return tuple(found) or (base,)
 
 
-def _read_common(reader: Reader, fields: Mapping[str, Marked], base: Resources) -> Resources:
-    """Every field but the accelerators, over what `base` says."""
-    get = fields.get
+def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
+    """Every field that has one value, over what `base` says."""
+    get = section.get
     changes: dict[str, Any] = {
-        "cpus": reader.quantity(get("cpus"), "cpus"),
-        "memory_gib": reader.quantity(get("memory"), "memory", unit="G"),
-        "instance_type": reader.text(get("instance_type"), "instance_type"),
-        "cloud": _lower(reader.text(get("cloud"), "cloud")),
-        "region": reader.text(get("region"), "region"),
-        "zone": reader.text(get("zone"), "zone"),
-        "use_spot": reader.boolean(get("use_spot"), "use_spot"),
-        "disk_tier": _read_choice(reader, get("disk_tier"), "disk_tier", TIERS),
-        "network_tier": _read_choice(reader, get("network_tier"), "network_tier", ("standard", "best")),
-        "image_id": reader.text(get("image_id"), "image_id"),
+        "cpus": get("cpus"),
+        "instance_type": get("instance_type"),
+        "use_spot": get("use_spot"),
+        "network_tier": get("network_tier"),
+        "usd_hour_max": get("max_hourly_cost"),
+        "disk_tier": get("disk_tier"),
+        "disk_size_gib": None if get("disk_size") is None else int(get("disk_size")),
+        "memory_gib": _read_memory(reader, section, base),
+        "ports": _read_ports(get("ports")),
+        "labels": {**base.labels, **get("labels", {})},
+        "autostop": _read_autostop(get("autostop")),
+        "job_recovery": _read_recovery(get("job_recovery")),
+        "origin": reader.find_origin(section.marked),
     }
-    disk = reader.size_gib(get("disk_size"), "disk_size")
-    changes["disk_size_gib"] = None if disk is None else int(disk)
-    if "infra" in fields:
-        changes.update(_read_infra(reader, fields))
-    if "ports" in fields:
-        changes["ports"] = _read_ports(reader, fields["ports"])
-    if "labels" in fields:
-        labels = reader.mapping(fields["labels"], "`labels`")
-        changes["labels"] = {key: reader.text(value, f"labels.{key}") or "" for key, value in labels.items()}
-    if "autostop" in fields:
-        changes["autostop"] = _read_autostop(reader, fields["autostop"])
-    recovery = fields.get("job_recovery") or fields.get("spot_recovery")
-    if recovery is not None:
-        changes["job_recovery"] = _read_recovery(reader, recovery)
-    return replace(base, **{name: value for name, value in changes.items() if value is not None})
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if get("disk_tier") == "none":
+        changes["disk_tier"] = None
+    if get("autostop") is False:
+        changes["autostop"] = None
+    changes.update(_read_place(reader, section, base))
+    return replace(base, **changes)
 
 
-def _lower(text: str | None) -> str | None:
-    return text.lower() if text else None
-
-
-def _read_choice(reader: Reader, marked: Marked | None, name: str, choices: tuple[str, ...]) -> str | None:
-    text = reader.text(marked, name)
-    if text is None or text in choices:
-        return text
-    assert marked is not None
-    reader.fault(marked, f"`{name}` must be one of {', '.join(choices)}, not `{text}`")
-    return None
-
-
-def _read_infra(reader: Reader, fields: Mapping[str, Marked]) -> dict[str, str]:
-    """`aws`, `aws/us-east-1`, `aws/*/us-east-1a`."""
-    marked = fields["infra"]
-    text = reader.text(marked, "infra") or ""
-    if any(name in fields for name in ("cloud", "region", "zone")):
-        reader.fault(marked, "`infra` and `cloud`, `region` or `zone` exclude each other", "keep `infra`")
-    parts = text.strip("/").split("/")
-    if len(parts) > 3 or any(re.search(r"\s", part) for part in parts):
-        reader.fault(marked, f"`infra` must be like `aws/us-east-1/us-east-1a`, not `{text}`")
-        return {}
-    return {
-        name: part.lower() if name == "cloud" else part
-        for name, part in zip(("cloud", "region", "zone"), parts, strict=False)
-        if part not in ("", "*")
-    }
-
-
-def _read_ports(reader: Reader, marked: Marked) -> tuple[str, ...]:
-    items = marked.value if isinstance(marked.value, list) else [marked]
-    ports = []
-    for item in items:
-        text = str(item.value)
-        bounds = [int(part) for part in text.split("-")] if re.fullmatch(r"\d{1,5}(-\d{1,5})?", text) else []
-        if bounds and bounds == sorted(bounds) and bounds[0] > 0 and bounds[-1] <= 65535:
-            ports.append(text)
+def _read_place(reader: Reader, section: Section, base: Resources) -> dict[str, str | None]:
+    """Cloud, region and zone; naming one forgets what `base` says of the finer ones."""
+    if (infra := section.get("infra")) is not None:
+        cloud, region, zone = infra
+        place = {"cloud": cloud, "region": region, "zone": zone}
+    else:
+        place = {name: section.get(name) for name in ("cloud", "region", "zone")}
+        if place["cloud"]:
+            place["cloud"] = place["cloud"].lower()
+        elif not place["region"]:
+            place["cloud"], place["region"] = base.cloud, base.region
+            place["zone"] = place["zone"] or base.zone
         else:
-            reader.fault(item, f"`ports` must be like `8080` or `8000-8010`, not {describe(item.value)}")
-    return tuple(ports)
+            place["cloud"] = base.cloud
+    if place["cloud"] in OWN_MACHINES:
+        place["cloud"] = "kubernetes" if place["cloud"] == "k8s" else place["cloud"]
+        if name := next((each for each in ("infra", "cloud") if each in section.marks), None):
+            reader.warn(
+                section.find_key(name), name, f"`{name}`: broker rents no machines from `{place['cloud']}`",
+                f"remove `{name}`, or name a cloud such as `aws`", blocks_launch=True,
+            )  # fmt: skip
+    return place
 
 
-def _read_autostop(reader: Reader, marked: Marked) -> Autostop | None:
-    if marked.value is True:
-        return Autostop(idle_minutes=5)
-    if marked.value is False or marked.value is None:
+def _read_memory(reader: Reader, section: Section, base: Resources) -> Quantity | None:
+    memory = section.get("memory")
+    if not isinstance(memory, Ratio):
+        return memory if isinstance(memory, Quantity) else None
+    cpus = section.get("cpus") or base.cpus
+    if cpus is None:
+        reader.fault(section.marks["memory"], "`memory` by vCPU needs `cpus`", "write `cpus: 4+`, or memory in GiB")
         return None
-    if isinstance(marked.value, dict):
-        fields = reader.mapping(marked, "`autostop`", ("idle_minutes", "down"))
-        minutes = reader.integer(fields.get("idle_minutes"), "idle_minutes")
-        return Autostop(
-            idle_minutes=5 if minutes is None else minutes, is_down=bool(reader.boolean(fields.get("down"), "down"))
-        )
-    idle_s = reader.duration_s(marked, "autostop", bare_unit="m")
-    return None if idle_s is None else Autostop(idle_minutes=max(1, round(idle_s / 60)))
+    return Quantity(value=cpus.value * memory, is_minimum=True)
 
 
-def _read_recovery(reader: Reader, marked: Marked) -> JobRecovery | None:
-    if not isinstance(marked.value, dict):
-        return JobRecovery(strategy=_read_strategy(reader, marked))
-    known = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes", "stall_timeout")
-    fields = reader.mapping(marked, "`job_recovery`", known)
-    codes: tuple[int, ...] = ()
-    if listed := fields.get("recover_on_exit_codes"):
-        items = listed.value if isinstance(listed.value, list) else [listed]
-        codes = tuple(code for item in items if (code := reader.integer(item, "recover_on_exit_codes")) is not None)
+def _read_ports(value: Any) -> tuple[str, ...] | None:
+    return (value,) if isinstance(value, str) else None if value is None else tuple(value)
+
+
+def _read_autostop(value: Any) -> Autostop | None:
+    if value is None or value is False:
+        return None
+    if isinstance(value, Section):
+        return Autostop(idle_minutes=value.get("idle_minutes", IDLE_MINUTES), is_down=value.get("down", False))
+    if value is True:
+        return Autostop(idle_minutes=IDLE_MINUTES)
+    return Autostop(idle_minutes=-int(-value // 60))  # seconds, rounded up
+
+
+def _read_recovery(value: Any) -> JobRecovery | None:
+    if not isinstance(value, Section):
+        return None if value is None else JobRecovery(strategy=None if value == "none" else value)
+    codes = value.get("recover_on_exit_codes", ())
+    strategy = value.get("strategy")
     return JobRecovery(
-        strategy=_read_strategy(reader, fields.get("strategy")),
-        max_restarts_on_errors=reader.integer(fields.get("max_restarts_on_errors"), "max_restarts_on_errors") or 0,
-        recover_on_exit_codes=codes,
-        stall_timeout_s=reader.duration_s(fields.get("stall_timeout"), "stall_timeout", bare_unit="s"),
+        strategy=None if strategy == "none" else strategy,
+        max_restarts_on_errors=value.get("max_restarts_on_errors", 0),
+        recover_on_exit_codes=(codes,) if isinstance(codes, int) else tuple(codes),
+        stall_timeout_s=value.get("stall_timeout"),
     )
 
 
-def _read_strategy(reader: Reader, marked: Marked | None) -> str | None:
-    text = _lower(reader.text(marked, "job_recovery"))
-    if text is None or text == "none" or text in STRATEGIES:
-        return None if text == "none" else text
-    assert marked is not None
-    reader.fault(marked, f"`job_recovery` knows {', '.join(STRATEGIES)}, not `{text}`")
-    return None
+def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
+    """`H100:8`, `{A100: 8, H100: 8}` (either), `[A100:8, H100:8]` (in this order): names with counts."""
+    value = section.get("accelerators")
+    if value is None:
+        return [], False
+    pairs: _Pairs = []
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, str):
+            pairs.append(read_accelerator(each))
+            continue
+        for key, count in each.items():  # in flow style without a space YAML reads `{A100:8}` as a key with no value
+            name, own = read_accelerator(key)
+            pairs.append((name, own if count is None else own * count))
+    return list(dict.fromkeys(pairs)), isinstance(value, list)
 
 
-def _read_accelerators(reader: Reader, marked: Marked | None, base: Resources) -> tuple[tuple[Resources, ...], bool]:
-    """`H100:8`, `H100`, `{A100: 8, H100: 8}` (either), `[A100:8, H100:8]` (in this order)."""
-    if marked is None or marked.value is None:
-        return (base,), False
-    pairs: list[tuple[str, float] | None]
-    if isinstance(marked.value, dict):
-        pairs = [_read_pair(reader, key, each) for key, each in marked.value.items()]
-    elif isinstance(marked.value, list):
-        pairs = [_read_named(reader, each) for each in marked.value]
-    else:
-        pairs = [_read_named(reader, marked)]
-    found = tuple(replace(base, accelerator=pair[0], accelerator_count=pair[1]) for pair in pairs if pair)
-    return found or (base,), isinstance(marked.value, list)
+def _read_images(reader: Reader, section: Section) -> dict[str, str]:
+    """Image by region; an image for every region has the key "". Containers are said not to be started."""
+    value = section.get("image_id")
+    if value is None:
+        return {}
+    images = {"": value} if isinstance(value, str) else dict(value)
+    is_container = "docker" in images or any(each.startswith(DOCKER) for each in images.values())
+    message, hint = ("containers are not started", "remove `image_id`, and install what you need in `setup`")
+    if not is_container:
+        message, hint = (
+            "the machine boots broker's own image",
+            "remove `image_id`, and install what you need in `setup`",
+        )
+    reader.warn(section.find_key("image_id"), "image_id", f"`image_id`: {message}", hint, blocks_launch=True)
+    if "docker" in images:  # SkyPilot: a container inside a machine image
+        images = {region: image for region, image in images.items() if region != "docker"} or {
+            "": DOCKER + images["docker"]
+        }
+    return images
 
 
-def _read_named(reader: Reader, marked: Marked) -> tuple[str, float] | None:
-    text = reader.text(marked, "accelerators")
-    name, _, count = (text or "").partition(":")
-    if text and re.fullmatch(r"[A-Za-z][\w.-]*", name) and re.fullmatch(r"(\d+(\.\d+)?)?", count) and count != "0":
-        return name, float(count or 1)
-    if text is not None:
-        reader.fault(marked, f"`accelerators` must be like `H100:8`, not `{text}`")
-    return None
-
-
-def _read_pair(reader: Reader, key: str, marked: Marked) -> tuple[str, float] | None:
-    """`{A100: 8}`; in flow style without a space YAML reads `{A100:8}` as a key with no value."""
-    if marked.value is None and ":" in key:
-        return _read_named(reader, Marked(value=key, line=marked.line, column=marked.column))
-    if marked.value is None:
-        return key, 1.0
-    count = reader.number(marked, f"accelerators.{key}")
-    return None if count is None else (key, count)
+def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tuple[Resources, ...]:
+    """One Resources for every accelerator and every region that has an image."""
+    found = [base] if not accelerators else [
+        replace(base, accelerator=name, accelerator_count=count) for name, count in accelerators
+    ]  # fmt: skip
+    if not images:
+        return tuple(found)
+    fitting = {region: image for region, image in images.items() if not region or base.region in (None, region)}
+    return tuple(
+        replace(each, image_id=image, region=region or each.region)
+        for each in found
+        for region, image in (fitting or images).items()
+    )

@@ -17,27 +17,29 @@ from broker.errors import Issue, TaskError
 
 BYTES_MAX = 1_000_000
 NODES_MAX = 100_000  # after aliases are expanded: a small file can otherwise stand for a huge one
+DEPTH_MAX = 60  # of mappings and lists in each other, aliases included; task files need about ten
 
-_INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_TAG = "tag:yaml.org,2002:"
+_KNOWN_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "set")
+_SCALAR_TAGS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),),
+}  # fmt: skip
+_DIGITS_MAX = 64
+_LINE_END = "\r\n|[\n\r\x85\u2028\u2029]"
 
 
 @dataclass(kw_only=True)
 class Marked:
-    """A value with its place: a scalar, a list of Marked, or a dict from text to Marked with the places of its keys."""
+    """A value with its place: a scalar, a list of Marked, or a dict from text to Marked with the places of its keys.
+
+    `text` is how a scalar was written, quotes aside: `1.10` is the number 1.1 and the text 1.10.
+    """
 
     value: Any
     line: int
     column: int
+    text: str = ""
     keys: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def plain(self) -> Any:
-        """The value without places."""
-        if isinstance(self.value, dict):
-            return {key: each.plain() for key, each in self.value.items()}
-        if isinstance(self.value, list):
-            return [each.plain() for each in self.value]
-        return self.value
 
 
 class Fault(Exception):
@@ -51,9 +53,9 @@ class Fault(Exception):
 
 def read_documents(text: str, file: str) -> list[Marked]:
     """All documents of a text. Raises TaskError with the place of the first fault of syntax."""
-    lines = text.splitlines()
 
     def fail(line: int, column: int, message: str, hint: str | None = None) -> TaskError:
+        lines = split_lines(text)
         source = lines[line - 1] if 0 < line <= len(lines) else None
         return TaskError([Issue(file=file, line=line, column=column, message=message, hint=hint, source_line=source)])
 
@@ -61,59 +63,90 @@ def read_documents(text: str, file: str) -> list[Marked]:
         raise fail(
             0, 0, f"the file is larger than {BYTES_MAX:,} bytes", "keep data out of the task file; use `file_mounts`"
         )
+    if (place := text.find("\0")) >= 0:
+        line = text.count("\n", 0, place) + 1
+        raise TaskError(
+            [Issue(file=file, line=line, column=0, message="the file holds a zero byte: it is no text", hint=None)]
+        )
     try:
         return _Composer(yaml.parse(text, Loader=_loader())).compose_all()
     except Fault as fault:
         raise fail(fault.line, fault.column, fault.message, fault.hint) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        is_bare = "simple key" in (error.context or "")  # the parser looks for the `:` as far as the next line
+        mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise fail(line, column, f"not valid YAML: {error.problem or error.context}") from None
+        problem = "a field without `:`" if is_bare else error.problem or error.context
+        raise fail(line, column, f"not valid YAML: {problem}", _explain(split_lines(text), line, column)) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise fail(1, 1, "the file is nested too deeply") from None
 
 
+def split_lines(text: str) -> list[str]:
+    """Lines as YAML counts them."""
+    return re.split(_LINE_END, text)
+
+
+def _explain(lines: list[str], line: int, column: int) -> str | None:
+    source = lines[line - 1] if 0 < line <= len(lines) else ""
+    if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:
+        return "YAML indents with spaces; a tab is here"
+    if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
+        return "a value that holds `: ` needs quotes"
+    return None
+
+
 def _loader() -> Any:
     return getattr(yaml, "CLoader", yaml.Loader)
+
+
+_Anchored = tuple[Marked, int, int]  # the node, how many values it stands for, how deep it is
 
 
 class _Composer:
     def __init__(self, events: Iterator[Any]) -> None:
         self._events = iter(events)
-        self._anchors: dict[str, tuple[Marked, int]] = {}
+        self._anchors: dict[str, _Anchored] = {}
         self._count = 0
+        self._height = 0  # of the node composed last
 
     def compose_all(self) -> list[Marked]:
         documents = []
         for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent):
                 self._anchors = {}
-                documents.append(self._compose(next(self._events)))
+                documents.append(self._compose(next(self._events), 0))
         return documents
 
-    def _compose(self, event: Any) -> Marked:
+    def _compose(self, event: Any, depth: int) -> Marked:
         before = self._count
         self._add(1, event)
         if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in self._anchors:
-                raise Fault(
-                    event.start_mark, f"`*{event.anchor}` stands for nothing", f"define `&{event.anchor}` above it"
-                )
-            node, size = self._anchors[event.anchor]
-            self._add(size, event)
-            return node
+            return self._follow(event, depth)
+        self._check_depth(depth, event)
         mark = event.start_mark
         node = Marked(value=None, line=mark.line + 1, column=mark.column + 1)
         if isinstance(event, yaml.ScalarEvent):
-            node.value = _read_scalar(event)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            node.value = self._compose_sequence()
+            node.value, node.text = _read_scalar(event), event.value
+            self._height = 0
         else:
-            self._compose_mapping(node)
+            _check_tag(event)
+            compose = self._compose_sequence if isinstance(event, yaml.SequenceStartEvent) else self._compose_mapping
+            self._height = 1 + compose(node, depth + 1)
         if event.anchor:
-            self._anchors[event.anchor] = (node, self._count - before)
+            self._anchors[event.anchor] = (node, self._count - before, self._height)
+        return node
+
+    def _follow(self, event: Any, depth: int) -> Marked:
+        found = self._anchors.get(event.anchor)
+        if found is None:
+            raise Fault(event.start_mark, f"`*{event.anchor}` stands for nothing", f"define `&{event.anchor}` above it")
+        node, size, height = found
+        self._add(size, event)
+        self._check_depth(depth + height, event)
+        self._height = height
         return node
 
     def _add(self, count: int, event: Any) -> None:
@@ -121,41 +154,95 @@ class _Composer:
         if self._count > NODES_MAX:
             raise Fault(event.start_mark, f"the file stands for more than {NODES_MAX:,} values", "use fewer aliases")
 
-    def _compose_sequence(self) -> list[Marked]:
-        items = []
-        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            items.append(self._compose(event))
-        return items
+    def _check_depth(self, depth: int, event: Any) -> None:
+        if depth > DEPTH_MAX:
+            raise Fault(event.start_mark, f"the file is nested more than {DEPTH_MAX} deep")
 
-    def _compose_mapping(self, node: Marked) -> None:
-        node.value = {}
+    def _compose_sequence(self, node: Marked, depth: int) -> int:
+        node.value, height = [], 0
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            node.value.append(self._compose(event, depth))
+            height = max(height, self._height)
+        return height
+
+    def _compose_mapping(self, node: Marked, depth: int) -> int:
+        node.value, height = {}, 0
+        merged: list[Marked] = []
         event: Any
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            if not isinstance(event, yaml.ScalarEvent):
-                raise Fault(event.start_mark, "a key must be plain text")
-            if event.value in node.value:
-                first = node.keys[event.value][0]
-                raise Fault(
-                    event.start_mark, f"duplicate key `{event.value}`, first in line {first}", "keep one of them"
-                )
             mark: Any = event.start_mark
-            node.keys[event.value] = (mark.line + 1, mark.column + 1)
-            node.value[event.value] = self._compose(next(self._events))
+            if not isinstance(event, yaml.ScalarEvent):
+                raise Fault(mark, "a key must be plain text")
+            key: str = event.value
+            is_merge = key == "<<" and event.implicit[0]
+            if key in node.value:
+                first = node.keys[key][0]
+                raise Fault(mark, f"duplicate key `{key}`, first in line {first}", "keep one of them")
+            value = self._compose(next(self._events), depth)
+            height = max(height, self._height)
+            if is_merge:
+                merged += self._list_merged(value, mark)
+            else:
+                node.keys[key], node.value[key] = (mark.line + 1, mark.column + 1), value
+        for source in merged:  # YAML 1.1's merge key, which SkyPilot's files use; what is written here wins
+            for key, value in source.value.items():
+                if key not in node.value:
+                    node.keys[key], node.value[key] = source.keys[key], value
+        return height
+
+    def _list_merged(self, value: Marked, mark: Any) -> list[Marked]:
+        sources = value.value if isinstance(value.value, list) else [value]
+        if not all(isinstance(each.value, dict) for each in sources):
+            raise Fault(mark, "`<<` must name a mapping or a list of mappings", "for example `<<: *defaults`")
+        return sources
+
+
+def _check_tag(event: Any) -> None:
+    tag = event.tag
+    if tag and tag != "!" and tag.removeprefix(_TAG) not in _KNOWN_TAGS:
+        shown = "!!" + tag.removeprefix(_TAG) if tag.startswith(_TAG) else tag
+        raise Fault(event.start_mark, f"the tag `{shown}` has no meaning in a task file", "remove it")
 
 
 def _read_scalar(event: Any) -> Any:
     """The YAML 1.2 core schema; quoted and tagged-as-text scalars stay text."""
     text: str = event.value
-    if not event.implicit[0] or event.tag not in (None, "!"):
-        return text
+    _check_tag(event)
+    is_tagged = event.tag not in (None, "!")
+    if is_tagged and event.tag != _TAG + "str":
+        value = _resolve(text)
+        wanted = _SCALAR_TAGS.get(event.tag.removeprefix(_TAG))
+        if wanted is None or not isinstance(value, wanted):
+            raise Fault(event.start_mark, f"`{text[:40]}` is not what its tag says")
+        return value
+    return text if is_tagged or not event.implicit[0] else _resolve(text)
+
+
+def _resolve(text: str) -> Any:
     if text in ("", "~", "null", "Null", "NULL"):
         return None
     if text in ("true", "True", "TRUE"):
         return True
     if text in ("false", "False", "FALSE"):
         return False
-    if _INT.fullmatch(text) and len(text) < 64:
+    return _read_number(text) if text[0] in "0123456789+-." and len(text) < _DIGITS_MAX else text
+
+
+def _read_number(text: str) -> Any:
+    """A number, or the text when it is none. By hand: compiling patterns takes longer than reading a task."""
+    unsigned = text[1:] if text[0] in "+-" else text
+    if unsigned.isascii() and unsigned.isdigit():
         return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
+    if text.startswith(("0o", "0x")) and text[2:].isalnum() and text.isascii():
+        try:
+            return int(text[2:], 8 if text[1] == "o" else 16)
+        except ValueError:
+            return text
+    if not text.strip("+-.0123456789eE"):
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    if unsigned in (".inf", ".Inf", ".INF") or text in (".nan", ".NaN", ".NAN"):
+        return float(text.replace(".", ""))
     return text

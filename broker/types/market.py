@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from broker.types.task import Task
+
+Objective = Literal["cost", "time"]  # what tasks that pass data on should take least of, together
+Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +77,34 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Every term of an estimate: where its expected hours go, which of them are billed, and what else costs money.
+
+    `work_hours` + `stall_hours` + `lost_hours` + `recovery_hours` are the expected hours. A checkpoint is written every
+    `every_s` of work; `recovery_s` is one recovery, of which `recovery_billed_s` are paid for.
+    """
+
+    work_hours: float
+    stall_hours: float = 0.0  # writing checkpoints
+    lost_hours: float = 0.0  # done since a checkpoint, and done again
+    recovery_hours: float = 0.0
+    recovery_s: float = 0.0
+    recovery_billed_s: float = 0.0
+    spot_hours: float = 0.0  # billed at the spot price
+    ondemand_hours: float = 0.0  # billed at the on-demand price
+    compute_usd: float = 0.0
+    egress_usd: float = 0.0
+    storage_usd: float = 0.0
+    switch_chance: float | None = None  # that the job ends up on on-demand, where it may switch
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A placement with what it is expected to cost to finish. Hours and dollars are None where no work was given."""
+    """A placement with what it is expected to cost to finish. Hours and dollars are None where no work was given.
+
+    `switch_after_hours` is given where the job starts on spot and goes on with on-demand at the first preemption that
+    brings its lost time over so many hours.
+    """
 
     placement: Placement
     preemptions_per_hour: float = 0.0  # of the whole gang
@@ -82,6 +113,15 @@ class Estimate:
     expected_preemptions: float | None = None
     expected_usd: float | None = None
     deadline_chance: float | None = None
+    budget_chance: float | None = None  # at least this, where the job may switch
+    switch_after_hours: float | None = None
+    breakdown: Breakdown | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        if not self.placement.is_spot:
+            return "on-demand"
+        return "spot" if self.switch_after_hours is None else "spot, then on-demand"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +135,13 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Estimates, best first, never empty; `estimates[0]` is the choice and `reason` says why in one sentence."""
+    """Estimates, best first, never empty; `estimates[0]` is the choice and `reason` says why in one sentence.
+
+    The planner's own sequence makes each estimate when it is first asked for: thousands fit, and few are looked at.
+    """
 
     task: Task
-    estimates: tuple[Estimate, ...]
+    estimates: Sequence[Estimate]
     rejections: tuple[Rejection, ...]
     prices_as_of: str
     reason: str

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from broker.types.market import Estimate
-
-Objective = Literal["cost", "time"]
+from broker.types.market import Estimate, Objective
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ class Resources:
     labels: Mapping[str, str] = field(default_factory=dict)
     autostop: Autostop | None = None
     job_recovery: JobRecovery = JobRecovery()
+    usd_hour_max: float | None = None  # of one node, at the price of its pricing model
     origin: Origin | None = None
 
 
@@ -114,6 +115,31 @@ class DataSet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageMount:
+    """A bucket that the task wants to see as a folder. `source` is a URL, local paths, or empty for a new bucket."""
+
+    target: str
+    source: tuple[str, ...] = ()
+    name: str | None = None
+    store: str | None = None
+    mode: str = "MOUNT"  # or COPY, MOUNT_CACHED
+    is_persistent: bool = True
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """What a task file asks for and broker does not do; `blocks_launch` when ignoring it would run another task."""
+
+    origin: Origin
+    field: str
+    message: str
+    hint: str | None = None
+    blocks_launch: bool = False
+    source_line: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """What the user wrote. `resources` is never empty; its order is a preference when `is_ordered`."""
 
@@ -123,6 +149,7 @@ class Task:
     num_nodes: int = 1
     workdir: str | None = None
     file_mounts: Mapping[str, str] = field(default_factory=dict)  # target on the node -> local source
+    storage_mounts: tuple[StorageMount, ...] = ()
     envs: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, Secret] = field(default_factory=dict)
     setup: str | None = None
@@ -132,4 +159,5 @@ class Task:
     inputs: tuple[DataSet, ...] = ()
     outputs: tuple[DataSet, ...] = ()
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
+    notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

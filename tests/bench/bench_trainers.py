@@ -9,13 +9,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,13 +26,13 @@ LAYER_COUNT, LAYER_WIDTH, SAMPLE_COUNT = 25, 2000, 128
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the trainers.")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the throughput comparison")
-    parser.add_argument("--steps", type=int, default=80, help="steps a round")
+    parser.add_argument("--rounds", type=int, default=5, help="resumed starts to time")
+    parser.add_argument("--steps", type=int, default=120, help="steps of the throughput comparison")
     parser.add_argument("--only", choices=("throughput", "checkpoint", "start"), help="measure one thing")
     options = parser.parse_args()
     if options.only in (None, "throughput"):
         for workers in (1, 2):
-            compare_throughput(workers, options.rounds, options.steps)
+            compare_throughput(workers, options.steps)
     if options.only in (None, "checkpoint"):
         measure_stall()
     if options.only in (None, "start"):
@@ -41,49 +40,57 @@ def main() -> int:
     return 0
 
 
-def compare_throughput(workers: int, rounds: int, steps: int) -> None:
-    """Rounds alternate, and which goes first alternates too: neighbours on the machine disturb both alike."""
-    ratios, ours, bare = [], [], []
-    for turn in range(rounds):
-        pair = {}
-        for name in ("ours", "bare") if turn % 2 else ("bare", "ours"):
-            pair[name] = run_ours(workers, steps) if name == "ours" else run_bare(workers, steps)
-        ours.append(pair["ours"])
-        bare.append(pair["bare"])
-        ratios.append(pair["bare"] / pair["ours"])
+def compare_throughput(workers: int, steps: int) -> None:
+    """Both programs run step by step in turn, the other one halted: what disturbs the machine disturbs both alike."""
+    flags = ["--train.steps", str(steps), "--checkpoint.every_steps", "0", "--sample.tokens", "0"]
+    commands = {"ours": ["trainers.lm", "--strategy", "ddp", *flags], "bare": ["tests.bench.bare_loop", str(steps)]}
+    with tempfile.TemporaryDirectory() as folder:
+        programs = {name: Halting(start(workers, command, Path(folder))) for name, command in commands.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in programs}
+        for step in range(1, steps):
+            # Who is first changes too.
+            for name in ("ours", "bare") if step % 2 else ("bare", "ours"):
+                seconds[name].append(programs[name].run_to(f"step {step}/"))
+        for program in programs.values():
+            program.finish()
+    ours, bare = (seconds[name][WARM_STEPS:] for name in ("ours", "bare"))
+    ratio = statistics.median(other / mine for mine, other in zip(ours, bare, strict=True))
     print(
-        f"throughput, {workers} process(es): trainers.lm over bare loop {statistics.median(ratios):.3f} "
-        f"(rounds {' '.join(f'{ratio:.3f}' for ratio in ratios)}; step {1000 * statistics.median(ours):.1f} ms "
-        f"against {1000 * statistics.median(bare):.1f} ms; fastest {min(bare) / min(ours):.3f})",
+        f"throughput, {workers} process(es): trainers.lm over bare loop {ratio:.3f} by median of {len(ours)} pairs of "
+        f"steps, {sum(bare) / sum(ours):.3f} in all; {1000 * statistics.median(ours):.1f} ms a step against "
+        f"{1000 * statistics.median(bare):.1f} ms",
         flush=True,
     )
 
 
-def run_ours(workers: int, steps: int) -> float:
-    """Seconds of a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--train.steps", str(steps), "--checkpoint.every_steps", "0", "--sample.tokens", "0"]
-        launch(workers, ["trainers.lm", "--strategy", "ddp", *flags], Path(folder))
-        lines = [json.loads(line) for line in (Path(folder) / "progress.jsonl").read_text().splitlines()]
-    times = [line["time"] for line in lines if line["loss"] is not None][WARM_STEPS:]
-    return find_pace(after - before for before, after in pairwise(times))
+class Halting:
+    """A program that runs only while it is asked to."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def run_to(self, line_begin: str) -> float:
+        """Let it go on until it prints such a line; the seconds that took."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        begin = time.perf_counter()
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(line_begin):
+                seconds = time.perf_counter() - begin
+                os.killpg(self._process.pid, signal.SIGSTOP)
+                return seconds
+        raise SystemExit(self._process.stderr.read() if self._process.stderr else "")
+
+    def finish(self) -> None:
+        """Let it run to its end."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        _, errors = self._process.communicate(timeout=120)
+        if self._process.returncode:
+            raise SystemExit(errors)
 
 
-def run_bare(workers: int, steps: int) -> float:
-    """Seconds of a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = launch(workers, ["tests.bench.bare_loop", str(steps)], Path(folder))
-    seconds: list[float] = json.loads(output.splitlines()[-1])["seconds"]
-    return find_pace(seconds[WARM_STEPS:])
-
-
-def find_pace(seconds: Iterable[float]) -> float:
-    """The fastest tenth: what the program needs, rather than what else the machine does."""
-    return statistics.quantiles(seconds, n=10)[0]
-
-
-def launch(workers: int, command: list[str], folder: Path) -> str:
-    """Run to the end and return stdout; a failing run ends the benchmark."""
+def start(workers: int, command: list[str], folder: Path) -> "subprocess.Popen[str]":
+    """Begin a program in a process group of its own."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -92,10 +99,18 @@ def launch(workers: int, command: list[str], folder: Path) -> str:
         "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
     }
     argv = [sys.executable, "-m", "trainers.launch", "--workers", str(workers), "-m", *command]
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        argv, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def launch(workers: int, command: list[str], folder: Path) -> None:
+    """Run to the end; a failing run ends the benchmark."""
+    process = start(workers, command, folder)
+    _, errors = process.communicate(timeout=600)
+    if process.returncode:
+        raise SystemExit(errors)
 
 
 def measure_stall() -> None:

@@ -82,6 +82,7 @@ class Report:
 
 @dataclass(kw_only=True)
 class _Run:
+    number: int
     job: str
     ids: tuple[str, ...]
     started_s: float
@@ -97,9 +98,10 @@ class SimulatedGang:
     ) -> None:
         self._cloud = cloud
         self._clock = clock
-        self._steps = steps
+        self.steps = steps
         self._exit_codes = exit_codes  # of each started attempt in turn; afterwards 0
         self._runs: dict[str, _Run] = {}
+        self._names_by_job: dict[str, list[str]] = {}
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
         self.start_error: CloudError | None = None
@@ -119,11 +121,14 @@ class SimulatedGang:
         if cluster.name in self._runs:
             return
         job = envs["BROKER_JOB_ID"]
-        for name, run in self._runs.items():
-            assert run.job != job or not self._is_working(run), f"{name} still works while {cluster.name} starts"
+        for name in self._names_by_job.setdefault(job, []):
+            run = self._runs[name]
+            assert not self._is_working(run), f"{name} still works while {cluster.name} starts"
             self._save(run)
+        self._names_by_job[job].append(cluster.name)
         assert {node.cluster for node in cluster.nodes} == {cluster.name}
         self._runs[cluster.name] = _Run(
+            number=len(self._runs),
             job=job,
             ids=tuple(node.id for node in cluster.nodes),
             started_s=self._clock.now_s(),
@@ -137,7 +142,7 @@ class SimulatedGang:
         run = self._runs[cluster.name]
         self._save(run)
         step, status, code = self._measure(run)
-        progress = Progress(step=step, total=self._steps, checkpoint_step=self._checkpoints[run.job])
+        progress = Progress(step=step, total=self.steps, checkpoint_step=self._checkpoints[run.job])
         if len(dead) == len(truth):
             return Report(status=RunStatus.RUNNING, returncode=None, unreachable=dead, progress=None)
         return Report(status=status, returncode=code, unreachable=dead, progress=progress)
@@ -162,22 +167,22 @@ class SimulatedGang:
 
     def _measure(self, run: _Run) -> tuple[int, RunStatus, int | None]:
         """Step, status and exit code now. The program ends with its first lost node."""
-        ends = [node.ended_s for node in self._cloud.observe() if node.id in run.ids and node.ended_s is not None]
+        ends = [node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None]
         now_s = self._clock.now_s()
         end_s = min([now_s, *ends, *([run.cancelled_s] if run.cancelled_s else [])])
-        step = min(self._steps, run.first_step + max(0, int(end_s - run.started_s)))
-        number = list(self._runs.values()).index(run)
+        step = min(self.steps, run.first_step + max(0, int(end_s - run.started_s)))
+        number = run.number
         if number < self.hangs and not ends:
             return min(step, 15), RunStatus.CANCELLED if run.cancelled_s else RunStatus.RUNNING, None
         code = self._exit_codes[number] if self._has_code(run) else 0
-        if step >= self._steps:
+        if step >= self.steps:
             return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
         if run.cancelled_s:
             return step, RunStatus.CANCELLED, None
         return (step, RunStatus.FAILED, 1) if ends else (step, RunStatus.RUNNING, None)
 
     def _has_code(self, run: _Run) -> bool:
-        return list(self._runs.values()).index(run) < len(self._exit_codes)
+        return run.number < len(self._exit_codes)
 
     def _is_working(self, run: _Run) -> bool:
         return self._measure(run)[1] is RunStatus.RUNNING
@@ -187,8 +192,7 @@ class SimulatedGang:
         self._checkpoints[run.job] = max(self._checkpoints.get(run.job, 0), step)
 
     def _find_nodes(self, cluster: Cluster) -> list[Node]:
-        truth = {node.id: node for node in self._cloud.observe()}
-        return [truth[node.id] for node in cluster.nodes]
+        return list(self._cloud.find([node.id for node in cluster.nodes]))
 
     def _reach(self, cluster: Cluster) -> None:
         if any(node.state is not NodeState.RUNNING for node in self._find_nodes(cluster)):

@@ -1,0 +1,144 @@
+"""broker from Python: tasks in, plans out. The command line's `plan` is a thin layer over this.
+
+import broker
+plan = broker.plan("train.yaml")            # or YAML text, a mapping, or a Task
+plan.choice.placement.offer.region, plan.choice.expected_usd
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from broker.errors import NoOfferError, UsageError
+from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
+
+if TYPE_CHECKING:
+    from broker.catalog.book import Book
+
+TaskLike = Task | Mapping[str, Any] | str | Path
+
+
+def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: Path | None = None) -> Plan:
+    """Rank every placement that fits, cheapest to finish first (per hour where no work is given). Starts nothing.
+
+    `task` is as `read_task` takes it. `clouds` limits the plan to some clouds. Prices come from the book in `cache`, by
+    default the one that the command line uses. Money is USD, time is hours.
+
+    Raises TaskError for a wrong task, NoOfferError (with hints that were tried) where nothing fits, StateError where
+    the price book does not open.
+    """
+    return Market(cache or find_cache()).plan(
+        read_task(task), usable_clouds=None if clouds is None else frozenset(clouds)
+    )
+
+
+def read_task(task: TaskLike) -> Task:
+    """A task from a file (Path, or a string of one line), YAML text (a string of several lines), or a mapping as the
+    file would hold it. Raises TaskError, or UsageError for a pipeline of several tasks."""
+    if isinstance(task, Task):
+        return task
+    from broker.task.loader import load_tasks, load_tasks_text
+
+    if isinstance(task, Mapping):
+        import json
+
+        found = load_tasks_text(json.dumps(task, indent=1, default=str), "task")  # JSON is YAML
+    elif isinstance(task, str) and "\n" in task:
+        found = load_tasks_text(task, "task")
+    else:
+        found = load_tasks(Path(task))
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} tasks are a pipeline, and one was expected", hints=["plan them one by one"])
+    return found[0]
+
+
+class Market:
+    """The price book, and this machine where a task names `local`."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    @cached_property
+    def book(self) -> Book:
+        from broker.catalog.opening import open_book
+
+        return open_book(self._cache)
+
+    @cached_property
+    def figures(self) -> Mapping[str, AcceleratorFigures]:
+        return self.book.read_figures()
+
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        from broker.task.accelerators import resolve_accelerators
+
+        return resolve_accelerators(task, self.figures)
+
+    def plan(
+        self,
+        task: Task,
+        *,
+        usable_clouds: frozenset[str] | None = None,
+        avoid: Callable[[Placement], bool] | None = None,
+    ) -> Plan:
+        """As `rank`; raises NoOfferError with hints, each of which was tried."""
+        task = self.resolve(task)
+        try:
+            return self.rank(task, usable_clouds=usable_clouds, avoid=avoid)
+        except NoOfferError as error:
+            from broker.optimizer.diagnosis import explain_nothing, loosen_places
+
+            wide = self._find_offers(loosen_places(task))
+
+            def try_plan(changed: Task) -> Plan:
+                return self.rank(changed, usable_clouds=usable_clouds, avoid=avoid, offers=wide)
+
+            try:
+                return try_plan(task)
+            except NoOfferError as wider:
+                raise explain_nothing(wider, task, try_plan) from error
+
+    def rank(
+        self,
+        task: Task,
+        *,
+        usable_clouds: frozenset[str] | None = None,
+        avoid: Callable[[Placement], bool] | None = None,
+        offers: Sequence[Offer] | None = None,
+    ) -> Plan:
+        """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly."""
+        from broker.optimizer.planner import make_plan
+
+        task = self.resolve(task)
+        return make_plan(
+            task,
+            self._find_offers(task) if offers is None else offers,
+            prices_as_of=self.book.as_of,
+            usable_clouds=usable_clouds,
+            avoid=avoid,
+            figures=self.figures,
+            egress=self.book.read_egress(),
+        )
+
+    def _find_offers(self, task: Task) -> Sequence[Offer]:
+        offers = self.book.find_offers(task)
+        if any(each.cloud == "local" for each in task.resources):
+            from broker.catalog.local import list_local_offers
+
+            return [*offers, *list_local_offers(*measure_machine())]
+        return offers
+
+
+def find_cache() -> Path:
+    """Where unpacked prices lie; they are public, and shared by all state folders."""
+    return Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache") / "broker"
+
+
+def measure_machine() -> tuple[int, float]:
+    """This machine's vCPUs and memory in GiB."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return os.cpu_count() or 1, round(pages * page / 2**30, 1)

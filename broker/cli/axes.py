@@ -1,0 +1,37 @@
+"""One axis of a picture: from values to places between 0 and 1, and round figures to label it with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LOGARITHMIC_FROM = 8.0  # where the largest value is so many times the least, equal ratios get equal room
+
+
+class Axis:
+    def __init__(self, values: Sequence[float]) -> None:
+        self.low, self.high = min(values), max(values)
+        self.is_logarithmic = self.low > 0 and self.high / self.low >= LOGARITHMIC_FROM
+
+    def place(self, value: float) -> float:
+        """0 at the least value, 1 at the largest."""
+        if self.high <= self.low:
+            return 0.5
+        if self.is_logarithmic:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def list_ticks(self) -> list[float]:
+        """Round figures inside the axis: 1, 2 and 5 times powers of ten where it is logarithmic, else equal steps."""
+        if self.high <= self.low:
+            return [self.low]
+        if self.is_logarithmic:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        else:
+            rough = (self.high - self.low) / 4
+            unit = 10.0 ** math.floor(math.log10(rough))
+            step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
+            first = math.ceil(self.low / step)
+            ticks = [step * k for k in range(first, first + 8)]
+        return [tick for tick in ticks if self.low <= tick <= self.high]

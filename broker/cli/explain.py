@@ -1,0 +1,113 @@
+"""`broker plan --explain`: every term of the winner and the runner-up, and why what is cheaper by the hour lost."""
+
+from __future__ import annotations
+
+from broker.cli.plan_table import describe_choice
+from broker.cli.render import print_line, print_wrapped, show_duration, show_hours, show_usd
+from broker.optimizer.data_cost import list_assumptions, measure_restore_s
+from broker.optimizer.explain import Loser, list_losers, show_chance
+from broker.types import Breakdown, Estimate, Plan, Task
+
+LOSERS_MAX = 12
+
+
+def show_explanation(plan: Plan, unlimited: Plan) -> None:
+    for number, estimate in enumerate(plan.estimates[:2], start=1):
+        print_line(f"\n{number}. {describe_choice(estimate)}")
+        for name, text in list_terms(plan.task, estimate):
+            print_wrapped(f"  {name:<24}{text}", indent=26)
+    losers = list_losers(plan, unlimited)
+    if losers:
+        print_line("\nCheaper by the hour, and why not:")
+        for each in losers[:LOSERS_MAX]:
+            print_wrapped(_say_loser(each), indent=4)
+        if len(losers) > LOSERS_MAX:
+            print_line(f"... and {len(losers) - LOSERS_MAX} more kinds of machine")
+    _show_assumptions(plan)
+
+
+def _say_loser(loser: Loser) -> str:
+    placement = loser.estimate.placement
+    model = "spot" if placement.is_spot else "on-demand"
+    more = f" (and {loser.others} more places)" if loser.others else ""
+    where = f"{placement.offer.cloud} {placement.offer.instance_type} {model}"
+    return f"  {where} at {show_usd(placement.usd_hour)} USD/h{more}: {loser.reason}"
+
+
+def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
+    """(name, value) of every term of E[T] and E[$], in the order in which they add up."""
+    placement, parts = estimate.placement, estimate.breakdown
+    nodes = f"{placement.node_count} node{'s' if placement.node_count > 1 else ''}"
+    terms = [("price c", f"{show_usd(placement.usd_hour)} USD/h for {nodes}")]
+    if placement.is_spot:
+        terms.append(("hazard H", _say_hazard(estimate)))
+    if parts is not None:
+        terms += _list_hours(task, estimate, parts)
+        terms += _list_dollars(estimate, parts)
+    if estimate.deadline_chance is not None:
+        terms.append(("chance of the deadline", show_chance(estimate.deadline_chance)))
+    if estimate.budget_chance is not None:
+        least = "at least " if estimate.switch_after_hours is not None else ""
+        terms.append(("chance of the budget", least + show_chance(estimate.budget_chance)))
+    return terms
+
+
+def _say_hazard(estimate: Estimate) -> str:
+    band = estimate.placement.offer.interruption_band
+    if band is None:
+        source = "assumed: no band is published"
+    else:
+        source = f"band {'over 20' if band > 20 else f'up to {band:g}'} % a month and node"
+    return f"{estimate.preemptions_per_hour:.5f} preemptions/h of the gang ({source})"
+
+
+def _list_hours(task: Task, estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
+    spec = task.checkpoint
+    terms = [("work W", f"{show_hours(parts.work_hours)} without faults")]
+    if estimate.checkpoint_every_s:
+        origin = "as the task says" if spec.every_s else "Young/Daly"
+        terms.append(("interval tau", f"{show_duration(estimate.checkpoint_every_s)} ({origin})"))
+        terms.append(("checkpoint stalls", f"{show_hours(parts.stall_hours)}, {show_duration(spec.stall_s)} each"))
+    if estimate.placement.is_spot:
+        restore_s = measure_restore_s(spec.size_gib)
+        restore = f" + {show_duration(restore_s)} restore" if restore_s else ""
+        billed = f"{show_duration(parts.recovery_billed_s)} of it billed"
+        terms += [
+            ("expected preemptions", f"{estimate.expected_preemptions or 0:.2f}"),
+            ("work done again", show_hours(parts.lost_hours)),
+            ("recovery R", f"{show_duration(spec.restart_s)} restart{restore}, {billed}"),
+            ("recoveries", show_hours(parts.recovery_hours)),
+        ]
+    if estimate.switch_after_hours is not None:
+        terms.append(("goes on-demand", f"once preemptions have cost {show_hours(estimate.switch_after_hours)}"))
+        terms.append(("chance of that", show_chance(parts.switch_chance or 0.0)))
+    return [*terms, ("expected time", show_hours(estimate.expected_hours))]
+
+
+def _list_dollars(estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
+    offer, nodes = estimate.placement.offer, estimate.placement.node_count
+    billed = []
+    if parts.spot_hours:
+        billed.append(f"{show_hours(parts.spot_hours)} at {show_usd((offer.spot_usd_hour or 0) * nodes)}")
+    if parts.ondemand_hours:
+        billed.append(f"{show_hours(parts.ondemand_hours)} at {show_usd((offer.ondemand_usd_hour or 0) * nodes)}")
+    terms = [("machines", f"{show_usd(parts.compute_usd)} USD: {' + '.join(billed)}")]
+    if parts.egress_usd:
+        terms.append(("moving data", f"{show_usd(parts.egress_usd)} USD"))
+    if parts.storage_usd:
+        terms.append(("keeping checkpoints", f"{show_usd(parts.storage_usd)} USD"))
+    return [*terms, ("expected cost", f"{show_usd(estimate.expected_usd)} USD")]
+
+
+def _show_assumptions(plan: Plan) -> None:
+    if plan.choice.breakdown is None:
+        return
+    lines = [
+        "time counts from when the gang first runs; on-demand machines are not taken away",
+        *list_assumptions(plan.task, plan.choice.placement.offer.cloud),
+    ]
+    if plan.task.goal and plan.task.goal.budget_usd is not None:
+        lines.append("the budget holds for the expected cost; a managed job ends when it has spent it")
+    print_line("\nTaken for granted:")
+    for line in lines:
+        print_wrapped(f"  - {line}", indent=4)

@@ -1,0 +1,83 @@
+"""`broker plan --pareto`: cost against time, drawn in the terminal or into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.cli.plan_table import MODELS
+from broker.cli.render import print_line, print_table, show_hours, show_usd
+from broker.errors import UsageError
+from broker.optimizer.pareto import find_frontier, list_timed
+from broker.types import Estimate, Plan
+
+WIDTH, HEIGHT = 64, 14
+MARKS = "123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def show_pareto(plan: Plan, file: Path | None) -> None:
+    """The picture, and a table of the placements that no other beats in both. Raises UsageError without work."""
+    points = list_timed(plan.estimates)
+    if not points:
+        raise UsageError(
+            "`--pareto` draws cost against time, and the task doesn't say how much work it is",
+            hints=["write `goal: {work: 100h}` in the task, or pass `--what-if work=100h` to compare"],
+        )
+    frontier = find_frontier(points)[: len(MARKS)]
+    print_line("\nUSD to finish against time; marked is what no other beats in both:")
+    for line in draw(points, frontier):
+        print_line(line)
+    rows = [
+        [
+            mark, show_usd(each.expected_usd), show_hours(each.expected_hours), each.placement.offer.cloud,
+            each.placement.offer.zone or each.placement.offer.region, each.placement.offer.instance_type,
+            MODELS[each.strategy],
+        ]
+        for mark, each in zip(MARKS, frontier, strict=False)
+    ]  # fmt: skip
+    print_table(["#", "USD", "TIME", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL"], rows, right=("USD", "TIME"))
+    if file is not None:
+        write_plot(file, points, frontier, title=f"{plan.task.name or 'task'}: cost against time")
+        print_line(f"Drawn into {file}")
+
+
+def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
+    """A character picture; cost upwards and time to the right, both logarithmic where they span much."""
+    from broker.cli.axes import Axis
+
+    hours = Axis([each.expected_hours or 0.0 for each in points])
+    usd = Axis([each.expected_usd or 0.0 for each in points])
+    cells = [[" "] * WIDTH for _ in range(HEIGHT)]
+
+    def put(each: Estimate, mark: str) -> None:
+        column = round(hours.place(each.expected_hours or 0.0) * (WIDTH - 1))
+        row = round((1 - usd.place(each.expected_usd or 0.0)) * (HEIGHT - 1))
+        cells[row][column] = mark
+
+    for each in points:
+        put(each, "·")
+    for mark, each in reversed(list(zip(MARKS, frontier, strict=False))):
+        put(each, mark)
+    labels = {0: show_usd(usd.high), HEIGHT - 1: show_usd(usd.low)}
+    lines = [f"{labels.get(row, ''):>11} │{''.join(line)}".rstrip() for row, line in enumerate(cells)]
+    left, right = show_hours(hours.low), show_hours(hours.high)
+    gap = " " * max(1, WIDTH - len(left) - len(right))
+    return [*lines, f"{'USD':>11} └{'─' * WIDTH}", f"{'':>13}{left}{gap}{right}"]
+
+
+def write_plot(file: Path, points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> None:
+    """SVG by our own hand, PNG through matplotlib where it is installed. Raises UsageError."""
+    suffix = file.suffix.lower()
+    try:
+        if suffix == ".svg":
+            from broker.cli.svg import draw_svg
+
+            file.write_text(draw_svg(points, frontier, title=title), encoding="utf-8")
+        elif suffix == ".png":
+            from broker.cli.png import write_png
+
+            write_png(file, points, frontier, title=title)
+        else:
+            raise UsageError(f"`--plot {file}` must end in .svg or .png")
+    except OSError as error:
+        raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None

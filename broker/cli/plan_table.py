@@ -1,0 +1,101 @@
+"""The ranking as a table and as data."""
+
+from __future__ import annotations
+
+from broker.cli.render import plain, print_line, print_note, print_table, show_hours, show_usd
+from broker.types import Estimate, Plan
+
+MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
+
+
+def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
+    """The ranked table, the choice and why, and the date of its prices; `now_s` lets it say that they are old."""
+    task = plan.task
+    print_line(f"Task {task.name or '(no name)'}: {task.num_nodes} node{'s' if task.num_nodes > 1 else ''}")
+    shown = plan.estimates[:top]
+    has_work = plan.choice.expected_usd is not None
+    columns = ["#", "CLOUD", "REGION/ZONE", "INSTANCE", "ACC", "vCPU/GiB", "MODEL", "USD/h", "USD", "TIME"]
+    # Not every column fits in 80 characters: who asks for accelerators compares those, others the cores.
+    hidden = "vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) and has_work else "ACC"
+    gone = {hidden} if has_work else {"USD", "TIME"}
+    kept = [i for i, name in enumerate(columns) if name not in gone]
+    rows = [list_cells(number, each) for number, each in enumerate(shown, start=1)]
+    numbers = ("#", "vCPU/GiB", "USD/h", "USD", "TIME")
+    print_table(
+        [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], right=numbers, firm=(*numbers, "CLOUD")
+    )
+    if len(plan.estimates) > top:
+        print_line(f"... and {len(plan.estimates) - top} more")
+    print_line(f"Choice: {describe_choice(plan.choice)}")
+    print_line(f"Why: {plan.reason}")
+    if plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None:
+        print_line(f"Chances: {_say_chances(plan.choice)}")
+    offer = plan.choice.placement.offer
+    as_of = offer.as_of or plan.prices_as_of
+    marks = []
+    if any(each.placement.offer.is_estimated and not each.placement.is_spot for each in shown):
+        marks.append("~ is an estimate")
+    if any(each.switch_after_hours is not None for each in shown):
+        marks.append("spot>od starts on spot and may end on on-demand")
+    print_line(", ".join([f"Prices of {as_of}", *marks]))
+    if now_s is not None:
+        _warn_of_age(plan.choice, as_of, now_s)
+
+
+def list_cells(number: int, estimate: Estimate) -> list[str]:
+    offer = estimate.placement.offer
+    is_estimated = offer.is_estimated and not estimate.placement.is_spot
+    return [
+        str(number), offer.cloud, offer.zone or offer.region, offer.instance_type,
+        f"{offer.accelerator}:{offer.accelerator_count:g}" if offer.accelerator else "-",
+        f"{offer.vcpus:g}/{offer.memory_gib:g}", MODELS[estimate.strategy],
+        show_usd(estimate.placement.usd_hour, is_estimated=is_estimated),
+        show_usd(estimate.expected_usd, is_estimated=is_estimated), show_hours(estimate.expected_hours),
+    ]  # fmt: skip
+
+
+def describe_choice(estimate: Estimate) -> str:
+    """`2 x p5.48xlarge spot in aws us-east-1a`."""
+    placement = estimate.placement
+    offer = placement.offer
+    place = f"{offer.cloud} {offer.zone or offer.region}"
+    return f"{placement.node_count} x {offer.instance_type} {estimate.strategy} in {place}"
+
+
+def _say_chances(estimate: Estimate) -> str:
+    from broker.optimizer.explain import show_chance
+
+    parts = []
+    if estimate.deadline_chance is not None:
+        parts.append(f"{show_chance(estimate.deadline_chance)} to meet the deadline")
+    if estimate.budget_chance is not None:
+        least = "at least " if estimate.switch_after_hours is not None else ""
+        parts.append(f"{least}{show_chance(estimate.budget_chance)} to stay within the budget")
+    return ", ".join(parts)
+
+
+def _warn_of_age(choice: Estimate, as_of: str, now_s: float) -> None:
+    from broker.catalog.age import is_stale, measure_age_days
+
+    if choice.placement.offer.cloud != "local" and is_stale(as_of, now_s, is_spot=choice.placement.is_spot):
+        age = measure_age_days(as_of, now_s)
+        print_note(f"note: these prices are {age} days old; `broker catalog update` fetches today's")
+
+
+def describe_plan(plan: Plan, top: int) -> dict[str, object]:
+    """The first `top` of the ranking, the choice and what was left out, JSON-ready."""
+    return {
+        "task": plan.task.name,
+        "num_nodes": plan.task.num_nodes,
+        "reason": plan.reason,
+        "prices_as_of": plan.prices_as_of,
+        "candidates": len(plan.estimates),
+        "choice": describe_estimate(plan.choice),
+        "estimates": [describe_estimate(each) for each in plan.estimates[:top]],
+        "rejections": plain(plan.rejections),
+    }
+
+
+def describe_estimate(estimate: Estimate) -> dict[str, object]:
+    data: dict[str, object] = plain(estimate)
+    return {**data, "strategy": estimate.strategy, "usd_hour": estimate.placement.usd_hour}

@@ -1,0 +1,90 @@
+"""Why placements that are cheaper by the hour lost, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from broker.types import Estimate, Goal, Plan, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loser:
+    """The best placement of its kind (cloud, instance type, pricing model) that is cheaper by the hour than the choice,
+    and why it was not chosen. `others` counts its like elsewhere."""
+
+    estimate: Estimate
+    reason: str
+    others: int
+
+
+def lift_limits(task: Task) -> Task:
+    """The task with its deadline asked with no confidence at all, and without budget: what would fit otherwise.
+
+    The deadline stays, so that each estimate still has its chance.
+    """
+    return replace(task, goal=replace(task.goal, budget_usd=None, confidence=0.0)) if task.goal else task
+
+
+def list_losers(plan: Plan, unlimited: Plan) -> list[Loser]:
+    """Losers in the order of their cost to finish. `unlimited` is the plan of `lift_limits(plan.task)`."""
+    goal = plan.task.goal
+    if goal is None or goal.work_hours is None:
+        return []  # the choice is the cheapest by the hour
+    best = plan.choice
+    first = dict[tuple[object, ...], Estimate]()
+    count = dict[tuple[object, ...], int]()
+    for each in unlimited.estimates:
+        offer = each.placement.offer
+        if each.placement.usd_hour >= best.placement.usd_hour:
+            continue
+        kind = (offer.cloud, offer.instance_type, each.placement.is_spot)
+        first.setdefault(kind, each)
+        count[kind] = count.get(kind, 0) + 1
+    return [
+        Loser(estimate=each, reason="; ".join(_list_reasons(best, each, goal)), others=count[kind] - 1)
+        for kind, each in first.items()
+    ]
+
+
+def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
+    """The limit that it breaks, else what makes it dearer: the largest difference in dollars first."""
+    chance = loser.deadline_chance
+    if chance is not None and chance < goal.confidence:
+        yield f"meets the deadline with {show_chance(chance)}, asked are {show_chance(goal.confidence)}"
+    if goal.budget_usd is not None and (loser.expected_usd or 0.0) > goal.budget_usd:
+        yield f"{loser.expected_usd or 0:,.2f} USD expected, over the budget"
+        return
+    if chance is not None and chance < goal.confidence:
+        return
+    one, other = best.breakdown, loser.breakdown
+    if one is None or other is None:
+        return
+    price = loser.placement.usd_hour
+    waste = (other.stall_hours + other.lost_hours + other.recovery_hours) - (
+        one.stall_hours + one.lost_hours + one.recovery_hours
+    )
+    causes = [
+        ((other.work_hours - one.work_hours) * price, _say_slower(one.work_hours, other.work_hours)),
+        (waste * price, f"preemptions and checkpoints take {waste:.1f} h more"),
+        (other.ondemand_hours * price, f"{other.ondemand_hours:.1f} h of it on on-demand"),
+        (other.egress_usd - one.egress_usd, f"moving data costs {other.egress_usd:,.2f} USD"),
+    ]
+    usd, words = max(causes)
+    if usd > 0:
+        yield words
+    yield f"{loser.expected_usd or 0:,.2f} USD to finish"
+
+
+def _say_slower(own: float, its: float) -> str:
+    return f"{its / own:.1f} times slower" if own > 0 and its >= 1.05 * own else "slower"
+
+
+def show_chance(chance: float) -> str:
+    """A percentage that never rounds to certainty."""
+    percent = chance * 100
+    if 99.95 <= percent < 100:
+        return ">99.9 %"
+    if 0 < percent < 0.05:
+        return "<0.1 %"
+    return f"{percent:.1f} %"

@@ -1,0 +1,169 @@
+"""How to spread one training run over a given gang: the fastest of the simple ways that fit its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from broker.optimizer.memory_model import (
+    BYTES_PER_PARAMETER,
+    Dtype,
+    Memory,
+    Recompute,
+    Sharding,
+    estimate_activations,
+    estimate_memory,
+    usable_bytes,
+)
+from broker.optimizer.model_shape import ModelShape
+from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
+
+# A strategy with more parts must be faster by so much for each part: it is harder to set up and to debug.
+PART_WORTH = 0.03
+PIPELINES = (2, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (16, 8, 4, 2, 1)
+RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained. `sequence` in tokens, `batch` in sequences."""
+
+    shape: ModelShape
+    tokens: float
+    sequence: int
+    batch: int
+    dtype: Dtype = "bf16"
+
+    @property
+    def steps(self) -> float:
+        return self.tokens / (self.batch * self.sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to run a training on `node_count` nodes of `hardware`.
+
+    "selective" here is attention whose scores are not kept: flash attention, or Korthikanti's selective recomputation.
+    """
+
+    hardware: Hardware
+    node_count: int
+    sharding: Sharding
+    micro_batch: int
+    recompute: Recompute
+    memory: Memory
+    step: StepTime
+    mfu: float
+
+    @property
+    def strategy(self) -> str:
+        """The name in a table: `DDP`, `FSDP`, `TP8 PP4 FSDP2`."""
+        shape = self.sharding
+        parts = [f"TP{shape.tensor}"] if shape.tensor > 1 else []
+        parts += [f"PP{shape.pipeline}"] if shape.pipeline > 1 else []
+        name = "FSDP" if shape.zero == 3 else "DDP"
+        if not parts:
+            return name if shape.data > 1 else "1 GPU"
+        return " ".join([*parts, *([f"{name}{shape.data}"] if shape.data > 1 else [])])
+
+
+def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layout | None:
+    """The fastest layout that fits, simpler ones preferred; None where none fits. Pure."""
+    best: tuple[float, Layout] | None = None
+    for sharding in list_shardings(training, hardware.accelerators, node_count):
+        layout = _try_sharding(training, hardware, node_count, sharding)
+        if layout is not None:
+            parts = (sharding.tensor > 1) + 2 * (sharding.pipeline > 1) + (sharding.zero == 3)
+            score = layout.step.total_s * (1 + PART_WORTH * parts)
+            if best is None or score < best[0]:
+                best = score, layout
+    return best[1] if best else None
+
+
+def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> Memory | None:
+    """What the thriftiest layout needs, fit or not; None where the gang has more ranks than the batch has work."""
+    needs = [
+        measure_memory(training, sharding, micro_batch=1, recompute="full")
+        for sharding in list_shardings(training, hardware.accelerators, node_count)
+    ]
+    return min(needs, key=lambda each: each.total, default=None)
+
+
+def list_shardings(training: Training, accelerators: int, node_count: int) -> Iterator[Sharding]:
+    """Tensor ranks stay within a node, and pipelines come once tensor ranks fill it (Narayanan 2021, section 3.2)."""
+    shape, total = training.shape, accelerators * node_count
+    tensors = [t for t in (1, 2, 4, 8) if accelerators % t == 0 and shape.heads % t == 0]
+    for tensor in tensors:
+        pipelines = (1, *PIPELINES) if tensor == tensors[-1] else (1,)
+        for pipeline in pipelines:
+            data, rest = divmod(total, tensor * pipeline)
+            if rest or not 0 < data <= training.batch or pipeline > shape.layers or shape.layers % pipeline:
+                continue
+            for zero in (0, 3) if data > 1 else (0,):
+                yield Sharding(
+                    tensor=tensor, pipeline=pipeline, data=data, zero=zero, is_sequence_parallel=False
+                )  # fmt: skip
+
+
+def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> Memory:
+    """As `estimate_memory`; a rank that accumulates over micro-batches under full sharding keeps whole gradients."""
+    micro_batches = count_micro_batches(training, sharding, micro_batch)
+    memory = estimate_memory(
+        training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
+        micro_batches=micro_batches, dtype=training.dtype,
+    )  # fmt: skip
+    if sharding.zero == 3 and micro_batches > 1:
+        share = training.shape.parameters / (sharding.tensor * sharding.pipeline)
+        return replace(memory, gradients=share * BYTES_PER_PARAMETER[training.dtype][1])
+    return memory
+
+
+def list_activations(training: Training, layout: Layout) -> dict[Recompute, float]:
+    """Bytes of activations of a layout under each kind of recomputation."""
+    micro_batches = count_micro_batches(training, layout.sharding, layout.micro_batch)
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    return {
+        each: estimate_activations(
+            training.shape, layout.sharding, sequence=training.sequence, micro_batch=layout.micro_batch,
+            recompute=each, micro_batches=micro_batches, dtype=training.dtype,
+        )
+        for each in kinds
+    }  # fmt: skip
+
+
+def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int) -> int:
+    return max(1, -(-training.batch // (sharding.data * micro_batch)))
+
+
+def _try_sharding(training: Training, hardware: Hardware, node_count: int, sharding: Sharding) -> Layout | None:
+    """The fastest micro-batch and recomputation of one sharding that fit."""
+    usable = usable_bytes(hardware.figures.memory_gib)
+    best: Layout | None = None
+    for recompute in RECOMPUTE:
+        tried = 0
+        for micro_batch in MICRO_BATCHES:
+            if micro_batch > 1 and micro_batch * sharding.data > training.batch:
+                continue
+            memory = measure_memory(training, sharding, micro_batch=micro_batch, recompute=recompute)
+            if memory.total > usable:
+                continue
+            step = estimate_step(
+                training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
+                micro_batch=micro_batch, recompute=recompute, dtype=training.dtype,
+            )  # fmt: skip
+            if best is None or step.total_s < best.step.total_s:
+                peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count
+                mfu = find_mfu(
+                    training.shape, step, sequence=training.sequence, batch=training.batch, peak_flops=peak
+                )  # fmt: skip
+                best = Layout(
+                    hardware=hardware, node_count=node_count, sharding=sharding, micro_batch=micro_batch,
+                    recompute=recompute, memory=memory, step=step, mfu=mfu,
+                )  # fmt: skip
+            tried += 1
+            if tried == 2 and sharding.pipeline == 1:
+                break  # smaller micro-batches only cost
+        if best is not None and sharding.pipeline == 1:
+            break  # without recomputation it fits: with it, it is slower
+    return best

@@ -1,0 +1,77 @@
+"""The shape of a transformer, and what follows from it alone: its parameters and its arithmetic a token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+# GPT-3 175B (96 x 12288), GPT-3 13B (40 x 5140) and Llama-2 7B (32 x 4096) all have a width of about 128 times the
+# depth, and heads of 128; the published smaller and larger ones lie between 80 and 250.
+WIDTH_PER_LAYER = 128
+HEAD_WIDTH = 128
+PARAMETERS_MIN = 50e6
+VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128 as Megatron-LM does
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer: `layers` blocks of size `width`.
+
+    `mlp_width` counts all of the block's MLP as two matrices; a gated MLP has three, so give it 1.5 times its size.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = VOCABULARY
+    kv_heads: int | None = None  # None: as many as heads
+    mlp_width: float | None = None  # None: 4 times the width
+
+    @cached_property  # a search asks for it a hundred thousand times
+    def layer_parameters(self) -> float:
+        """Of one block: attention and MLP; 12 h^2 for GPT (norms and biases, 13 h, are left out)."""
+        share = (self.kv_heads or self.heads) / self.heads
+        attention = (2 + 2 * share) * self.width**2
+        return attention + 2 * self.width * (self.mlp_width or 4 * self.width)
+
+    @cached_property
+    def parameters(self) -> float:
+        """Of the blocks and one embedding that the output shares; 12 l h^2 + V h for GPT (Narayanan 2021, eq. 2)."""
+        return self.layers * self.layer_parameters + self.vocabulary * self.width
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Forward and backward, without recomputation.
+
+        6 for every parameter in a product (Kaplan 2020, section 2.1; Hoffmann 2022, appendix F), the output layer's
+        among them, and 12 l h s for attention scores and values over the full square, as Narayanan 2021, eq. 3, and
+        Chowdhery 2022, appendix B, count it: 72 l h^2 (1 + s / 6h + V / 12lh) for GPT.
+        """
+        return 6 * self.parameters + 12 * self.layers * self.width * sequence
+
+    def attention_flops_per_token(self, sequence: int) -> float:
+        """The forward part of scores and values: what selective recomputation does once more."""
+        return 4.0 * self.layers * self.width * sequence
+
+
+def guess_shape(parameters: float, *, vocabulary: int = VOCABULARY, layers: int | None = None) -> ModelShape:
+    """A GPT of about so many parameters that can be split: layers in fours or eights, heads in eights, once there are
+    so many.
+
+    Of all such shapes it takes the one nearest in parameters and, four times less weighty, to a width of 128 times
+    the depth. It hits within a few percent. Raises ValueError below 50 million: there the vocabulary decides.
+    """
+    if parameters < PARAMETERS_MIN:
+        raise ValueError(f"no shape follows from fewer than {PARAMETERS_MIN / 1e6:g} million parameters")
+    best: tuple[float, ModelShape] | None = None
+    for heads in (*range(1, 8), *range(8, 32, 4), *range(32, 513, 8)):
+        width = heads * HEAD_WIDTH
+        own = max(0.0, parameters - vocabulary * width) / (12 * width**2)
+        step = 8 if own >= 60 else 4 if own >= 12 else 1
+        depth = layers or max(1, round(own / step) * step)
+        shape = ModelShape(layers=depth, width=width, heads=heads, vocabulary=vocabulary)
+        miss = 4 * abs(math.log(shape.parameters / parameters)) + abs(math.log(width / depth / WIDTH_PER_LAYER))
+        if best is None or miss < best[0]:
+            best = miss, shape
+    assert best is not None
+    return best[1]

@@ -1,0 +1,32 @@
+"""Cost against time: the placements that no other beats in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from broker.types import Estimate
+
+
+def find_frontier(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """From the cheapest to the soonest done; of equals the first. Only estimates with hours and dollars count."""
+    frontier = list[Estimate]()
+    least_hours = math.inf
+    for each in sorted(list_timed(estimates), key=lambda each: (each.expected_usd or 0.0, each.expected_hours or 0.0)):
+        hours = each.expected_hours or 0.0
+        if hours < least_hours * (1 - 1e-9):
+            frontier.append(each)
+            least_hours = hours
+    return frontier
+
+
+def list_timed(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Those that have hours and dollars, and finite ones."""
+    return [
+        each
+        for each in estimates
+        if each.expected_usd is not None
+        and each.expected_hours is not None
+        and math.isfinite(each.expected_usd)
+        and math.isfinite(each.expected_hours)
+    ]

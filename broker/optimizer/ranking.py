@@ -1,0 +1,64 @@
+"""Candidates as plain numbers, and the sequence that makes Estimates of them when they are looked at.
+
+Thousands of placements fit a task, and a person or the provisioner looks at a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import NamedTuple, overload
+
+from broker.optimizer.cost import Course
+from broker.optimizer.data_cost import DataCost
+from broker.types import Estimate, Offer
+
+
+class Candidate(NamedTuple):
+    """One placement. Its first fields are the order: cheapest first, and equal costs in a fixed order."""
+
+    usd: float  # to finish, or per hour where no work is given
+    usd_hour: float  # of the whole gang
+    cloud: str
+    region: str
+    zone: str
+    instance_type: str
+    is_spot: bool
+    offer: Offer
+    course: Course | None
+    data: DataCost
+    hazard: float
+
+
+RANK = itemgetter(slice(0, 7))
+IDENTITY = itemgetter(slice(2, 7))
+
+
+class Ranking(Sequence[Estimate]):
+    """Candidates in their order, each an Estimate on first use and the same one ever after."""
+
+    def __init__(self, candidates: Sequence[Candidate], make: Callable[[Candidate], Estimate]) -> None:
+        self._candidates = candidates
+        self._make = make
+        self._made = dict[int, Estimate]()
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    @overload
+    def __getitem__(self, index: int) -> Estimate: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Estimate, ...]: ...
+    def __getitem__(self, index: int | slice) -> Estimate | tuple[Estimate, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        place = range(len(self))[index]  # negative ones count from the end; IndexError beyond
+        found = self._made.get(place)
+        if found is None:
+            found = self._made[place] = self._make(self._candidates[place])
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and not isinstance(other, str) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]

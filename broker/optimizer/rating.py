@@ -1,0 +1,139 @@
+"""Offers -> candidates: what every placement of one task would cost, as plain numbers.
+
+Few courses differ: thousands of offers share their work, hazard and recovery, so each course is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from broker.optimizer.cost import (
+    Course,
+    Terms,
+    add_data_usd,
+    make_estimate,
+    run_on_demand,
+    run_on_spot,
+    run_on_spot_then_on_demand,
+)
+from broker.optimizer.dag_egress import EgressTable
+from broker.optimizer.data_cost import NO_DATA, DataCost, has_data, price_data
+from broker.optimizer.ranking import Candidate
+from broker.optimizer.throughput import scale_work
+from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
+from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
+
+# What was seen of spot machines, by (cloud, region, zone, instance type).
+History = Mapping[tuple[str, str, str | None, str], Observation]
+
+
+class Rater:
+    """Rates the offers for one task; remembers what offers have in common."""
+
+    def __init__(
+        self,
+        task: Task,
+        figures: Mapping[str, AcceleratorFigures],
+        egress: Sequence[EgressPrice],
+        history: History | None,
+    ) -> None:
+        self._task = task
+        self._figures = figures
+        self._history = history or {}
+        self._has_work = task.goal is not None and task.goal.work_hours is not None
+        self._egress = EgressTable.from_prices(egress) if self._has_work and has_data(task) else None
+        self._work = dict[tuple[str, str], float]()
+        self._hazards = dict[float | None, float]()
+        self._courses = dict[tuple[float, float, str, bool], Course]()
+        self._data = dict[tuple[str, str], DataCost]()
+
+    def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[Candidate]:
+        """Every offer at each pricing model that it has a price for, in no order."""
+        task, nodes = self._task, self._task.num_nodes
+        models = list_pricing_models(task, resources)
+        may_switch = len(models) == 2
+        candidates = list[Candidate]()
+        for offer in offers:
+            for is_spot in models:
+                price = offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour
+                if price is None:
+                    continue
+                usd = usd_hour = price * nodes
+                hazard = nodes * self._find_hazard(offer) if is_spot else 0.0
+                course, data = None, NO_DATA
+                if self._has_work:
+                    course = self._find_course(offer, hazard, may_switch and offer.ondemand_usd_hour is not None)
+                    usd = usd_hour * (course.spot_hours if is_spot else course.ondemand_hours)
+                    if is_spot and course.ondemand_hours and offer.ondemand_usd_hour is not None:
+                        usd += nodes * course.ondemand_hours * offer.ondemand_usd_hour
+                    if self._egress is not None:
+                        data = self._find_data(offer, self._egress)
+                        usd += sum(add_data_usd(course, data))
+                candidates.append(
+                    Candidate(
+                        usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
+                        offer, course, data, hazard,
+                    )
+                )  # fmt: skip
+        return candidates
+
+    def make_estimate(self, candidate: Candidate) -> Estimate:
+        placement = place(candidate, self._task.num_nodes)
+        if candidate.course is None:
+            return Estimate(placement=placement, preemptions_per_hour=candidate.hazard)
+        return make_estimate(placement, candidate.course, candidate.data, hazard=candidate.hazard, goal=self._task.goal)
+
+    def _find_hazard(self, offer: Offer) -> float:
+        """Preemptions per node-hour, by the band and by what was seen there."""
+        band = offer.interruption_band
+        hazard = self._hazards.get(band)
+        if hazard is None:
+            hazard = self._hazards[band] = hazard_per_node_hour(band)
+        if not self._history:
+            return hazard
+        return mix_hazard(hazard, self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type)))
+
+    def _find_course(self, offer: Offer, hazard: float, may_switch: bool) -> Course:
+        task = self._task
+        kind = (offer.cloud, offer.instance_type)
+        work = self._work.get(kind)
+        if work is None:
+            work = self._work[kind] = scale_work(task.goal, offer, self._figures) or 0.0
+        key = (work, hazard, offer.cloud, may_switch)
+        course = self._courses.get(key)
+        if course is None:
+            terms = Terms.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
+            confidence = task.goal.confidence if task.goal else 0.0
+            course = self._courses[key] = choose_course(terms, confidence, may_switch=may_switch)
+        return course
+
+    def _find_data(self, offer: Offer, egress: EgressTable) -> DataCost:
+        key = (offer.cloud, offer.region)
+        data = self._data.get(key)
+        if data is None:
+            data = self._data[key] = price_data(self._task, offer.cloud, offer.region, egress)
+        return data
+
+
+def choose_course(terms: Terms, confidence: float, *, may_switch: bool) -> Course:
+    """Spot to the end where its chance to meet the deadline suffices, else spot that may switch, where it can.
+
+    Spot alone is tried first: where both will do, on-demand at the end would only add to the price.
+    """
+    if terms.hazard <= 0:
+        return run_on_demand(terms)
+    alone = run_on_spot(terms)
+    if may_switch and alone.deadline_chance is not None and alone.deadline_chance < confidence:
+        return run_on_spot_then_on_demand(terms) or alone
+    return alone
+
+
+def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
+    """Spot as asked; not asked is on-demand, or both when a goal says what finishing means."""
+    if resources.use_spot is None:
+        return (False, True) if task.goal else (False,)
+    return (resources.use_spot,)
+
+
+def place(candidate: Candidate, node_count: int) -> Placement:
+    return Placement(offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count)

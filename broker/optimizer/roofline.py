@@ -1,0 +1,200 @@
+"""How long one training step takes on given hardware: arithmetic, memory traffic, and what is sent.
+
+A bound from peaks, times the stated shares of the peaks that real programs reach. Seconds, bytes, and GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Dtype, Recompute, Sharding
+from broker.optimizer.model_shape import ModelShape
+from broker.types import AcceleratorFigures
+
+# Share of the peak that large matrix products reach. A100's is chosen to meet Megatron-LM's runs (Narayanan 2021;
+# Korthikanti 2022; tests/optimizer/test_roofline.py holds it), H100's agrees with Llama 3 (Dubey 2024), the others are
+# our assumption. Newer cards
+# have more arithmetic for each byte of memory, and reach less of it.
+# AMD's are taken to reach the least.
+PRODUCT_EFFICIENCY = {
+    "A100": 0.72, "A100-80GB": 0.72, "V100": 0.60, "V100-32GB": 0.60, "H100": 0.58, "H200": 0.60, "GH200": 0.60,
+    "MI300X": 0.40, "MI355X": 0.40,
+}  # fmt: skip
+PRODUCT_EFFICIENCY_ELSE = 0.55
+# Narrow matrices do not fill a card: the share falls as w / (w + 500) with w = h / sqrt(t), the side of a square
+# matrix as large as a tensor rank's part.
+HALF_WIDTH = 500.0
+BANDWIDTH_EFFICIENCY = 0.80  # of the memory's peak, for long sequential reads and writes
+# Element-wise kernels read and write what they keep for the backward pass about three times in all: once written
+# forward, read by the next kernel, read again backward.
+TRAFFIC_PER_KEPT_BYTE = 3.0
+LINK_EFFICIENCY = 0.75  # of NVLink's one-way peak: 230 of 300 GB/s on A100 in nccl-tests
+NETWORK_EFFICIENCY = 0.80  # of the network's stated speed
+PCIE_GBS = 20.0  # between cards without NVLink: PCIe 4.0 x16 carries 32 at most, shared switches less
+EXPOSED_SHARE_MIN = 0.1  # of the gradients' traffic never hides: the last bucket has nothing to hide behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of node: `accelerators` of it a node, and its network in GB/s one way."""
+
+    figures: AcceleratorFigures
+    accelerators: int
+    network_gbs: float
+
+    @property
+    def link_gbs(self) -> float:
+        """One way between two cards of a node. The maker's NVLink figure counts both ways."""
+        nvlink = self.figures.nvlink_gbs or 0.0
+        if nvlink < 150 and self.accelerators > 2:
+            nvlink = 0.0  # a bridge joins two cards only
+        return nvlink / 2 * LINK_EFFICIENCY if nvlink else PCIE_GBS
+
+    def peak_flops(self, dtype: Dtype) -> float:
+        """FLOP/s of one card; zero where no figure is known."""
+        tflops = self.figures.fp32_tflops if dtype == "fp32" else self.figures.training_tflops
+        return (tflops or self.figures.training_tflops or 0.0) * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step on the critical path, by cause."""
+
+    compute_s: float  # matrix products, with what is recomputed
+    memory_s: float  # element-wise kernels
+    tensor_s: float  # all-reduces between tensor ranks
+    pipeline_s: float  # the bubble, and sending between stages
+    data_s: float  # gradients, and weights under full sharding, as far as they do not hide
+    update_s: float  # the optimizer
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.memory_s + self.tensor_s + self.pipeline_s + self.data_s + self.update_s
+
+
+def estimate_step(
+    shape: ModelShape,
+    sharding: Sharding,
+    hardware: Hardware,
+    *,
+    sequence: int,
+    batch: int,
+    micro_batch: int,
+    recompute: Recompute,
+    dtype: Dtype = "bf16",
+    is_flash: bool = True,
+) -> StepTime:
+    """`batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through memory.
+
+    The pipeline takes (m + (p - 1) / v) turns for m micro-batches in v chunks a rank: a bubble of (p - 1) / (v m)
+    (Narayanan 2021, section 2.2).
+    """
+    micro_batches = max(1, math.ceil(batch / (sharding.data * micro_batch)))
+    tokens = float(micro_batch * sequence)
+    compute = _compute_s(shape, sharding, hardware, sequence, tokens, recompute, dtype)
+    memory = _memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash)
+    tensor = _tensor_s(shape, sharding, hardware, tokens, recompute, dtype)
+    turn = compute + memory + tensor
+    pipeline = 0.0
+    if sharding.pipeline > 1:
+        sent = 2 * tokens * shape.width * BYTES_PER_PARAMETER[dtype][0] / sharding.tensor * sharding.interleave
+        pipeline = turn * (sharding.pipeline - 1) / sharding.interleave
+        pipeline += micro_batches * sent / (_network_share(hardware, hardware.accelerators) * 1e9)
+    return StepTime(
+        compute_s=compute * micro_batches,
+        memory_s=memory * micro_batches,
+        tensor_s=tensor * micro_batches,
+        pipeline_s=pipeline,
+        data_s=_data_s(shape, sharding, hardware, turn, micro_batches, dtype),
+        update_s=_update_s(shape, sharding, hardware, dtype),
+    )
+
+
+def find_mfu(shape: ModelShape, step: StepTime, *, sequence: int, batch: int, peak_flops: float) -> float:
+    """Model FLOPs utilisation: useful FLOPs over what all cards could do; `peak_flops` is theirs together."""
+    return shape.flops_per_token(sequence) * sequence * batch / (step.total_s * peak_flops)
+
+
+def _compute_s(
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, sequence: int, tokens: float, recompute: Recompute,
+    dtype: Dtype,
+) -> float:  # fmt: skip
+    flops = shape.flops_per_token(sequence)
+    if recompute == "full":
+        flops *= 4 / 3  # the forward pass once more
+    elif recompute == "selective":
+        flops += shape.attention_flops_per_token(sequence)
+    width = shape.width / math.sqrt(sharding.tensor)
+    share = PRODUCT_EFFICIENCY.get(hardware.figures.name, PRODUCT_EFFICIENCY_ELSE) * width / (width + HALF_WIDTH)
+    return flops * tokens / (sharding.tensor * sharding.pipeline) / (hardware.peak_flops(dtype) * share)
+
+
+def _memory_s(
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, sequence: int, tokens: float, recompute: Recompute,
+    dtype: Dtype, is_flash: bool,
+) -> float:  # fmt: skip
+    bandwidth = (hardware.figures.memory_bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_EFFICIENCY
+    if not bandwidth:
+        return 0.0
+    split = sharding.tensor if sharding.is_sequence_parallel else 1
+    kept = shape.width * (10 / split + 24 / sharding.tensor)
+    attention = 0.0 if is_flash else 5.0 * shape.heads * sequence / sharding.tensor
+    once_more = 4 / 3 if recompute == "full" else 1.0
+    attention *= 4 / 3 if recompute != "none" else 1.0
+    scale = 2.0 if dtype == "fp32" else 1.0
+    blocks = shape.layers / sharding.pipeline
+    return scale * TRAFFIC_PER_KEPT_BYTE * tokens * blocks * (kept * once_more + attention) / bandwidth
+
+
+def _tensor_s(
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, recompute: Recompute, dtype: Dtype
+) -> float:
+    """Two all-reduces a block forward, two backward (Shoeybi 2019, section 3), two more when all is recomputed.
+
+    A ring sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009); sequence parallelism sends as much.
+    """
+    t = sharding.tensor
+    if t == 1:
+        return 0.0
+    count = (6 if recompute == "full" else 4) * shape.layers / sharding.pipeline
+    sent = tokens * shape.width * BYTES_PER_PARAMETER[dtype][0] * 2 * (t - 1) / t
+    gbs = hardware.link_gbs if t <= hardware.accelerators else _network_share(hardware, hardware.accelerators)
+    return count * sent / (gbs * 1e9)
+
+
+def _data_s(
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, turn_s: float, micro_batches: int, dtype: Dtype
+) -> float:
+    """Gradients (and weights under stage 3) between data ranks, less what hides behind compute.
+
+    Stages 0 to 2 send 2 x the bytes once a step, behind the last backward pass; stage 3 sends 3 x (Rajbhandari 2020,
+    section 7.2) for every micro-batch, behind all of it. Rings cross a node's network once, whatever its cards.
+    """
+    d = sharding.data
+    if d == 1:
+        return 0.0
+    own = shape.parameters * BYTES_PER_PARAMETER[dtype][1] / (sharding.tensor * sharding.pipeline)
+    is_inside = sharding.accelerators <= hardware.accelerators
+    rings = min(sharding.tensor * sharding.pipeline, hardware.accelerators)
+    gbs = hardware.link_gbs if is_inside else min(hardware.link_gbs, _network_share(hardware, rings))
+    once = own * (d - 1) / d / (gbs * 1e9)
+    if sharding.zero == 3:
+        sent, hidden = 3 * once * micro_batches, turn_s * micro_batches
+    else:
+        sent, hidden = 2 * once, turn_s * 2 / 3
+    return max(sent - hidden, sent * EXPOSED_SHARE_MIN)
+
+
+def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: Dtype) -> float:
+    """Reading and writing every state once."""
+    bandwidth = (hardware.figures.memory_bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_EFFICIENCY
+    if not bandwidth:
+        return 0.0
+    own = shape.parameters / (sharding.tensor * sharding.pipeline) / (sharding.data if sharding.zero else 1)
+    return 2 * own * sum(BYTES_PER_PARAMETER[dtype]) / bandwidth
+
+
+def _network_share(hardware: Hardware, sharers: int) -> float:
+    """GB/s one way for each of `sharers` that use a node's network at once."""
+    return hardware.network_gbs * NETWORK_EFFICIENCY / max(1, sharers)

@@ -1,0 +1,97 @@
+"""One look at a cloud's nodes for everybody who asks: ten thousand jobs make no more calls than one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from broker.clock import Clock
+from broker.clouds.base import Cloud
+from broker.errors import ThrottledError, TransientError, UnknownOutcomeError
+from broker.provision.backoff import draw_backoff_s
+from broker.types import Node
+
+RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)
+TRIES_MAX = 8
+
+
+class Listing:
+    """What a cloud listed of ours, asked for at `asked_s`."""
+
+    def __init__(self, nodes: Sequence[Node], asked_s: float) -> None:
+        self.nodes = tuple(nodes)
+        self.asked_s = asked_s
+
+    @cached_property
+    def by_id(self) -> dict[str, Node]:
+        return {node.id: node for node in self.nodes}
+
+    @cached_property
+    def by_token(self) -> dict[str, list[Node]]:
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(node.token, []).append(node)
+        return found
+
+
+@dataclass
+class _Shared:
+    newest: Listing | None = None
+    running: asyncio.Task[Listing] | None = None
+    following: asyncio.Task[Listing] | None = field(default=None)
+
+
+class Lister:
+    """Lists each cloud's nodes of one owner. Whoever asks while a list is on its way shares the one after it."""
+
+    def __init__(self, owner: str, *, clock: Clock) -> None:
+        self._owner = owner
+        self._clock = clock
+        self._shared: dict[str, _Shared] = {}
+
+    async def list(self, cloud: Cloud, *, age_s_max: float = 0.0, tries_max: int = TRIES_MAX) -> Listing:
+        """A list that was asked for now or later, or at most `age_s_max` ago. Patient with throttling.
+
+        Raises the CloudError of the last of `tries_max` tries.
+        """
+        newest = self._shared.setdefault(cloud.name, _Shared()).newest
+        if newest is not None and age_s_max > 0 and self._clock.now_s() - newest.asked_s <= age_s_max:
+            return newest
+        for tries in range(tries_max - 1):
+            try:
+                return await self._share(cloud)
+            except RETRYABLE:
+                await self._clock.sleep(draw_backoff_s(tries))
+        return await self._share(cloud)
+
+    async def _share(self, cloud: Cloud) -> Listing:
+        shared = self._shared[cloud.name]
+        if shared.following is not None and shared.following.done():
+            shared.following = None  # it was cancelled before it began, with its event loop
+        if shared.following is None:
+            if shared.running is None or shared.running.done():
+                shared.running = _begin(self._ask(cloud, after=None))
+                return await asyncio.shield(shared.running)
+            # The one on its way may have been answered before what the caller did; only the next one counts.
+            shared.following = _begin(self._ask(cloud, after=shared.running))
+        return await asyncio.shield(shared.following)
+
+    async def _ask(self, cloud: Cloud, after: asyncio.Task[Listing] | None) -> Listing:
+        if after is not None:
+            await asyncio.wait([after])
+            shared = self._shared[cloud.name]
+            shared.running, shared.following = asyncio.current_task(), None  # whoever comes now is too late for it
+        asked_s = self._clock.now_s()
+        listing = Listing(await cloud.list_nodes(self._owner), asked_s)
+        self._shared[cloud.name].newest = listing
+        return listing
+
+
+def _begin(work: Coroutine[Any, Any, Listing]) -> asyncio.Task[Listing]:
+    """A failure that nobody waits for any more is nobody's."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

@@ -1,0 +1,97 @@
+"""Names of accelerators as people write them: `a100`, `H100-80GB:8`, `tpu-v5e-8`, `80GB+`, `nvidia:80GB+:8`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from broker.task.measures import read_gib
+from broker.task.reading import suggest
+from broker.types import AcceleratorFigures, Notice, Origin, Quantity, Resources, Task
+
+_BY_MEMORY = r"(?:([A-Za-z]+):)?([0-9]+[gGmMtT][bB])(\+?)"
+_TPU = r"[tT][pP][uU]-[vV]([0-9][a-zA-Z]*)-([0-9]+)"
+# A TPU's name counts cores up to v4 and v5p, and chips since: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+_CORES_PER_CHIP = {"2": 2, "3": 2, "4": 2, "5p": 2}
+_TPU_NAMES = {"5litepod": "5e", "5lite": "5e"}
+_MAKERS = (("MI", "amd"), ("Radeon", "amd"), ("TPU", "google"), ("Inferentia", "amazon"), ("Trainium", "amazon"),
+           ("Gaudi", "intel"), ("AI100", "qualcomm"))  # fmt: skip
+_MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one as 180 or 183
+
+
+def read_accelerator(text: str) -> tuple[str, float]:
+    """`H100:8` -> H100 and 8; the count of a bare name is 1. The text fits `fields_resources.ACCELERATOR`."""
+    name, _, count = text.rpartition(":")
+    if not name or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", count):
+        name, count = text, "1"
+    if found := re.fullmatch(_TPU, name):
+        version = _TPU_NAMES.get(found[1].lower(), found[1].lower())
+        return f"TPU-v{version}", int(found[2]) / _CORES_PER_CHIP.get(version, 1) * float(count)
+    return name, float(count)
+
+
+def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) -> Task:
+    """The task with every accelerator named as in `figures`; one asked for by memory becomes all that fit.
+
+    As in SkyPilot, an unknown name among alternatives is left out, with a notice; alone it stays for the book to
+    refuse.
+    """
+    by_lower = {name.lower(): name for name in figures}
+    found: list[Resources] = []
+    unknown: dict[str, Resources] = {}
+    for each in task.resources:
+        if each.accelerator is None:
+            names: list[str | None] = [None]
+        elif asked := re.fullmatch(_BY_MEMORY, each.accelerator):
+            memory = Quantity(value=read_gib(asked[2]), is_minimum=bool(asked[3]))
+            names = [*_list_by_memory(figures, memory, asked[1])] or [each.accelerator]
+        else:
+            names = [_find_name(each.accelerator, by_lower, figures)]
+        for name in names:
+            if name is not None and name not in figures:
+                unknown.setdefault(name, each)
+            elif (resolved := replace(each, accelerator=name)) not in found:
+                found.append(resolved)
+    if not found or tuple(found) == task.resources:
+        return task
+    notices = tuple(_note_unknown(name, each, by_lower) for name, each in unknown.items())
+    return replace(task, resources=tuple(found), notices=(*task.notices, *notices))
+
+
+def _note_unknown(name: str, resources: Resources, by_lower: Mapping[str, str]) -> Notice:
+    return Notice(
+        origin=resources.origin or Origin(file="command line", line=0, column=0),
+        field="accelerators",
+        message=f"`accelerators`: nobody sells `{name}`; it is left out",
+        hint=suggest(name, by_lower.values()),
+    )
+
+
+def _list_by_memory(figures: Mapping[str, AcceleratorFigures], memory: Quantity, maker: str | None) -> list[str]:
+    return [
+        name
+        for name, each in figures.items()
+        if (maker is None or _find_maker(name) == maker.lower())
+        and (
+            each.memory_gib >= memory.value * (1 - _MEMORY_SLACK)
+            if memory.is_minimum
+            else abs(each.memory_gib - memory.value) <= memory.value * _MEMORY_SLACK
+        )
+    ]
+
+
+def _find_maker(name: str) -> str:
+    return next((maker for start, maker in _MAKERS if name.startswith(start)), "nvidia")
+
+
+def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> str:
+    """The known spelling; a memory suffix that says nothing new falls away (`A100-40GB` is `A100`)."""
+    if known := by_lower.get(name.lower()):
+        return known
+    base, _, suffix = name.rpartition("-")
+    if base.lower() in by_lower and re.fullmatch(r"[0-9]+[gG][bB]", suffix):
+        known = by_lower[base.lower()]
+        if abs(figures[known].memory_gib - read_gib(suffix)) <= read_gib(suffix) * _MEMORY_SLACK:
+            return known
+    return name

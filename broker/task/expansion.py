@@ -1,0 +1,75 @@
+"""Fills a task's own variables into its paths, as SkyPilot does: `$NAME` and `${NAME}` of `envs` and `secrets`.
+
+Only `workdir`, `file_mounts`, `volumes` and `service` are filled in; `setup` and `run` get them as environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from broker.task.reading import Reader
+from broker.task.yaml_reader import BYTES_MAX, Marked
+
+FIELDS = ("workdir", "file_mounts", "volumes", "service")
+_VARIABLE = r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))"
+
+
+def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]) -> Marked:
+    """The document with the fields above filled in; a variable that is not known stays as it is written."""
+    if not values:
+        return document
+    expander = _Expander(values)
+    fields = dict(document.value)
+    for name in FIELDS:
+        if name in fields:
+            fields[name] = expander.expand(fields[name])
+            if expander.size > BYTES_MAX:
+                reader.fault(document.value[name], f"`{name}` with its variables filled in is too large")
+                fields[name] = replace(fields[name], value=None)
+    return replace(document, value=fields)
+
+
+class _Expander:
+    """Counts what it has made: a small file can otherwise stand for a huge one."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self.size = 0
+
+    def expand(self, marked: Marked) -> Marked:
+        if self.size > BYTES_MAX:
+            return marked
+        if isinstance(marked.value, str):
+            text = self._fill(marked.value)
+            return replace(marked, value=text, text=text)
+        if isinstance(marked.value, list):
+            return replace(marked, value=[self.expand(each) for each in marked.value])
+        if isinstance(marked.value, dict):
+            pairs = {self._fill(key): (key, each) for key, each in marked.value.items()}
+            return replace(
+                marked,
+                value={key: self.expand(each) for key, (_, each) in pairs.items()},
+                keys={key: marked.keys[old] for key, (old, _) in pairs.items()},
+            )
+        return marked
+
+    def _fill(self, text: str) -> str:
+        filled = []
+        for part in _split(text):
+            value = self._values.get(part[1], part[0]) if part[1] else part[0]
+            self.size += len(value)
+            if self.size > BYTES_MAX:
+                return text
+            filled.append(value)
+        return "".join(filled)
+
+
+def _split(text: str) -> list[tuple[str, str]]:
+    """Pieces of the text: what is written, and the variable's name where it is one."""
+    pieces, end = [], 0
+    for found in re.finditer(_VARIABLE, text):
+        pieces += [(text[end : found.start()], ""), (found[0], found[1] or found[2])]
+        end = found.end()
+    return [*pieces, (text[end:], "")]

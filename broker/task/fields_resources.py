@@ -1,0 +1,293 @@
+"""The fields of `resources`: SkyPilot 0.14's, each with its shape and what broker does with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from broker.task.measures import Count, Duration, Memory, Size
+from broker.task.reading import suggest
+from broker.task.shapes import (
+    Anything,
+    Choice,
+    Either,
+    Flag,
+    ListOf,
+    MapOf,
+    Number,
+    Scalar,
+    Schema,
+    Shape,
+    Text,
+    Whole,
+    any_case,
+)
+from broker.task.tables import Field, Later, Table
+from broker.task.yaml_reader import Marked
+
+# SkyPilot 0.14.1 `sky/skylet/constants.py` ALL_CLOUDS, its short names, and what broker's own price book adds.
+CLOUDS = (
+    "aws", "azure", "gcp", "lambda", "runpod", "nebius", "oci", "hyperbolic", "seeweb", "verda", "jarvislabs",
+    "cudo", "do", "fluidstack", "ibm", "mithril", "paperspace", "primeintellect", "scp", "shadeform", "vast",
+    "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
+)  # fmt: skip
+OWN_MACHINES = ("kubernetes", "k8s", "ssh", "slurm", "vsphere")  # the user's: no prices, nothing to rent
+WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
+STRATEGIES = ("failover", "eager_next_region", "cheapest")
+ACCELERATOR_NAME = r"[A-Za-z][A-Za-z0-9_.-]{0,60}"
+_COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
+_MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
+ACCELERATOR = rf"(?:{ACCELERATOR_NAME}|{_MEMORY})(?::{_COUNT})?"
+EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4:1", "B200:8", "80GB+:1")
+ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+
+
+class Infra(Scalar):
+    """`aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` -> the parts, `*` and empty ones as None."""
+
+    expected = "like `aws`, `aws/us-east-1` or `aws/us-east-1/us-east-1a`"
+
+    def parse(self, marked: Marked) -> tuple[str | None, ...] | None:
+        text = marked.value.strip() if isinstance(marked.value, str) else ""
+        cloud, *rest = text.removesuffix("/").split("/")
+        is_known = cloud == "*" or cloud.lower() in CLOUDS
+        if not is_known or any(not each or re.search(r"\s", each) for each in rest):
+            return None
+        if cloud.lower() in WITH_CONTEXTS:  # a context's name may hold slashes
+            rest = ["/".join(rest)] if rest else []
+        if len(rest) > 2:
+            return None
+        parts = [None if each == "*" else each for each in (cloud.lower(), *rest)]
+        return (*parts, None, None)[:3]
+
+    def hint(self, marked: Marked) -> str | None:
+        cloud = str(marked.value).split("/")[0].strip()
+        return (
+            None if cloud.lower() in (*CLOUDS, "*") else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
+        )
+
+    def describe(self) -> Schema:
+        others = any_case([each for each in CLOUDS if each not in WITH_CONTEXTS])
+        part = r"/[^/\s]+"
+        pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{part})*/?"
+        return {"anyOf": [{"enum": [*CLOUDS, "*"]}, {"type": "string", "pattern": rf"^\s*(?:{pattern})\s*$"}]}
+
+
+class Port(Scalar):
+    """`8080` or `8000-8010` -> text."""
+
+    expected = "like `8080` or `8000-8010`"
+    _port = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+
+    def parse(self, marked: Marked) -> str | None:
+        value = marked.value
+        text = str(value) if not isinstance(value, float) else ""
+        if isinstance(value, bool) or not re.fullmatch(rf"{self._port}(?:-{self._port})?", text):
+            return None
+        bounds = [int(each) for each in text.split("-")]
+        return text if bounds == sorted(bounds) else None
+
+    def admits_kind(self, value: Any) -> bool:
+        return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+    def describe(self) -> Schema:
+        port = self._port
+        return {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": 65535},
+                {"type": "string", "pattern": f"^{port}(?:-{port})?$"},
+            ]
+        }
+
+
+_NAMED = Text(pattern=ACCELERATOR, expected="like `H100:8`")
+_COUNTED = MapOf(value=Number(at_most=10_000), key=ACCELERATOR, key_expected="like `H100` or `H100:8`", has_null=True)
+_ACCELERATORS = Either(
+    shapes=(
+        _NAMED,
+        _COUNTED,
+        ListOf(item=Either(shapes=(_NAMED, _COUNTED)), count_min=1),
+    )
+)
+_NOT_YET_DISK = "broker does not choose local disks"
+
+AUTOSTOP = Table(
+    name="autostop",
+    about="When to stop a cluster by itself.",
+    fields={
+        "idle_minutes": Field(shape=Whole(maximum=1_000_000), about="Minutes without a run before stopping; 5."),
+        "down": Field(shape=Flag(), about="Take the cluster down instead of stopping it."),
+        "wait_for": Field(
+            shape=Choice(words=("jobs_and_ssh", "jobs", "none")),
+            about="What counts as activity.",
+            later=Later(
+                message="only runs count as activity, not SSH sessions", blocks_launch=False,
+                applies=lambda value: value != "jobs",
+            ),
+        ),
+        "hook": Field(
+            shape=Text(), about="A command to run before stopping.",
+            later=Later(message="the command before an autostop is not run", hint="put it at the end of `run`"),
+        ),
+        "hook_timeout": Field(shape=Whole(minimum=1), about="Seconds that `hook` may take."),
+    },
+)  # fmt: skip
+
+JOB_RECOVERY = Table(
+    name="job_recovery",
+    about="How a managed job recovers.",
+    fields={
+        "strategy": Field(
+            shape=Choice(words=(*STRATEGIES, "none")),
+            about="Where to go after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
+            "the region at once, `cheapest` plans anew.",
+        ),
+        "max_restarts_on_errors": Field(
+            shape=Whole(), about="How often a program that fails by itself is started again; 0."
+        ),
+        "recover_on_exit_codes": Field(
+            shape=Either(shapes=(Whole(maximum=255), ListOf(item=Whole(maximum=255)))),
+            about="Exit codes that always restart the program and are not counted.",
+        ),
+        "stall_timeout": Field(
+            shape=Duration(bare_unit="s"), about="Restart a program that reports no new step for so long (broker only)."
+        ),
+    },
+)
+
+ACCELERATOR_ARGS = Table(
+    name="accelerator_args",
+    about="TPU options.",
+    fields={
+        "runtime_version": Field(shape=Text(), about="The TPU's software version."),
+        "tpu_name": Field(shape=Text(), about="The TPU's name."),
+        "tpu_vm": Field(shape=Flag(), about="A TPU VM (the default) or a TPU node."),
+        "gcp_queued_resource": Field(shape=Flag(), about="Wait in GCP's queue for the TPU."),
+    },
+)
+
+_CLOUD = Choice(words=CLOUDS)
+
+ONE: dict[str, Field] = {
+    "infra": Field(
+        shape=Infra(), examples=("aws", "gcp/us-central1", "aws/us-east-1/us-east-1a", "*/*/us-east-1a"),
+        about="CLOUD[/REGION[/ZONE]]; `*` is any.",
+    ),
+    "cloud": Field(shape=_CLOUD, about="The cloud; `infra` is the newer way."),
+    "region": Field(shape=Text(), about="The region; `infra` is the newer way."),
+    "zone": Field(shape=Text(), about="The zone; `infra` is the newer way."),
+    "accelerators": Field(
+        shape=_ACCELERATORS,
+        examples=EXAMPLE_ACCELERATORS,
+        about="NAME[:COUNT] of a node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
+        "is anything with so much memory.",
+    ),
+    "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="The same as `accelerators`."),
+    "accelerator_args": Field(
+        shape=ACCELERATOR_ARGS, about="TPU options.",
+        later=Later(
+            message="TPU options are not passed on", hint="remove `accelerator_args` to take the cloud's defaults",
+            applies=lambda section: any(key != "tpu_vm" or not value for key, value in section.values.items()),
+        ),
+    ),
+    "cpus": Field(shape=Count(), examples=("4", "4+", "16+"), about="vCPUs of a node: `4` exactly, `4+` at least."),
+    "memory": Field(
+        shape=Memory(), examples=("32+", "64GB+", "128"), about="Memory of a node in GiB: `32` exactly, `32+` at least."
+    ),
+    "instance_type": Field(shape=Text(), about="The cloud's name of the machine."),
+    "use_spot": Field(shape=Flag(), about="Spot machines, on-demand ones; not said: both if the task has a `goal`."),
+    "disk_size": Field(shape=Size(), about="The root disk in GiB; 256.", examples=("256GB", "1TB")),
+    "ephemeral_storage": Field(shape=Size(), alias_of="disk_size", about="An old name of `disk_size`."),
+    "disk_tier": Field(
+        shape=Choice(words=("low", "medium", "high", "ultra", "best", "none")), about="How fast the root disk is.",
+        later=Later(
+            message="the cloud's usual disk is taken", blocks_launch=False, applies=lambda value: value != "none"
+        ),
+    ),
+    "network_tier": Field(
+        shape=Choice(words=("standard", "best")), about="How fast the network between nodes is.",
+        later=Later(
+            message="the cloud's usual network is taken", blocks_launch=False, applies=lambda value: value == "best"
+        ),
+    ),
+    "local_disk": Field(
+        shape=Either(
+            shapes=(
+                Text(
+                    pattern=r"(?:[nN][vV][mM][eE]|[sS][sS][dD])(?::[0-9]{1,9}\+?)?|[0-9]{1,9}\+?",
+                    expected="like `nvme:1000+`",
+                ),
+                Whole(minimum=1),
+            )
+        ),
+        about="Fast disks inside the machine, in GB.", examples=("nvme:1000+", "ssd"),
+        later=Later(message=_NOT_YET_DISK, hint="name an `instance_type` that has them, and drop `local_disk`"),
+    ),
+    "max_hourly_cost": Field(shape=Number(), about="The most that a node may cost, USD an hour."),
+    "ports": Field(
+        shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"),
+        about="Ports open to the internet.",
+        later=Later(message="no port is opened to the internet", blocks_launch=False),
+    ),
+    "image_id": Field(
+        shape=Either(shapes=(Text(), MapOf(value=Text()))),
+        about="The machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
+    ),
+    "labels": Field(shape=MapOf(value=Text(also_scalar=True)), about="Tags on everything that is made."),
+    "autostop": Field(
+        shape=Either(shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), AUTOSTOP)),
+        about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),
+    ),
+    "job_recovery": Field(
+        shape=Either(shapes=(Choice(words=(*STRATEGIES, "none")), JOB_RECOVERY)),
+        about="How a managed job recovers: a strategy, or a mapping.",
+    ),
+    "spot_recovery": Field(
+        shape=Choice(words=(*STRATEGIES, "none")), alias_of="job_recovery", about="An old name of `job_recovery`."
+    ),
+    "volumes": Field(
+        shape=ListOf(item=Anything()), about="Disks to attach (older SkyPilot).",
+        later=Later(message="disks are not attached", hint="use `disk_size`, or keep the data in a bucket"),
+    ),
+    "priority": Field(
+        shape=Either(shapes=(Whole(minimum=-1000, maximum=1000),)), about="A managed job's place in the queue.",
+        later=Later(message="jobs start in the order they are launched", blocks_launch=False),
+    ),
+    "priority_class": Field(
+        shape=Text(), about="A Kueue priority class.",
+        later=Later(message="jobs start in the order they are launched", blocks_launch=False),
+    ),
+    "_no_missing_accel_warnings": Field(shape=Flag(), about="SkyPilot's own; it has no effect here."),
+    "_docker_login_config": Field(shape=MapOf(value=Text()), about="SkyPilot's own; it has no effect here."),
+    "_is_image_managed": Field(shape=Flag(), about="SkyPilot's own; it has no effect here."),
+    "_requires_fuse": Field(shape=Flag(), about="SkyPilot's own; it has no effect here."),
+    "_cluster_config_overrides": Field(shape=MapOf(value=Anything()), about="SkyPilot's own; it has no effect here."),
+}  # fmt: skip
+_PLACES = tuple(("infra", name, "keep `infra`") for name in ("cloud", "region", "zone"))
+
+ALTERNATIVE = Table(name="alternative", about="One of several kinds of node.", fields=ONE, exclusive=_PLACES)
+
+
+def _list_all() -> dict[str, Field]:
+    several: Shape = ListOf(item=ALTERNATIVE, count_min=1)
+    return {
+        **ONE,
+        "any_of": Field(shape=several, about="Alternatives: the cheapest wins. Each takes over the fields outside."),
+        "ordered": Field(shape=several, about="Alternatives in order of preference."),
+    }
+
+
+RESOURCES = Table(
+    name="resources",
+    about="What one node needs.",
+    fields=_list_all(),
+    exclusive=(*_PLACES, ("any_of", "ordered", "keep one of them")),
+    retired={
+        "hooks": "write them under `config: hooks:` of the task",
+        "termination_hook": "write it under `config: hooks:` of the task",
+        "preemption": "write its hook under `config: hooks:` of the task",
+        "auto_restart": "write `job_recovery: {max_restarts_on_errors: N}`",
+        "spot": "write `use_spot: true`",
+        "gpu": "write `accelerators: NAME:COUNT`",
+    },
+)

@@ -1,0 +1,127 @@
+"""The shapes of amounts with units: `4+`, `32GB`, `1h30m`, `0.5TB`, `1 USD`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from broker.task.shapes import Scalar, Schema
+from broker.task.yaml_reader import Marked
+from broker.types import Quantity
+
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,6})?"
+_POSITIVE = rf"(?=[0-9.]*[1-9]){_NUMBER}"
+# SkyPilot's sizes are powers of 1024 whether written GB, Gi or GiB; a bare letter is our addition.
+_UNIT = r"[kKmMgGtTpP](?:[iI]?[bB]|[iI])?"
+_GIB = {"k": 2.0**-20, "m": 2.0**-10, "g": 1.0, "t": 2.0**10, "p": 2.0**20}
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_PART = rf"{_NUMBER} ?[sSmMhHdDwW]"
+_SPAN = rf"{_PART}(?: ?{_PART}){{0,4}}"
+NUMBER_MAX = 1e9
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Measure(Scalar):
+    """A positive number, or text of a pattern."""
+
+    pattern: str
+    is_zero_ok: bool = False
+
+    def convert(self, text: str) -> Any:
+        """The value of a text that fits the pattern."""
+        raise NotImplementedError
+
+    def from_number(self, value: float) -> Any:
+        return value
+
+    def parse(self, marked: Marked) -> Any:
+        value = marked.value
+        if _is_number(value):
+            fits = (value >= 0 if self.is_zero_ok else value > 0) and value < NUMBER_MAX
+            return self.from_number(float(value)) if fits else None
+        return self.convert(value) if isinstance(value, str) and re.fullmatch(self.pattern, value) else None
+
+    def admits_kind(self, value: Any) -> bool:
+        return isinstance(value, str) or _is_number(value)
+
+    def describe(self) -> Schema:
+        least: Schema = {"minimum": 0} if self.is_zero_ok else {"exclusiveMinimum": 0}
+        return {
+            "anyOf": [
+                {"type": "number", **least, "exclusiveMaximum": NUMBER_MAX},
+                {"type": "string", "pattern": f"^(?:{self.pattern})$"},
+            ]
+        }
+
+
+class Count(Measure):
+    """`4` is exactly 4, `4+` at least 4 -> Quantity."""
+
+    expected = "an amount like `4` or `4+`"
+    pattern = rf"{_POSITIVE}\+?"
+
+    def convert(self, text: str) -> Quantity:
+        return Quantity(value=float(text.removesuffix("+")), is_minimum=text.endswith("+"))
+
+    def from_number(self, value: float) -> Quantity:
+        return Quantity(value=value)
+
+
+class Ratio(float):
+    """`4x`: so many GiB for every vCPU, at least."""
+
+
+class Memory(Measure):
+    """`32`, `32+`, `64GB`, `64GB+` -> Quantity in GiB; `4x` -> Ratio."""
+
+    expected = "an amount like `32`, `32+` or `64GB`"
+    pattern = rf"{_POSITIVE} ?(?:{_UNIT})?\+?|{_POSITIVE}x"
+
+    def convert(self, text: str) -> Quantity | Ratio:
+        if text.endswith("x"):
+            return Ratio(text[:-1])
+        return Quantity(value=read_gib(text.removesuffix("+")), is_minimum=text.endswith("+"))
+
+    def from_number(self, value: float) -> Quantity:
+        return Quantity(value=value)
+
+
+class Size(Measure):
+    """`256`, `256GB`, `1.5TB` -> GiB."""
+
+    expected = "a size like `256` or `256GB`"
+    pattern = rf"{_NUMBER} ?(?:{_UNIT})?"
+    is_zero_ok = True
+
+    def convert(self, text: str) -> float:
+        return read_gib(text)
+
+
+class Duration(Measure):
+    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number counts in `bare_unit`."""
+
+    expected = "a duration like `90s`, `10m`, `1h30m` or `6d`"
+
+    def __init__(self, *, bare_unit: str, is_zero_ok: bool = False) -> None:
+        self.bare_unit = bare_unit
+        self.is_zero_ok = is_zero_ok
+        self.pattern = rf"{'' if is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
+
+    def from_number(self, value: float) -> float:
+        return value * _SECONDS[self.bare_unit]
+
+    def convert(self, text: str) -> float:
+        parts = re.findall(rf"({_NUMBER}) ?([sSmMhHdDwW])", text)
+        if not parts:
+            return float(text) * _SECONDS[self.bare_unit]
+        return sum(float(amount) * _SECONDS[unit.lower()] for amount, unit in parts)
+
+
+def read_gib(text: str) -> float:
+    """GiB of `512MB`, `1.5 TiB`; a bare number is GiB."""
+    found = re.fullmatch(rf"({_NUMBER}) ?([a-zA-Z]*)", text)
+    assert found, text
+    return float(found[1]) * _GIB[(found[2] or "g")[0].lower()]

@@ -1,0 +1,83 @@
+"""`workdir` and `file_mounts`: local paths, buckets and git repositories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from broker.task.fields import BUCKET_SCHEMES
+from broker.task.reading import Reader
+from broker.task.tables import Section
+from broker.task.yaml_reader import Marked
+from broker.types import StorageMount
+
+_FETCH = "give a local path, or fetch the data in `setup`"
+_FROM_HERE = "paths count from the current folder"
+
+
+def read_workdir(reader: Reader, section: Section) -> str | None:
+    """The local folder; one that is not there, or a repository, keeps the task from being launched."""
+    value = section.get("workdir")
+    if value is None:
+        return None
+    place = section.find_key("workdir")
+    if isinstance(value, Section):
+        reader.warn(
+            place, "workdir", "`workdir`: a git repository is not fetched", "clone it in `setup`", blocks_launch=True
+        )
+        return None
+    folder: str = value
+    if not _exists(folder, is_folder=True):
+        reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", _FROM_HERE, blocks_launch=True)
+    return folder
+
+
+def read_file_mounts(reader: Reader, section: Section) -> tuple[dict[str, str], tuple[StorageMount, ...]]:
+    """Target -> local source, and the buckets."""
+    mounts: dict[str, str] = {}
+    storage: list[StorageMount] = []
+    for target, value in section.get("file_mounts", {}).items():
+        source = section.marks["file_mounts"].value[target]
+        if isinstance(value, Section):
+            storage.append(_read_storage(reader, target, value))
+        elif value.startswith(BUCKET_SCHEMES):
+            origin = reader.find_origin(source)
+            storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
+            _warn(reader, source, "`file_mounts`: buckets are not copied", _FETCH)
+        else:
+            mounts[target] = value
+            if not _exists(value, is_folder=False):
+                _warn(reader, source, f"`file_mounts` names a path that does not exist: `{value}`", _FROM_HERE)
+    return mounts, tuple(storage)
+
+
+def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount:
+    value = section.get("source", ())
+    sources = (value,) if isinstance(value, str) else tuple(value)
+    store, name = section.get("store"), section.get("name")
+    if store == "volume":
+        _warn(reader, section.marked, "`file_mounts`: volumes are not mounted", "use `disk_size`, or a bucket")
+    else:
+        _warn(reader, section.marked, "`file_mounts`: storage is not mounted", _FETCH)
+        if not name and not sources:  # also where a variable that stands for it is still empty
+            _warn(reader, section.marked, "`file_mounts`: storage needs `name` or `source`", "write `source: s3://...`")
+    return StorageMount(
+        target=target,
+        source=sources,
+        name=name,
+        store=store,
+        mode=section.get("mode", "MOUNT"),
+        is_persistent=section.get("persistent", True),
+        origin=reader.find_origin(section.marked),
+    )
+
+
+def _warn(reader: Reader, marked: Marked, message: str, hint: str) -> None:
+    reader.warn((marked.line, marked.column), "file_mounts", message, hint, blocks_launch=True)
+
+
+def _exists(path: str, *, is_folder: bool) -> bool:
+    try:
+        found = Path(path).expanduser()
+        return found.is_dir() if is_folder else found.exists()
+    except (OSError, RuntimeError, ValueError):  # a name too long, no such user behind `~`, a zero byte
+        return False

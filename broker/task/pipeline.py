@@ -1,0 +1,131 @@
+"""Several documents of one file: the header, names, and what needs what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from broker.task.fields import HEADER
+from broker.task.reading import Reader, suggest
+from broker.task.tables import Section
+from broker.task.yaml_reader import Marked
+from broker.types import Task
+
+TASKS_MAX = 1_000
+_SHOWN_MAX = 6  # names of a circle
+Document = tuple[Section, Task]  # a task as it was read, with the section that it came from
+
+
+def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section | None, list[Marked]]:
+    """The header, when the first of several documents has nothing but a header's fields; and the tasks."""
+    found = [each for each in documents if each.value is not None]
+    if len(found) > TASKS_MAX + 1:
+        reader.fault(found[TASKS_MAX + 1], f"the file holds more than {TASKS_MAX:,} tasks", "split it")
+        return None, found[:1]
+    first = found[0].value if len(found) > 1 else None
+    if isinstance(first, dict) and first and set(first) <= set(HEADER.fields):
+        return HEADER.read(reader, found[0], "header"), found[1:]
+    return None, found
+
+
+def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:
+    """The tasks with `needs` filled in: as written, or else each needs the one before it."""
+    is_parallel = header is not None and header.get("execution") == "parallel"
+    has_needs = any("needs" in section.values for section, _ in documents)
+    tasks = _name_tasks(reader, documents, has_needs=has_needs) if len(documents) > 1 or has_needs else None
+    if tasks is None:
+        return tuple(task for _, task in documents)
+    if has_needs:
+        return _read_needs(reader, [section for section, _ in documents], tasks)
+    if not is_parallel:
+        chain = [tasks[0]]
+        for task in tasks[1:]:
+            name = chain[-1].name
+            assert name is not None
+            chain.append(replace(task, needs={name: _measure_outputs(chain[-1])}))
+        return tuple(chain)
+    assert header is not None
+    reader.warn(
+        header.find_key("execution"), "execution", "`execution`: tasks of a job group are not started together",
+        "launch them one by one from files of their own", blocks_launch=True,
+    )  # fmt: skip
+    notices = reader.take_notices()
+    return tuple(replace(task, notices=(*notices, *task.notices)) for task in tasks)
+
+
+def _name_tasks(reader: Reader, documents: Sequence[Document], *, has_needs: bool) -> list[Task]:
+    """Each with a name of its own: SkyPilot lets tasks be nameless or share a name, `needs` cannot."""
+    taken = {task.name for _, task in documents}
+    seen: set[str] = set()
+    tasks = []
+    for number, (section, task) in enumerate(documents, start=1):
+        wanted = name = task.name or f"task-{number}"
+        if name in seen and has_needs:
+            reader.fault(section.marks.get("name", section.marked), f"two tasks are named `{name}`")
+        count = 2
+        while name in seen or (name != task.name and name in taken):
+            name, count = f"{wanted}-{count}", count + 1
+        seen.add(name)
+        tasks.append(replace(task, name=name))
+    return tasks
+
+
+def _read_needs(reader: Reader, sections: Sequence[Section], tasks: Sequence[Task]) -> tuple[Task, ...]:
+    by_name = {task.name: task for task in tasks if task.name}
+    found = []
+    for section, task in zip(sections, tasks, strict=True):
+        needs = {}
+        for name, (marked, gib) in _list_needs(section).items():
+            if name not in by_name:
+                hint = suggest(name, by_name) or f"tasks of this file: {', '.join(by_name)}"
+                reader.fault(marked, f"`needs` names no task of this file: `{name[:40]}`", hint)
+            else:
+                needs[name] = _measure_outputs(by_name[name]) if gib is None else gib
+        found.append(replace(task, needs=needs))
+    edges = {task.name: list(task.needs) for task in found if task.name}
+    if circle := _find_circle(edges):
+        section = next(section for section, task in zip(sections, found, strict=True) if task.name == circle[0])
+        shown = circle if len(circle) <= _SHOWN_MAX else [*circle[: _SHOWN_MAX - 2], "...", circle[-1]]
+        reader.note(*section.find_key("needs"), f"`needs` goes in a circle: {' -> '.join(shown)}", "remove one of them")
+    return tuple(found)
+
+
+def _list_needs(section: Section) -> dict[str, tuple[Marked, Any]]:
+    """Name -> where it is written, and GiB or None."""
+    value = section.get("needs", [])
+    if "needs" not in section.values:
+        return {}
+    marked = section.marks["needs"]
+    if isinstance(value, str):
+        return {value: (marked, None)}
+    if isinstance(value, dict):
+        places = {key: marked.keys[key] for key in value}
+        return {key: (Marked(value=key, line=places[key][0], column=places[key][1]), gib) for key, gib in value.items()}
+    return {each.value: (each, None) for each in marked.value if each.value in value}
+
+
+def _measure_outputs(task: Task) -> float:
+    return sum(each.size_gib for each in task.outputs)
+
+
+def _find_circle(edges: Mapping[str, Sequence[str]]) -> list[str] | None:
+    """A circle, from its first task in the order of the file back to itself. No recursion: chains may be long."""
+    state: dict[str, int] = {}  # 1: on the trail, 2: done
+    for start in edges:
+        trail: list[tuple[str, list[str]]] = [(start, list(edges[start]))] if start not in state else []
+        while trail:
+            name, rest = trail[-1]
+            state[name] = 1
+            if not rest:
+                state[name] = 2
+                trail.pop()
+            elif state.get(target := rest.pop(0)) == 1:
+                names = [each for each, _ in trail]
+                circle = names[names.index(target) :]
+                first = min(circle, key=list(edges).index)
+                turned = circle[circle.index(first) :] + circle[: circle.index(first)]
+                return [*turned, first]
+            elif target not in state:
+                trail.append((target, list(edges[target])))
+    return None

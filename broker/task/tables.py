@@ -1,0 +1,171 @@
+"""Tables of fields: a mapping of the task file whose keys are known, each with its shape and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from broker.task.reading import Reader, describe, suggest
+from broker.task.shapes import Schema, Shape, allow_null
+from broker.task.yaml_reader import Marked
+
+
+class Later:
+    """What is said of a field that loads but is not carried out. `{value}` in the message is what was written."""
+
+    def __init__(
+        self,
+        *,
+        message: str,
+        hint: str | None = None,
+        blocks_launch: bool = True,
+        applies: Callable[[Any], bool] = bool,
+    ) -> None:
+        self.message = message
+        self.hint = hint
+        self.blocks_launch = blocks_launch
+        self.applies = applies
+
+
+class Field:
+    """One key: its shape, and what editors and the reference say of it."""
+
+    def __init__(
+        self,
+        *,
+        shape: Shape,
+        about: str,
+        later: Later | None = None,
+        alias_of: str | None = None,
+        is_required: bool = False,
+        examples: Sequence[Any] = (),
+    ) -> None:
+        self.shape = shape
+        self.about = about
+        self.later = later
+        self.alias_of = alias_of
+        self.is_required = is_required
+        self.examples = examples
+
+
+class Section:
+    """A read table: typed values by field; one that is not given, null or at fault is absent."""
+
+    def __init__(self, *, marked: Marked, values: Mapping[str, Any], marks: Mapping[str, Marked]) -> None:
+        self.marked = marked
+        self.values = values
+        self.marks = marks
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+    def find_key(self, name: str) -> tuple[int, int]:
+        """Line and column of the key, aliases included."""
+        return next(
+            (place for key, place in self.marked.keys.items() if self.marks.get(name) is self.marked.value[key])
+        )
+
+
+class Table(Shape):
+    """A mapping with known keys. `exclusive` lists pairs that must not stand together, `retired` what to write now."""
+
+    expected = "a mapping"
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        fields: Mapping[str, Field],
+        exclusive: Sequence[tuple[str, str, str]] = (),
+        retired: Mapping[str, str] | None = None,
+        about: str = "",
+    ) -> None:
+        self.name = name
+        self.fields = fields
+        self.exclusive = exclusive
+        self.retired = retired or {}
+        self.about = about
+
+    def admits_kind(self, value: Any) -> bool:
+        return isinstance(value, dict)
+
+    def read(self, reader: Reader, marked: Marked, name: str) -> Section | None:
+        if not isinstance(marked.value, dict):
+            reader.fault(marked, f"{self._show(name)} must be a mapping, not {describe(marked)}")
+            return None
+        self._check_keys(reader, marked, name)
+        values: dict[str, Any] = {}
+        marks: dict[str, Marked] = {}
+        for key, each in marked.value.items():
+            entry = self.fields.get(key)
+            if entry is None or each.value is None:
+                continue
+            canonical = entry.alias_of or key
+            marks[canonical] = each
+            value = entry.shape.read(reader, each, key)
+            if value is not None:
+                values[canonical] = value
+                if entry.later and entry.later.applies(value):
+                    later = entry.later
+                    reader.warn(
+                        marked.keys[key],
+                        key,
+                        f"`{key}`: {later.message}",
+                        later.hint,
+                        blocks_launch=later.blocks_launch,
+                    )
+        return Section(marked=marked, values=values, marks=marks)
+
+    def _check_keys(self, reader: Reader, marked: Marked, name: str) -> None:
+        given = marked.value
+        for key in given:
+            if key not in self.fields and not reader.is_full:
+                hint = self.retired.get(key) or suggest(key, self.fields)
+                reader.note(*marked.keys[key], f"unknown field {describe(key)} in {self._show(name)}", hint)
+        for first, second, hint in self._list_exclusive():
+            if first in given and second in given:
+                later = max(first, second, key=lambda key: marked.keys[key])
+                reader.note(*marked.keys[later], f"`{first}` and `{second}` exclude each other", hint)
+        for key, entry in self.fields.items():
+            if entry.is_required and (key not in given or given[key].value is None):
+                hint = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
+                reader.fault(marked, f"{self._show(name)} needs `{key}`", hint)
+
+    def _list_exclusive(self) -> list[tuple[str, str, str]]:
+        aliases = [
+            (key, entry.alias_of, f"keep `{entry.alias_of}`") for key, entry in self.fields.items() if entry.alias_of
+        ]
+        return [*self.exclusive, *aliases]
+
+    def _show(self, name: str) -> str:
+        return f"`{name}`" if name else "the task"
+
+    def describe(self) -> Schema:
+        return {"$ref": f"#/$defs/{self.name}"}
+
+    def describe_fully(self) -> Schema:
+        """The definition that `describe` refers to."""
+        schema: Schema = {
+            "type": "object",
+            "title": self.name.replace("_", " "),
+            "description": self.about,
+            "additionalProperties": False,
+            "properties": {key: _describe_field(entry) for key, entry in self.fields.items()},
+        }
+        if needed := [key for key, entry in self.fields.items() if entry.is_required]:
+            schema["required"] = needed
+        if pairs := self._list_exclusive():
+            schema["allOf"] = [{"not": {"required": [first, second]}} for first, second, _ in pairs]
+        return schema
+
+
+def _describe_field(entry: Field) -> Schema:
+    shape = entry.shape.describe()
+    schema: Schema = {**(shape if entry.is_required else allow_null(shape)), "description": entry.about}
+    if entry.later:
+        schema["description"] += f" (Not carried out: {entry.later.message}.)"
+    if entry.alias_of:
+        schema["deprecated"] = True
+    if entry.examples:
+        schema["examples"] = list(entry.examples)
+    return schema

@@ -1,0 +1,61 @@
+"""`broker advise` as its user sees it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+
+def test_table_fits_and_its_task_file_plans(shell: Shell) -> None:
+    path = shell.folder / "advice.yaml"
+    done = shell.run(
+        "advise", "--params", "7B", "--tokens", "20B", "--deadline", "5d", "--explain", "--yaml", str(path)
+    )
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    for word in ("STRATEGY", "Memory of the fullest GPU", "optimizer states", "Time of a step", "Assumed"):
+        assert word in done.stdout
+    (plan,) = shell.read_json("plan", str(path))
+    (first, *_) = shell.read_json("advise", "--params", "7B", "--tokens", "20B", "--deadline", "5d")["options"]
+    assert plan["choice"]["expected_usd"] == pytest.approx(first["expected_usd"], rel=0.05)
+    assert first["expected_hours"] < 120
+
+
+def test_json_carries_the_task_file(shell: Shell) -> None:
+    data = shell.read_json(
+        "advise", "--params", "1B", "--tokens", "1B", "--gpus", "a100", "--infra", "aws", "--no-spot"
+    )
+    assert {each["accelerator"] for each in data["options"]} == {"A100"}
+    assert all(each["estimate"]["placement"]["offer"]["cloud"] == "aws" for each in data["options"])
+    assert "infra: aws" in data["yaml"] and "use_spot: false" in data["yaml"]
+    assert data["training"]["steps"] == pytest.approx(1e9 / 2**19, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--params", "7B"], 2, "`--tokens` is missing"),
+        (["--tokens", "1B"], 2, "`--params` is missing"),
+        (["--params", "seven", "--tokens", "1B"], 2, "`--params seven` is no amount"),
+        (["--params", "1M", "--tokens", "1B"], 2, "no shape follows"),
+        (["--hidden", "512", "--tokens", "1B"], 2, "`--hidden` needs `--layers`"),
+        (["--params", "7B", "--tokens", "1B", "--deadline", "soon"], 2, "`--deadline soon` is not a duration"),
+        (["--params", "7B", "--tokens", "1B", "--gpus", "H1000"], 3, "no accelerator is called `H1000`"),
+        (["--params", "70B", "--tokens", "1B", "--max-gpus", "1"], 3, "fit on no gang of at most 1"),
+    ],
+)
+def test_what_cannot_be_is_said(shell: Shell, arguments: list[str], code: int, message: str) -> None:
+    done = shell.run("advise", *arguments, code=code)
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_shape_can_be_given(shell: Shell) -> None:
+    data = json.loads(
+        shell.run("advise", "--layers", "2", "--hidden", "256", "--vocab", "256", "--tokens", "10M", "--seq", "256",
+                  "--batch", "8K", "--gpus", "L4", "--json").stdout
+    )  # fmt: skip
+    assert data["training"]["shape"]["width"] == 256
+    assert data["options"][0]["strategy"] == "1 GPU"

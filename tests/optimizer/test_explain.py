@@ -1,0 +1,133 @@
+"""Why nothing fits, why something cheaper lost, and what lies between cost and time."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.errors import NoOfferError
+from broker.optimizer.diagnosis import explain_nothing
+from broker.optimizer.explain import lift_limits, list_losers, show_chance
+from broker.optimizer.pareto import find_frontier
+from broker.types import AcceleratorFigures, Offer, Plan, Task
+from tests.optimizer.market import offer, plan, read
+
+OFFERS = [
+    offer("aws", "us-east-1", spot_usd_hour=18.0),
+    offer("gcp", "europe-west4", spot_usd_hour=22.0, ondemand_usd_hour=60.0),
+    offer("gcp", "europe-west4", accelerator_count=4, spot_usd_hour=9.0, instance_type="half"),
+]
+FIGURES = {
+    name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+    for name, peak in (("H100", 900.0), ("A100", 300.0))
+}
+
+
+def explain(text: str, offers: list[Offer] = OFFERS) -> NoOfferError:
+    """The error, after every hint in it was tried by hand too."""
+    task = read(text)
+    with pytest.raises(NoOfferError) as caught:
+        plan(task, offers)
+
+    def try_plan(changed: Task) -> Plan:
+        return plan(changed, offers)
+
+    return explain_nothing(caught.value, task, try_plan)
+
+
+def test_hint_names_what_to_drop_and_what_it_would_cost() -> None:
+    error = explain("resources: {accelerators: H100:8, region: mars, use_spot: true}")
+    assert error.hints[0] == ("drop `region: mars`: 2 placements fit, cheapest aws us-east-1 big at 18.00 USD/h a node")
+    assert "region" in error.message
+    assert "3 offers out" in error.message or "2 offers out" in error.message
+
+
+def test_hint_for_a_price_cap() -> None:
+    offers = [offer(spot_usd_hour=18.0, ondemand_usd_hour=40.0)]
+    task = read("resources: {accelerators: H100:8, use_spot: true}")
+    from dataclasses import replace
+
+    capped = replace(task, resources=tuple(replace(each, usd_hour_max=10.0) for each in task.resources))
+    with pytest.raises(NoOfferError) as caught:
+        plan(capped, offers)
+    assert "nearest aws us-east-1 at 18.00 USD/h" in caught.value.message
+    assert "at most 10 USD/h a node" in caught.value.message
+    error = explain_nothing(caught.value, capped, lambda changed: plan(changed, offers))
+    assert "--max-price" in error.hints[0]
+
+
+def test_deadline_hint_is_the_least_that_can_be_met() -> None:
+    text = "resources: {accelerators: H100:8, use_spot: false}\ngoal: {work: 100h, deadline: 50h}"
+    error = explain(text)
+    assert error.hints[0] == "give more time: `deadline: 100h` can be met"
+    assert plan(text.replace("50h", "100h"), OFFERS).choice
+    with pytest.raises(NoOfferError):
+        plan(text.replace("50h", "99.8h"), OFFERS)
+
+
+def test_budget_hint_says_what_it_costs() -> None:
+    error = explain("resources: {accelerators: H100:8}\ngoal: {work: 100h, budget: 10}")
+    assert error.hints[0].startswith("raise `budget`: 4 placements fit, cheapest aws us-east-1")
+    assert "USD expected" in error.hints[0]
+
+
+def test_two_faults_are_mended_together() -> None:
+    error = explain("resources: {accelerators: H100:8, region: mars, cpus: 900+}")
+    assert error.hints[0].startswith("drop `region: mars` and drop `cpus: 900+`")
+
+
+def test_every_filter_says_what_it_took_and_what_came_nearest() -> None:
+    error = explain("resources: {accelerators: H100:2, cloud: gcp}")
+    assert [line.split()[0] for line in error.message.splitlines()[1:]] == ["cloud", "accelerator"]
+    assert "nearest H100:4 (half)" in error.message
+
+
+def test_loser_says_what_makes_it_dearer_in_the_end() -> None:
+    slow = offer("aws", accelerator="A100", instance_type="old", spot_usd_hour=5.0, ondemand_usd_hour=15.0)
+    fast = offer("gcp", spot_usd_hour=10.0)
+    text = "resources: {accelerators: {A100: 8, H100: 8}, use_spot: true}\ngoal: {work: {hours: 90, on: A100:8}}"
+    made = plan(text, [slow, fast], figures=FIGURES)
+    assert made.choice.placement.offer is fast
+    (loser,) = list_losers(made, plan(lift_limits(made.task), [slow, fast], figures=FIGURES))
+    assert loser.estimate.placement.offer is slow
+    assert loser.reason.startswith("3.0 times slower; ")
+    assert loser.reason.endswith("USD to finish")
+
+
+def test_loser_that_is_late_says_so() -> None:
+    offers = [offer("aws", spot_usd_hour=10.0, interruption_band=100)]
+    text = "resources: {accelerators: H100:8}\nnum_nodes: 64\ncheckpoint: {restart: 2h}\n"
+    made = plan(text + "goal: {work: 100h, deadline: 101h, confidence: 0.99}", offers)
+    assert made.choice.strategy == "on-demand"
+    (loser,) = list_losers(made, plan(lift_limits(made.task), offers))
+    assert "meets the deadline with" in loser.reason
+    assert "asked are 99.0 %" in loser.reason
+
+
+def test_without_work_nothing_cheaper_by_the_hour_can_lose() -> None:
+    made = plan("resources: {accelerators: H100:8}", OFFERS)
+    assert list_losers(made, made) == []
+
+
+def test_frontier_holds_what_no_other_beats_in_both() -> None:
+    offers = [
+        offer("aws", accelerator="A100", instance_type="old", spot_usd_hour=2.0, ondemand_usd_hour=15.0),
+        offer("gcp", spot_usd_hour=10.0, ondemand_usd_hour=30.0),
+        offer("oci", spot_usd_hour=11.0, ondemand_usd_hour=50.0),
+    ]
+    text = "resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 90, on: A100:8}}"
+    made = plan(text, offers, figures=FIGURES)
+    frontier = find_frontier(made.estimates)
+    assert frontier[0] is made.choice
+    pairs = [(each.expected_usd or 0.0, each.expected_hours or 0.0) for each in frontier]
+    assert pairs == sorted(pairs)
+    assert [hours for _, hours in pairs] == sorted((hours for _, hours in pairs), reverse=True)
+    for each in made.estimates:
+        point = each.expected_usd or 0.0, each.expected_hours or 0.0
+        assert any(usd <= point[0] and hours <= point[1] * (1 + 1e-9) for usd, hours in pairs)
+
+
+@pytest.mark.parametrize(
+    ("chance", "shown"), [(1.0, "100.0 %"), (0.99999, ">99.9 %"), (0.9, "90.0 %"), (0.0001, "<0.1 %"), (0.0, "0.0 %")]
+)
+def test_a_chance_never_rounds_to_certainty(chance: float, shown: str) -> None:
+    assert show_chance(chance) == shown

@@ -1,0 +1,134 @@
+"""What must hold for any offers: properties of the whole ranking."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from broker.errors import NoOfferError
+from broker.spot.hazard import Observation
+from broker.types import Offer
+from tests.optimizer.market import offer, plan, read
+
+prices = st.floats(0.1, 100)
+bands = st.sampled_from([None, 5.0, 20.0, 100.0])
+rows = st.lists(st.tuples(prices, prices, bands), min_size=1, max_size=6)
+GOAL = "resources: {accelerators: H100:8}\nnum_nodes: 16\ncheckpoint: {stall: 60s, restart: 1h}\ngoal: "
+quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+def make_offers(found: list[tuple[float, float, float | None]]) -> list[Offer]:
+    return [
+        offer(region=f"r{i}", ondemand_usd_hour=max(a, b), spot_usd_hour=min(a, b), interruption_band=band)
+        for i, (a, b, band) in enumerate(found)
+    ]
+
+
+def find_usd(text: str, offers: list[Offer], **options: object) -> float:
+    try:
+        return plan(text, offers, **options).choice.expected_usd or 0.0
+    except NoOfferError:
+        return float("inf")
+
+
+@given(rows, st.tuples(prices, prices, bands), st.floats(100, 200))
+@quick
+def test_one_more_offer_never_raises_the_cost(
+    found: list[tuple[float, float, float | None]], more: tuple[float, float, float | None], deadline: float
+) -> None:
+    offers = make_offers([*found, more])
+    text = GOAL + f"{{work: 100h, deadline: {deadline}h}}"
+    assert find_usd(text, offers) <= find_usd(text, offers[:-1])
+
+
+@given(rows, st.floats(90, 250), st.floats(0, 100))
+@quick
+def test_a_longer_deadline_never_raises_the_cost(
+    found: list[tuple[float, float, float | None]], deadline: float, more: float
+) -> None:
+    offers = make_offers(found)
+    short, long = (GOAL + f"{{work: 100h, deadline: {hours}h}}" for hours in (deadline, deadline + more))
+    assert find_usd(long, offers) <= find_usd(short, offers) * (1 + 1e-9)
+
+
+@given(rows, st.integers(0, 20), st.integers(0, 20))
+@quick
+def test_more_preemptions_seen_never_lower_the_cost_of_spot(
+    found: list[tuple[float, float, float | None]], one: int, two: int
+) -> None:
+    offers = make_offers(found)
+    text = GOAL.replace("H100:8}", "H100:8, use_spot: true}") + "{work: 100h}"
+
+    def seen(count: int) -> dict[tuple[str, str, str | None, str], Observation]:
+        observed = Observation(preemptions=count, node_hours=1000)
+        return {(each.cloud, each.region, each.zone, each.instance_type): observed for each in offers}
+
+    few, many = (find_usd(text, offers, history=seen(count)) for count in sorted((one, two)))
+    assert few <= many * (1 + 1e-9)
+
+
+@given(rows, st.randoms())
+@quick
+def test_ranking_does_not_depend_on_the_order_of_offers(
+    found: list[tuple[float, float, float | None]], random: object
+) -> None:
+    offers = make_offers(found)
+    text = GOAL + "{work: 100h, deadline: 150h}"
+    mixed = list(offers)
+    random.shuffle(mixed)  # type: ignore[attr-defined]
+    try:
+        one = plan(text, offers)
+    except NoOfferError:
+        with pytest.raises(NoOfferError):
+            plan(text, mixed)
+        return
+    assert [each.placement for each in one.estimates] == [each.placement for each in plan(text, mixed).estimates]
+
+
+@given(rows, st.floats(101, 140), st.floats(0.5, 0.99))
+@quick
+def test_everything_ranked_meets_the_deadline_and_the_budget(
+    found: list[tuple[float, float, float | None]], deadline: float, confidence: float
+) -> None:
+    budget = 60_000
+    text = GOAL + f"{{work: 100h, deadline: {deadline}h, budget: {budget}, confidence: {confidence}}}"
+    try:
+        made = plan(text, make_offers(found))
+    except NoOfferError:
+        return
+    costs = [each.expected_usd or 0.0 for each in made.estimates]
+    assert costs == sorted(costs)
+    assert costs[-1] <= budget
+    assert all((each.deadline_chance or 0) >= confidence for each in made.estimates)
+    assert made.choice.expected_usd == pytest.approx(sum_of_terms(made.choice))
+
+
+def sum_of_terms(estimate: object) -> float:
+    parts = estimate.breakdown  # type: ignore[attr-defined]
+    return float(parts.compute_usd + parts.egress_usd + parts.storage_usd)
+
+
+@given(st.floats(1, 1000))
+def test_work_means_the_same_in_hours_days_and_minutes(hours: float) -> None:
+    offers = [offer()]
+    one = find_usd(GOAL + f"{{work: {hours}h}}", offers)
+    assert find_usd(GOAL + f"{{work: {hours / 24!r}d}}", offers) == pytest.approx(one)
+    assert find_usd(GOAL + f"{{work: {hours * 60!r}m}}", offers) == pytest.approx(one)
+
+
+def test_estimates_are_made_once_and_slices_are_tuples() -> None:
+    made = plan(GOAL + "{work: 10h}", make_offers([(10, 5, None), (20, 6, 5.0)]))
+    assert made.estimates[0] is made.choice
+    assert made.estimates[-1] is made.estimates[len(made.estimates) - 1]
+    assert made.estimates[:2] == tuple(made.estimates)[:2]
+    with pytest.raises(IndexError):
+        made.estimates[len(made.estimates)]
+    assert replace(made, estimates=tuple(made.estimates)).estimates == tuple(made.estimates)
+
+
+def test_reading_a_task_twice_plans_the_same() -> None:
+    text = GOAL + "{work: 10h, deadline: 20h}"
+    assert plan(read(text), [offer()]).choice == plan(read(text), [offer()]).choice

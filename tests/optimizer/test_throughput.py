@@ -1,0 +1,126 @@
+"""Work scaled from the placement it was measured on to another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.optimizer.throughput import find_speed, scale_work
+from broker.types import AcceleratorFigures, Goal, Offer
+
+FIGURES = {
+    each.name: each
+    for each in (
+        AcceleratorFigures(
+            name="A100", memory_gib=40, bf16_dense_tflops=312, memory_bandwidth_gbs=1555, nvlink_gbs=600
+        ),
+        AcceleratorFigures(
+            name="H100", memory_gib=80, bf16_dense_tflops=989, memory_bandwidth_gbs=3350, nvlink_gbs=900
+        ),
+        AcceleratorFigures(name="T4", memory_gib=16, bf16_dense_tflops=65, memory_bandwidth_gbs=320, nvlink_gbs=0),
+        AcceleratorFigures(name="Blank", memory_gib=16),
+    )
+}
+GOAL = Goal(work_hours=100, work_on="A100:8")
+
+
+def sell(accelerator: str | None, count: float, *, cloud: str = "aws", instance_type: str = "p5.48xlarge") -> Offer:
+    return Offer(
+        cloud=cloud, region="r", zone=None, instance_type=instance_type, vcpus=8, memory_gib=64,
+        accelerator=accelerator, accelerator_count=count,
+    )  # fmt: skip
+
+
+def scale(accelerator: str | None, count: float, *, nodes: int = 1, goal: Goal = GOAL, **measured: float) -> float:
+    table = {key.replace("_", ":"): value for key, value in measured.items()}
+    hours = scale_work(goal, sell(accelerator, count), FIGURES, node_count=nodes, measured=table or None)
+    assert hours is not None
+    return hours
+
+
+def test_no_work_is_no_hours() -> None:
+    assert scale_work(None, sell("A100", 8), FIGURES) is None
+    assert scale_work(Goal(deadline_hours=3), sell("A100", 8), FIGURES) is None
+
+
+def test_work_without_a_card_takes_the_same_hours_anywhere() -> None:
+    assert scale("H100", 8, goal=Goal(work_hours=7)) == 7
+    assert scale(None, 0) == 100
+
+
+def test_the_card_itself_takes_the_hours_given() -> None:
+    assert scale("A100", 8) == pytest.approx(100)
+
+
+def test_h100_is_faster_than_a100_by_less_than_its_peak() -> None:
+    # The peaks differ by 3.2, the bandwidths by 2.2, and H100 reaches less of its peak.
+    assert 2.0 < 100 / scale("H100", 8) < 3.0
+
+
+def test_a_users_own_figures_go_before_the_roofline() -> None:
+    assert scale("H100", 8, H100_8=31_000, A100_8=12_500) == pytest.approx(100 * 12_500 / 31_000)
+
+
+def test_a_figure_for_another_count_keeps_the_measured_ratio_of_cards() -> None:
+    twice = scale("H100", 8, nodes=2, H100_8=31_000, A100_8=12_500)
+    once = scale("H100", 8, H100_8=31_000, A100_8=12_500)
+    assert once / 2 <= twice < once * 0.6
+
+
+def test_a_card_that_was_not_measured_follows_the_mean_of_those_that_were() -> None:
+    # Only the card of the goal measured: the ratio is the roofline's own.
+    assert scale("H100", 8, A100_8=12_500) == pytest.approx(scale("H100", 8))
+
+
+def test_two_nodes_take_about_half_the_time_on_a_fast_network() -> None:
+    assert 50 <= scale("A100", 8, nodes=2) < 56
+
+
+def test_two_nodes_on_slow_ethernet_gain_little() -> None:
+    slow = sell("A100", 8, cloud="nowhere", instance_type="x")
+    one, two = (scale_work(GOAL, slow, FIGURES, node_count=nodes) for nodes in (1, 2))
+    assert one is not None and two is not None
+    fast = sell("A100", 8, instance_type="p4d.24xlarge")
+    fast_two = scale_work(GOAL, fast, FIGURES, node_count=2)
+    assert fast_two is not None
+    assert two > fast_two * 1.1
+
+
+def test_a_card_without_figures_goes_by_count_or_not_at_all() -> None:
+    assert scale("Blank", 4, goal=Goal(work_hours=10, work_on="Blank:8")) == 20
+    assert scale("Blank", 4) == 100
+    assert scale("Unheard", 4, nodes=2, goal=Goal(work_hours=10, work_on="unheard:8")) == 10
+
+
+def test_names_are_found_whatever_their_case() -> None:
+    assert scale("H100", 8, goal=Goal(work_hours=100, work_on="a100:8")) == scale("H100", 8)
+
+
+@given(st.sampled_from(["A100", "H100", "T4"]), st.integers(1, 7), st.integers(1, 4))
+def test_more_cards_of_a_node_are_never_slower(name: str, count: int, more: int) -> None:
+    low, high = (find_speed(name, min(8, each), FIGURES) for each in (count, count + more))
+    assert high >= low * 0.999
+
+
+def test_where_only_peaks_are_known_they_decide() -> None:
+    bare = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+        for name, peak in (("A100", 300.0), ("H100", 900.0))
+    }
+    hours = scale_work(Goal(work_hours=90, work_on="A100:8"), sell("H100", 8), bare)
+    assert hours == pytest.approx(30)
+
+
+@given(st.floats(0.05, 0.95))
+def test_a_part_of_a_card_does_its_part(part: float) -> None:
+    assert find_speed("T4", part, FIGURES) == pytest.approx(part * find_speed("T4", 1, FIGURES))
+
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6))
+def test_measured_figures_have_no_unit(speed: float, factor: float) -> None:
+    one = scale("T4", 4, A100_8=speed, T4_1=speed / 20)
+    other = scale("T4", 4, A100_8=speed * factor, T4_1=speed * factor / 20)
+    assert math.isclose(one, other, rel_tol=1e-9)

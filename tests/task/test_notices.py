@@ -1,0 +1,143 @@
+"""What loads but is not carried out: said with its place, and refused at launch where it matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import TaskError
+from broker.task.codec import decode_task, encode_task
+from broker.task.loader import load_tasks, load_tasks_text
+from broker.task.notices import refuse_blocking, render_notice
+from broker.task.override import override_resources
+from broker.types import Task
+
+
+def load(text: str) -> Task:
+    (task,) = load_tasks_text(text, "task.yaml")
+    return task
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "blocks"),
+    [
+        ("service: {readiness_probe: /health, replicas: 2}", "service", True),
+        ("pool: {workers: 2}", "pool", True),
+        ("volumes: {/mnt: pvc0, /new: {size: 1Gi}}", "volumes", True),
+        ("file_mounts: {/data: 's3://bucket/x'}", "file_mounts", True),
+        ("file_mounts: {/data: {name: bucket, mode: mount_cached, store: GCS}}", "file_mounts", True),
+        ("file_mounts: {/data: {store: volume, config: {disk_size: 10}}}", "file_mounts", True),
+        ("file_mounts: {/data: ./no/such/folder}", "file_mounts", True),
+        ("workdir: ./no/such/folder", "workdir", True),
+        ("workdir: {url: 'https://example.com/x.git', ref: main}", "workdir", True),
+        ("envs: {TOKEN: }", "envs", True),
+        ("secrets: {TOKEN: null}", "secrets", True),
+        ("secrets: ['secrets:TOKEN']", "secrets", True),
+        ("managed_secrets: [TOKEN]", "managed_secrets", True),
+        ("config: {docker: {run_options: [--gpus]}}", "docker", True),
+        ("config: {gcp: {vpc_name: mine}}", "gcp", True),
+        ("config: {kubernetes: {pod_config: {spec: null}}}", "kubernetes", False),
+        ("config: {hooks: [{run: save, events: [down]}]}", "hooks", True),
+        ("event_callback: notify", "event_callback", False),
+        ("api_server_access: true", "api_server_access", False),
+        ("resources: {infra: k8s/mine}", "infra", True),
+        ("resources: {image_id: 'docker:ubuntu'}", "image_id", True),
+        ("resources: {image_id: {us-east-1: ami-1, docker: ubuntu}}", "image_id", True),
+        ("resources: {local_disk: nvme}", "local_disk", True),
+        ("resources: {priority: 10}", "priority", False),
+        ("resources: {autostop: {hook: save}}", "hook", True),
+        ("resources: {accelerator_args: {runtime_version: v2}}", "accelerator_args", True),
+    ],
+)
+def test_task_loads_for_planning_and_says_what_is_not_done(text: str, field: str, blocks: bool) -> None:
+    task = load(f"run: x\n{text}")
+    assert [(each.field, each.blocks_launch) for each in task.notices] == [(field, blocks)]
+    (notice,) = task.notices
+    assert (notice.origin.file, notice.origin.line) == ("task.yaml", 2)
+    if blocks:
+        assert notice.hint
+        with pytest.raises(TaskError) as caught:
+            refuse_blocking(task)
+        (issue,) = caught.value.issues
+        assert issue.source_line == text
+        assert (issue.line, issue.column, issue.message) == (2, notice.origin.column, notice.message)
+    else:
+        refuse_blocking(task)
+
+
+@pytest.mark.parametrize(
+    "text", ["api_server_access: false", "resources: {accelerator_args: {tpu_vm: true}}", "config: {}", "volumes: {}"]
+)
+def test_field_that_asks_for_nothing_is_no_notice(text: str) -> None:
+    assert load(f"run: x\n{text}").notices == ()
+
+
+def test_note_names_the_place_and_what_to_do() -> None:
+    task = load("envs: {TOKEN: }\nrun: x")
+    assert render_notice(task.notices[0]) == "note: task.yaml:1:8: `envs.TOKEN` has no value (pass `--env TOKEN=...`)"
+
+
+def test_given_value_takes_the_notice_away() -> None:
+    (task,) = load_tasks_text("secrets: ['secrets:TOKEN']\nrun: x", "t.yaml", secrets={"TOKEN": "abc"})
+    assert task.notices == ()
+    assert task.secrets["TOKEN"].value == "abc"
+
+
+def test_flag_takes_the_notice_of_its_field_away() -> None:
+    task = load("resources: {infra: k8s, image_id: 'docker:x'}\nrun: x")
+    assert [each.field for each in override_resources(task, infra="aws").notices] == ["image_id"]
+
+
+def test_notices_survive_the_store() -> None:
+    task = load("file_mounts: {/out: {name: b}}\nservice: {replicas: 1}\nrun: x")
+    assert decode_task(encode_task(task), {}) == task
+
+
+def test_local_paths_that_are_there_are_mounted(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    task = load(
+        f"run: x\nworkdir: {tmp_path}\nfile_mounts:\n  /data: {tmp_path}/data\n  /x: {tmp_path}/${{NAME}}\n"
+        "envs: {NAME: data}"
+    )
+    assert task.notices == ()
+    assert task.workdir == str(tmp_path)
+    assert dict(task.file_mounts) == {"/data": f"{tmp_path}/data", "/x": f"{tmp_path}/data"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the file holds no task"),
+        (b"\n\n# nothing\n", "the file holds no task"),
+        (b"run: x\nname: \xff\xfe\n", "the file is not UTF-8 text"),
+        (b"\xff\xfer\x00u\x00n\x00", "the file is UTF-16, not UTF-8 text"),
+        (b"\x7fELF\x02\x01\x01\x00\x00", "the file holds a zero byte: it is no text"),
+        (b"- run: x\n", "a task must be a mapping, not a list"),
+        (b"run\n", "a task must be a mapping, not `run`"),
+        (b"run: x\n\tname: y\n", "not valid YAML: found a tab character"),
+        (b"run: x\nname\n", "not valid YAML: a field without `:`"),
+        (b"run: \x1b[31m", "not valid YAML"),
+        (b"# " + b"x" * 1_000_001, "the file is larger than 1,000,000 bytes"),
+    ],
+)
+def test_file_that_is_no_task_file_is_told_so(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_bytes(data)
+    with pytest.raises(TaskError) as caught:
+        load_tasks(path)
+    assert caught.value.issues[0].message.startswith(message)
+
+
+def test_line_of_the_first_byte_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_bytes(b"name: a\nrun: \xe9\n")
+    with pytest.raises(TaskError) as caught:
+        load_tasks(path)
+    assert caught.value.issues[0].line == 2
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_bytes(b"\xef\xbb\xbfname: a\nrun: x\n")
+    assert load_tasks(path)[0].name == "a"

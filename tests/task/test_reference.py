@@ -1,0 +1,36 @@
+"""docs/TASK_FILE.md has every field of the dialect, in the words that editors show."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from broker.task.schema import list_tables
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "TASK_FILE.md"
+MARK = "<!-- Below here: one row a field, from broker/task/fields*.py. BROKER_UPDATE_SNAPSHOTS=1 pytest remakes it. -->"
+
+
+def write_reference() -> str:
+    lines: list[str] = []
+    tables = {table.name: table for table in list_tables() if table.name != "alternative"}
+    for name, table in tables.items():
+        lines += ["", f"### {name.replace('_', ' ')}", "", table.about, "", "| field | meaning |", "| --- | --- |"]
+        for key, entry in table.fields.items():
+            if key.startswith("_"):
+                continue
+            about = entry.about
+            if entry.later:
+                about += f" **{'Not launched' if entry.later.blocks_launch else 'No effect'}:** {entry.later.message}."
+            lines.append(f"| `{key}` | {about} |".replace("\\|", "|"))
+    return "\n".join(lines) + "\n"
+
+
+def test_reference_has_every_field_in_the_words_of_the_table() -> None:
+    text = PAGE.read_text()
+    head, mark, rows = text.partition(MARK)
+    if os.environ.get("BROKER_UPDATE_SNAPSHOTS"):
+        PAGE.write_text(head + MARK + "\n" + write_reference())
+        return
+    assert mark
+    assert rows == "\n" + write_reference()
