@@ -67,7 +67,7 @@ class Market:
 class _Machine:
     """The truth about one node; what a list tells may lag behind it."""
 
-    node: Node
+    node: Node  # as it was last looked at
     running_s: float
     visible_s: float
     ending_s: float | None = None  # when it is gone
@@ -242,10 +242,14 @@ class SimulatedCloud:
 
     def _look(self, machine: _Machine, at_s: float | None = None) -> Node:
         now_s = self.clock.now_s() if at_s is None else at_s
-        if machine.ending_s is not None and now_s >= machine.ending_s:
-            return replace(machine.node, state=NodeState.TERMINATED, ended_s=machine.ending_s, reason=machine.reason)
         state = NodeState.RUNNING if now_s >= machine.running_s else NodeState.PENDING
-        return replace(machine.node, state=state, reason=machine.reason)
+        ended_s = None
+        if machine.ending_s is not None and now_s >= machine.ending_s:
+            state, ended_s = NodeState.TERMINATED, machine.ending_s
+        node = machine.node
+        if (node.state, node.ended_s, node.reason) != (state, ended_s, machine.reason):  # else it is made already
+            node = machine.node = replace(node, state=state, ended_s=ended_s, reason=machine.reason)
+        return node
 
     def _end(self, machine: _Machine, *, after_s: float, reason: str) -> None:
         ending_s = self.clock.now_s() + after_s

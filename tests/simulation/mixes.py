@@ -49,6 +49,7 @@ class Mix:
     command_every_s: float = math.inf
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0
+    poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
     leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
 
 
@@ -90,6 +91,7 @@ def draw_mix(random: Random) -> Mix:
         command_every_s=maybe(random.uniform(20.0, 100.0), 0.5),
         is_doubled=random.random() < 0.35,
         restart_s_max=random.choice((1.0, 10.0, 40.0)),
+        poll_s=random.choice((0.5, 1.5, 1.5, 1.5)),
         leaves_broker_dead=random.random() < 0.04,
     )
 

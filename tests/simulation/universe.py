@@ -8,7 +8,8 @@ import math
 import random as global_random
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from broker.clouds.simulated import SimulatedCloud
 from broker.config import Config
 from broker.errors import BrokerError, NoOfferError
+from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
@@ -365,10 +367,26 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
     state = global_random.getstate()
     global_random.seed(universe.seed)  # the product's jitter
     try:
-        universe.loop.run_until_complete(universe.loop.begin(story(universe), None))
+        with pace(universe.mix.poll_s):
+            universe.loop.run_until_complete(universe.loop.begin(story(universe), None))
     except (Violation, RuntimeError, AssertionError) as error:
         universe.fail(error)
     finally:
         global_random.setstate(state)
         universe.reader.close()
         universe.loop.close()
+
+
+@contextmanager
+def pace(poll_s: float) -> Iterator[None]:
+    """How often the daemon and its controllers look: constants of the product, nothing else of it is touched."""
+    scale = poll_s / controller.POLL_S
+    names = ((controller, "POLL_S"), (daemon, "LOOK_FOR_JOBS_S"))
+    usual = [getattr(module, name) for module, name in names]
+    for (module, name), value in zip(names, usual, strict=True):
+        setattr(module, name, value * scale)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(names, usual, strict=True):
+            setattr(module, name, value)
