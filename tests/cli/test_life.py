@@ -86,7 +86,8 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(shell: Shell) -> None:
 
 def test_an_idle_cluster_goes_down_by_itself(shell: Shell) -> None:
     task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
-    shell.run("launch", task, "-c", "dev", "--idle-minutes-to-autostop", "0", "--down")
+    shown = shell.run("launch", task, "-c", "dev", "--down")
+    assert "hi" in shown.stdout and "SUCCEEDED" in shown.stderr, "its output can be read to the end"
     shell.wait_until(lambda: not shell.find_processes(), "its machine has ended itself")
     status = shell.run("status", "--refresh").stdout
     assert "1 lost" in status or "dev" not in status
