@@ -145,6 +145,8 @@ def _try_sharding(training: Training, hardware: Hardware, node_count: int, shard
             step = estimate_step(
                 training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
                 micro_batch=micro_batch, recompute=recompute, dtype=training.dtype,
+                gradient_bytes=2 if training.dtype == "fp16" else 4,  # the trainer sums gradients in float32
+                is_overlapped=sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,  # `allreduce` waits
             )  # fmt: skip
             if best is None or step.total_s < best.step.total_s:
                 peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count
