@@ -105,6 +105,23 @@ def test_a_launch_killed_in_the_middle_leaves_a_cluster_that_the_next_command_fi
     assert not shell.find_processes()
 
 
+def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(shell: Shell) -> None:
+    task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: echo hi\n")
+    both = [shell.open("launch", task, "-c", "dev") for _ in range(2)]
+    notes = [process.communicate(timeout=60)[1] for process in both]
+    codes = sorted(process.returncode for process in both)
+    assert codes in ([0, 2], [0, 0]), notes  # [0, 0]: the second came when the first was up
+    assert codes == [0, 0] or any("another command is bringing cluster `dev` up" in note for note in notes)
+    (cluster,) = shell.read_json("status")["clusters"]
+    assert len(cluster["nodes"]) == 2 and shell.read_json("gc", "--dry-run")["nodes"] == []
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "-x", "x" * 64, ""])
+def test_a_name_that_cannot_be_a_folder_or_a_tag_is_refused(shell: Shell, name: str) -> None:
+    refused = shell.run("launch", "--infra", "local", f"--cluster={name}", "echo hi", code=2)
+    assert "cannot be a cluster's name" in refused.stderr
+
+
 def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> None:
     task = shell.write("spot.yaml", "resources: {infra: local, use_spot: true}\nnum_nodes: 2\nrun: echo hi\n")
     shell.run("launch", task, "-c", "dev")
