@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,43 +29,35 @@ FAULTS_SHOWN = 5
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
     """Show how many offers each cloud has, how old they are and where from."""
-    from broker.catalog.age import is_stale, measure_age_days
+    from broker.catalog.age import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
 
     context = Context()
     book, now_s = context.book, context.clock.now_s()
     counts, estimated = book.count_offers(), book.count_estimated()
     rows = []
-    for cloud in counts:
-        facts = book.get_facts(cloud)
-        rows.append(
-            {
-                "cloud": cloud,
-                "offers": counts[cloud],
-                "estimated": estimated.get(cloud, 0),
-                "ondemand_as_of": facts.ondemand_as_of,
-                "ondemand_age_days": measure_age_days(facts.ondemand_as_of, now_s),
-                "spot_as_of": facts.spot_as_of,
-                "spot_age_days": measure_age_days(facts.spot_as_of, now_s),
-                "is_stale": is_stale(facts.ondemand_as_of, now_s, is_spot=False)
-                or is_stale(facts.spot_as_of, now_s, is_spot=True),
-                "source": facts.source,
-            }
-        )
+    for cloud, count in counts.items():
+        known = {"cloud": cloud, "offers": count, "estimated": estimated.get(cloud, 0)}
+        rows.append({**known, "source": book.get_facts(cloud).source, **plain(book.describe_age(cloud, now_s))})
     if as_json:
         print_json(rows)
         return
     print_table(
         ["CLOUD", "OFFERS", "~", "ON-DEMAND OF", "SPOT OF", "SOURCE"],
         [
-            [str(row["cloud"]), f"{row['offers']:,}", f"{row['estimated']:,}", str(row["ondemand_as_of"]),
-             f"{row['spot_as_of']}{' (old)' if row['is_stale'] else ''}", str(row["source"])]
+            [row["cloud"], f"{row['offers']:,}", f"{row['estimated'] / row['offers']:.0%}",
+             _show_date(row, "ondemand"), _show_date(row, "spot"), row["source"]]
             for row in rows
         ],
         right=("OFFERS", "~"),
     )  # fmt: skip
-    print_line(f"{sum(counts.values()):,} offers; ~ counts estimated on-demand prices")
-    if any(row["is_stale"] for row in rows):
+    print_line(f"{sum(counts.values()):,} offers; ~ is the share whose on-demand price is an estimate")
+    if any(row["is_ondemand_stale"] or row["is_spot_stale"] for row in rows):
+        print_line(f"! is older than {ONDEMAND_DAYS_MAX} days, spot {SPOT_DAYS_MAX}")
         print_note("`broker catalog update` fetches today's prices")
+
+
+def _show_date(row: Mapping[str, Any], model: str) -> str:
+    return f"{row[f'{model}_as_of']}{' !' if row[f'is_{model}_stale'] else ''}"
 
 
 @app.command()
