@@ -35,12 +35,13 @@ class CloudRefresh:
     hints: tuple[str, ...] = ()
 
 
-def load_sources() -> Mapping[str, PriceSource]:
-    """Every source, made with its defaults."""
+def load_sources(urls: Mapping[str, str] | None = None) -> Mapping[str, PriceSource]:
+    """Every source by name; `urls` are other places to ask than the usual, such as a mirror."""
     sources: dict[str, PriceSource] = {}
     for name, path in SOURCES.items():
         module, _, attribute = path.partition(":")
-        sources[name] = getattr(importlib.import_module(module), attribute)()
+        make = getattr(importlib.import_module(module), attribute)
+        sources[name] = make(urls[name]) if urls and name in urls else make()
     return sources
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,9 @@ from broker.cli.context import Context
 from broker.cli.render import plain, print_json, print_line, print_note, print_table
 from broker.errors import SourceError, UsageError
 
+if TYPE_CHECKING:
+    from broker.catalog.sources.base import Get
+
 app = typer.Typer(
     help="The price book: its age, its refresh, other catalogs",
     no_args_is_help=True,
@@ -24,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 FAULTS_SHOWN = 5
+PAGES_A_NOTE = 100
+URL_VARIABLE = "BROKER_PRICES_URL_"  # and the source's name in capitals: where else to ask, such as a mirror
 
 
 @app.command()
@@ -74,14 +80,17 @@ def update(
     context = Context()
     if source is not None and source not in SOURCES:
         raise UsageError(f"there is no price source `{source}`", hints=[f"there is {', '.join(SOURCES)}"])
-    sources = {name: each for name, each in load_sources().items() if source in (None, name)}
-    wanted = cloud or [each for each in context.book.clouds if any(each in one.clouds for one in sources.values())]
+    urls = {name: url for name in SOURCES if (url := os.getenv(f"{URL_VARIABLE}{name.upper()}"))}
+    sources = {name: each for name, each in load_sources(urls).items() if source in (None, name)}
+    wanted = [each.lower() for each in cloud or ()] or [
+        each for each in context.book.clouds if any(each in one.clouds for one in sources.values())
+    ]
     reports = refresh_book(
         find_cache(),
         context.book,
         wanted,
         sources=sources,
-        get=HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s))),
+        get=_count_pages(HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s)))),
         now_s=context.clock.now_s(),
         on_cloud=lambda name, where: print_note(f"{name}: asking {where} ..."),
     )
@@ -97,6 +106,20 @@ def update(
     if failed:
         hints = list(dict.fromkeys(hint for each in failed for hint in each.hints))
         raise SourceError(f"{len(failed)} of {len(reports)} clouds could not be refreshed", hints=hints)
+
+
+def _count_pages(get: Get) -> Get:
+    """Says now and then how far it is: Azure's list has more than a thousand pages."""
+    asked = 0
+
+    def count(url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        nonlocal asked
+        asked += 1
+        if asked % PAGES_A_NOTE == 0:
+            print_note(f"  {asked} pages ...")
+        return get(url, query=query)
+
+    return count
 
 
 @app.command(name="import")
