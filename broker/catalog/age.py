@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
+
+from broker.types import Placement
 
 # Spot prices move within days; list prices change a few times a year.
 SPOT_DAYS_MAX = 7
 ONDEMAND_DAYS_MAX = 90
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceAge:
+    """Of one cloud: ISO dates of its prices, whole days since, and whether they are older than they should be."""
+
+    ondemand_as_of: str
+    spot_as_of: str
+    ondemand_days: int
+    spot_days: int
+    is_ondemand_stale: bool
+    is_spot_stale: bool
+
+
+def describe_age(ondemand_as_of: str, spot_as_of: str, now_s: float) -> PriceAge:
+    """How old two ISO dates are at `now_s`."""
+    return PriceAge(
+        ondemand_as_of=ondemand_as_of,
+        spot_as_of=spot_as_of,
+        ondemand_days=measure_age_days(ondemand_as_of, now_s),
+        spot_days=measure_age_days(spot_as_of, now_s),
+        is_ondemand_stale=is_stale(ondemand_as_of, now_s, is_spot=False),
+        is_spot_stale=is_stale(spot_as_of, now_s, is_spot=True),
+    )
+
+
+def warn_of_age(placement: Placement, now_s: float) -> str | None:
+    """One line where the price that would be paid is older than it should be; None where it is not, or is pretended."""
+    as_of, cloud = placement.as_of, placement.offer.cloud
+    if not as_of or cloud == "local" or not is_stale(as_of, now_s, is_spot=placement.is_spot):
+        return None
+    model = "spot" if placement.is_spot else "on-demand"
+    days = measure_age_days(as_of, now_s)
+    return f"{cloud}'s {model} prices are {days} days old; `broker catalog update --cloud {cloud}` fetches today's"
 
 
 def measure_age_days(as_of: str, now_s: float) -> int:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
+from broker.catalog.age import PriceAge, describe_age
+from broker.catalog.places import Places
 from broker.catalog.writer import CloudFacts
-from broker.errors import NoOfferError
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
 CHEAPEST_COUNT = 1000  # of each pricing model, where no accelerator is asked for
+# Above this share of all machine types it is quicker to walk along the prices until enough of them fit than to sort
+# all that fit: measured with tests/bench/bench_catalog.py.
+WALK_SHARE = 0.05
 
-_SELECT = """
+_FIELDS = """
 SELECT t.cloud, r.text, z.text, t.instance_type, t.vcpus, t.memory_gib, t.accelerator, t.accelerator_count,
-       t.accelerator_memory_gib, o.ondemand_usd_hour, o.spot_usd_hour, o.interruption_band, o.is_estimated
-FROM types t JOIN offers o ON o.type = t.id JOIN texts r ON r.id = o.region LEFT JOIN texts z ON z.id = o.zone
+       t.accelerator_memory_gib, o.ondemand_usd_hour, o.spot_usd_hour, o.interruption_band, o.is_estimated,
+       coalesce(o.ondemand_as_of, f.ondemand_as_of), coalesce(o.spot_as_of, f.spot_as_of)
 """
+_TEXTS = """
+JOIN texts r ON r.id = o.region LEFT JOIN texts z ON z.id = o.zone JOIN clouds f ON f.cloud = t.cloud
+"""
+_SELECT = f"{_FIELDS} FROM types t JOIN offers o ON o.type = t.id {_TEXTS}"
+_OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of the columns above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,7 @@ class Book:
             row[0]: CloudFacts(cloud=row[0], ondemand_as_of=row[1], spot_as_of=row[2], source=row[3])
             for row in database.execute("SELECT cloud, ondemand_as_of, spot_as_of, source FROM clouds ORDER BY cloud")
         }
+        self._places = Places(database)
 
     @property
     def as_of(self) -> str:
@@ -56,108 +64,118 @@ class Book:
     def get_facts(self, cloud: str) -> CloudFacts:
         return self._facts[cloud]
 
+    def describe_age(self, cloud: str, now_s: float) -> PriceAge:
+        """How old a cloud's prices are, and whether that is too old. Raises NoOfferError for a cloud without prices."""
+        self._places.check_cloud(cloud)
+        facts = self._facts[cloud]
+        return describe_age(facts.ondemand_as_of, facts.spot_as_of, now_s)
+
     def copy_to(self, database: sqlite3.Connection) -> None:
         """Everything, as it stands."""
         self._database.backup(database)
 
     def list_offers(self, cloud: str) -> Sequence[Offer]:
         """Everything that a cloud sells; none for one that the book doesn't know."""
-        return [self._make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE t.cloud = ?", (cloud,))]
+        return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE t.cloud = ?", (cloud,))]
 
     def find_prices(self, instance_type: str) -> Sequence[Offer]:
         """One machine at every place, cheapest first. Raises NoOfferError with the near miss."""
-        rows = self._database.execute(
-            f"{_SELECT} WHERE t.instance_type = ? ORDER BY coalesce(o.spot_usd_hour, o.ondemand_usd_hour)",
-            (instance_type,),
-        )
-        found = [self._make_offer(row) for row in rows]
+        name = self._find_name("types", "instance_type", instance_type) or instance_type
+        cheapest = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
+        rows = self._database.execute(f"{_SELECT} WHERE t.instance_type = ? ORDER BY {cheapest}, 1, 2, 3", (name,))
+        found = [_make_offer(row) for row in rows]
         if not found:
-            self._explain("instance type", instance_type, "SELECT DISTINCT instance_type FROM types")
+            self._places.check_instance_type(instance_type)
         return found
 
     def find_offers(self, task: Task) -> Sequence[Offer]:
-        """Every offer that may fit one of the task's alternatives. Raises NoOfferError for an unknown accelerator."""
+        """Every offer that may fit one of the task's alternatives.
+
+        Where no accelerator is asked for, only the cheapest of each pricing model that the task can use. Raises
+        NoOfferError for a name that the book doesn't know.
+        """
         found: dict[tuple[str, str, str | None, str], Offer] = {}
         for resources in task.resources:
             if resources.cloud == "local":
                 continue
-            offers = self._query(resources)
+            offers = self._query(resources, has_goal=task.goal is not None)
             if not offers:
-                self._check_names(resources)
+                self.check_places(resources)
             for offer in offers:
                 found[(offer.cloud, offer.region, offer.zone, offer.instance_type)] = offer
         return list(found.values())
 
+    def check_places(self, resources: Resources) -> None:
+        """Raises NoOfferError with the near miss for a cloud, region, zone or instance type that is sold nowhere, or
+        not where it is asked for."""
+        self._places.check(resources)
+
+    def check_cloud(self, cloud: str) -> None:
+        """Raises NoOfferError with the near miss for a cloud without prices."""
+        self._places.check_cloud(cloud)
+
     def resolve_accelerator(self, name: str) -> str:
         """The book's spelling of an accelerator. Raises NoOfferError with the near miss."""
-        rows = self._database.execute("SELECT name FROM accelerators WHERE lower(name) = ?", (name.lower(),))
-        if found := rows.fetchone():
-            return str(found[0])
-        self._explain("accelerator", name, "SELECT name FROM accelerators", "`broker gpus` lists all")
-        raise AssertionError("the accelerators table has just been asked")
+        for table, column in (("accelerators", "name"), ("types", "accelerator")):
+            if found := self._find_name(table, column, name):
+                return found
+        raise self._places.explain_accelerator(name)
 
-    def _check_names(self, resources: Resources) -> None:
-        """Raises NoOfferError for a place or machine that the book has never heard of, with the near miss."""
-        cloud = resources.cloud
-        of_cloud = f"WHERE cloud = '{cloud}'" if cloud in self._facts else ""
-        places = f"offers o JOIN types t ON t.id = o.type JOIN texts x ON x.id = o.{{}} {of_cloud}"
-        for word, name, names in (
-            ("cloud", cloud, "SELECT cloud FROM clouds"),
-            ("region", resources.region, f"SELECT DISTINCT x.text FROM {places.format('region')}"),
-            ("zone", resources.zone, f"SELECT DISTINCT x.text FROM {places.format('zone')}"),
-            ("instance type", resources.instance_type, f"SELECT DISTINCT instance_type FROM types {of_cloud}"),
-        ):
-            if name:
-                where = f" of {cloud}" if word != "cloud" and of_cloud else ""
-                self._explain(f"{word}{where}", name, names)
+    def _find_name(self, table: str, column: str, name: str) -> str | None:
+        """The book's spelling: as given where it is there, else whatever the case. By index first, then by reading."""
+        for collation in ("", " COLLATE NOCASE"):
+            row = self._database.execute(
+                f"SELECT {column} FROM {table} WHERE {column} = ?{collation} LIMIT 1", (name,)
+            ).fetchone()
+            if row is not None:
+                return str(row[0])
+        return None
 
-    def _explain(self, word: str, name: str, names: str, more: str | None = None) -> None:
-        """Raises NoOfferError unless the query `names` has the name."""
-        by_lower = {str(row[0]).lower(): str(row[0]) for row in self._database.execute(names)}
-        if by_lower.get(name.lower()) == name:
-            return
-        near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-        hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
-        raise NoOfferError(f"no {word} is called `{name}`", hints=[*hints, *([more] if more else [])])
-
-    def _query(self, resources: Resources) -> Sequence[Offer]:
-        where = list[str]()
-        values = list[object]()
-
-        def need(clause: str, *given: object) -> None:
-            where.append(clause)
-            values.extend(given)
-
+    def _query(self, resources: Resources, *, has_goal: bool) -> Sequence[Offer]:
+        machine, place = _Where(), _Where()
         if resources.accelerator:
-            need("t.accelerator = ?", self.resolve_accelerator(resources.accelerator))
-            need("t.accelerator_count >= ?", resources.accelerator_count)
+            machine.need("t.accelerator = ?", self.resolve_accelerator(resources.accelerator))
+            machine.need("t.accelerator_count >= ?", resources.accelerator_count)
         elif not resources.instance_type:
             # As SkyPilot: nobody pays for a GPU not asked for, and most programs are built for x86.
-            need("t.accelerator IS NULL AND t.arch = 'x86_64'")
+            machine.need("t.accelerator IS NULL AND t.arch = 'x86_64'")
         for column, quantity in (("t.vcpus", resources.cpus), ("t.memory_gib", resources.memory_gib)):
             if isinstance(quantity, Quantity):
-                need(f"{column} {'>=' if quantity.is_minimum else '='} ?", quantity.value)
-        for column, text in (
-            ("t.cloud", resources.cloud), ("r.text", resources.region), ("z.text", resources.zone),
-            ("t.instance_type", resources.instance_type),
-        ):  # fmt: skip
+                machine.need(f"{column} {'>=' if quantity.is_minimum else '='} ?", quantity.value)
+        if resources.cloud:
+            machine.need("t.cloud = ?", resources.cloud.lower())
+        if resources.instance_type:
+            name = self._find_name("types", "instance_type", resources.instance_type)
+            machine.need("t.instance_type = ?", name or resources.instance_type)
+        for column, text in (("o.region", resources.region), ("o.zone", resources.zone)):
             if text:
-                need(f"{column} = ?", text)
-        query = f"{_SELECT} WHERE {' AND '.join(where) or '1'}"
+                place.need(f"{column} IN (SELECT id FROM texts WHERE text = ? COLLATE NOCASE)", text)
         if resources.accelerator or resources.instance_type:
-            return [self._make_offer(row) for row in self._database.execute(query, values)]
-        # Tens of thousands of machines without accelerators may fit; the dear ones are not worth reading.
+            where = _Where.join(machine, place)
+            return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE {where}", where.values)]
         rows = set[tuple[object, ...]]()
-        for price in ("ondemand_usd_hour", "spot_usd_hour"):
-            cheapest = f"{query} AND o.{price} IS NOT NULL ORDER BY o.{price} LIMIT {CHEAPEST_COUNT}"
-            rows.update(self._database.execute(cheapest, values))
-        return [self._make_offer(row) for row in rows]
+        for price in _list_prices(resources, has_goal=has_goal):
+            rows.update(self._list_cheapest(price, machine, place))
+        return [_make_offer(row) for row in rows]
 
-    def _make_offer(self, row: tuple[object, ...]) -> Offer:
-        facts = self._facts[str(row[0])]
-        fields: dict[str, Any] = dict(zip(_OFFER_FIELDS, row, strict=True))
-        fields["is_estimated"] = bool(fields["is_estimated"])
-        return Offer(**fields, as_of=min(facts.ondemand_as_of, facts.spot_as_of))
+    def _list_cheapest(self, price: str, machine: _Where, place: _Where) -> Sequence[tuple[object, ...]]:
+        """Tens of thousands of machines without accelerators may fit; the dear ones are not worth reading."""
+        where = _Where.join(machine, place)
+        count, fitting = self._database.execute(
+            f"SELECT count(*), count(*) FILTER (WHERE {machine}) FROM types t", machine.values
+        ).fetchone()
+        # A CROSS JOIN keeps SQLite to the order it is written in: https://www.sqlite.org/optoverview.html#crossjoin
+        if not place.values and fitting > WALK_SHARE * count:
+            chosen = f"offers o CROSS JOIN types t ON t.id = o.type WHERE {where} AND o.{price} > 0 ORDER BY o.{price}"
+        else:  # the plus signs keep it from walking along the prices
+            chosen = (
+                f"types t CROSS JOIN offers o ON o.type = t.id WHERE {where} AND +o.{price} > 0 ORDER BY +o.{price}"
+            )
+        query = (
+            f"WITH chosen AS MATERIALIZED (SELECT o.rowid AS number FROM {chosen} LIMIT {CHEAPEST_COUNT}) {_FIELDS} "
+            f"FROM chosen JOIN offers o ON o.rowid = chosen.number JOIN types t ON t.id = o.type {_TEXTS}"
+        )
+        return self._database.execute(query, where.values).fetchall()
 
     def count_offers(self) -> Mapping[str, int]:
         """Number of offers by cloud."""
@@ -224,7 +242,40 @@ class Book:
         ]
 
 
-_OFFER_FIELDS = (
-    "cloud", "region", "zone", "instance_type", "vcpus", "memory_gib", "accelerator", "accelerator_count",
-    "accelerator_memory_gib", "ondemand_usd_hour", "spot_usd_hour", "interruption_band", "is_estimated",
-)  # fmt: skip
+class _Where:
+    """Conditions and the values they wait for, in step."""
+
+    def __init__(self) -> None:
+        self._clauses: list[str] = []
+        self.values: list[object] = []
+
+    def need(self, clause: str, *values: object) -> None:
+        self._clauses.append(clause)
+        self.values.extend(values)
+
+    @staticmethod
+    def join(*parts: _Where) -> _Where:
+        whole = _Where()
+        for part in parts:
+            whole._clauses += part._clauses
+            whole.values += part.values
+        return whole
+
+    def __str__(self) -> str:
+        return " AND ".join(self._clauses) or "1"
+
+
+def _list_prices(resources: Resources, *, has_goal: bool) -> Sequence[str]:
+    """The columns of the pricing models that these resources can use; see Resources.use_spot."""
+    if resources.use_spot is None:
+        return ("ondemand_usd_hour", "spot_usd_hour") if has_goal else ("ondemand_usd_hour",)
+    return ("spot_usd_hour",) if resources.use_spot else ("ondemand_usd_hour",)
+
+
+def _make_offer(row: tuple[object, ...]) -> Offer:
+    """Past Offer's __init__, which sets its frozen fields one by one: a quarter of the time, and thousands are made."""
+    offer = object.__new__(Offer)
+    values = dict(zip(_OFFER_FIELDS, row, strict=True))
+    values["is_estimated"] = bool(values["is_estimated"])
+    offer.__dict__.update(values)
+    return offer

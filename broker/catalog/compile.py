@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
-from broker.catalog.writer import BookWriter
+from broker.catalog.writer import BookWriter, CloudFacts
 from broker.types import Offer
 
 # Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is
@@ -24,6 +24,7 @@ PRICES_AS_OF = {
     "azure": ("2026-06-18", "2024-09-28"),
     "gcp": ("2026-08-03", "2026-08-03"),
 }
+ONDEMAND_AS_OF = {("aws", "us-east-1"): "2026-07-20"}  # a region whose list is newer than its cloud's
 READ_ON = "2026-11-21"
 SOURCE = "shipped with broker"
 
@@ -50,12 +51,14 @@ def compile_book(facts: Path, output: Path) -> int:
         if row["column"] == "ondemand"
     }
     writer = BookWriter(database)
-    clouds: dict[str, int] = {}
+    clouds: dict[str, CloudFacts] = {}
+    count = 0
     for path in sorted(facts.glob("offers_*.csv")):
         for row in _read_rows(path):
             is_estimated = (row["cloud"], row["region"], row["instance_type"]) in estimated
-            writer.add_offer(_make_offer(row, is_estimated=is_estimated), arch=row["arch"])
-            clouds[row["cloud"]] = clouds.get(row["cloud"], 0) + 1
+            facts_of = clouds.setdefault(row["cloud"], _find_facts(row["cloud"]))
+            writer.add_offer(_make_offer(row, is_estimated=is_estimated), arch=row["arch"], facts=facts_of)
+            count += 1
     for row in _read_rows(facts / "accelerators.csv"):
         figures = ("bf16_dense_tflops", "fp32_tflops", "memory_bandwidth_gbs", "nvlink_gbs")
         values = [row["accelerator"], float(row["memory_gib"]), *(_number(row[name]) for name in figures)]
@@ -63,14 +66,20 @@ def compile_book(facts: Path, output: Path) -> int:
     for row in _read_rows(facts / "egress.csv"):
         values = [row["cloud"], row["from_region"], row["to"], float(row["usd_per_gb"])]
         database.execute("INSERT INTO egress VALUES (?,?,?,?)", values)
-    for cloud in sorted(clouds):
-        dates = PRICES_AS_OF.get(cloud, (READ_ON, READ_ON))
-        database.execute("INSERT INTO clouds VALUES (?,?,?,?)", (cloud, *dates, SOURCE))
+    for _, each in sorted(clouds.items()):
+        database.execute(
+            "INSERT INTO clouds VALUES (?,?,?,?)", (each.cloud, each.ondemand_as_of, each.spot_as_of, each.source)
+        )
     database.commit()
     database.execute("VACUUM")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(lzma.compress(database.serialize(), preset=9 | lzma.PRESET_EXTREME))
-    return sum(clouds.values())
+    return count
+
+
+def _find_facts(cloud: str) -> CloudFacts:
+    ondemand, spot = PRICES_AS_OF.get(cloud, (READ_ON, READ_ON))
+    return CloudFacts(cloud=cloud, ondemand_as_of=ondemand, spot_as_of=spot, source=SOURCE)
 
 
 def _make_offer(row: dict[str, str], *, is_estimated: bool) -> Offer:
@@ -88,6 +97,7 @@ def _make_offer(row: dict[str, str], *, is_estimated: bool) -> Offer:
         spot_usd_hour=_number(row["spot_usd_hour"]),
         interruption_band=_number(row["interruption_band"]),
         is_estimated=is_estimated,
+        as_of=ONDEMAND_AS_OF.get((row["cloud"], row["region"]), ""),
     )
 
 

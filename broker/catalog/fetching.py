@@ -15,6 +15,7 @@ TRIES_MAX = 5
 BACKOFF_S = 1.0  # doubled each time, unless the server names a time
 BACKOFF_S_MAX = 60.0
 BYTES_MAX = 512 << 20  # the largest public price file is near 300 MB
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # where tests and mirrors of one's own may listen without TLS
 RETRYABLE = (429, 500, 502, 503, 504)
 
 
@@ -26,7 +27,8 @@ class HttpGet:
 
     def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
         whole = f"{url}{'&' if '?' in url else '?'}{urllib.parse.urlencode(query)}" if query else url
-        if not whole.startswith(("https://", "http://127.0.0.1", "http://localhost")):
+        parts = urllib.parse.urlsplit(whole)
+        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK):
             raise SourceError(f"prices are only fetched over https, not from {_hide_query(whole)}")
         for tries in range(TRIES_MAX):
             try:

@@ -1,21 +1,24 @@
-"""What prices were: each refresh adds those that changed. One small file beside the book, bounded in time."""
+"""What prices were: each refresh adds those that changed. One file beside the book, bounded in days and rows."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from broker.types import Offer
 
 DAYS_KEPT = 400
+ROWS_MAX = 500_000  # some 50 MB
 TABLE = """
 CREATE TABLE IF NOT EXISTS changes (
     cloud TEXT NOT NULL, instance_type TEXT NOT NULL, region TEXT NOT NULL, zone TEXT NOT NULL, day TEXT NOT NULL,
-    ondemand_usd_hour REAL, spot_usd_hour REAL, PRIMARY KEY (cloud, instance_type, region, zone, day)
+    ondemand_usd_hour REAL, spot_usd_hour REAL, PRIMARY KEY (instance_type, cloud, region, zone, day)
 ) WITHOUT ROWID
 """
+Place = tuple[str, str, str, str]  # cloud, instance type, region, zone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,49 +34,85 @@ class PricePoint:
     spot_usd_hour: float | None
 
 
-class History:
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._database = sqlite3.connect(path)
-        self._database.execute(TABLE)
+def remember_changes(cache: Path, offers: Sequence[Offer], known: Sequence[Offer], *, day: str) -> int:
+    """Remember what differs from `known`, with what it was before; returns how many places' prices did.
 
-    def close(self) -> None:
-        self._database.close()
+    A history that cannot be written is no reason to refuse new prices: then nothing is remembered.
+    """
+    before = {_name_place(each): each for each in known}
+    changed = [each for each in offers if (old := before.get(_name_place(each))) is None or _pair(old) != _pair(each)]
+    olds = [before[place] for each in changed if (place := _name_place(each)) in before]
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with closing(sqlite3.connect(name_history(cache))) as database, database:
+            database.execute(TABLE)
+            _add_first(database, olds)
+            _add(database, changed, day)
+            _forget(database, day)
+    except (sqlite3.Error, OSError):
+        pass
+    return len(changed)
 
-    def add(self, offers: Iterable[Offer], *, day: str) -> int:
-        """Remember what differs from the last day known; returns how many prices did."""
-        newest = {
-            row[:4]: row[4:]
-            for row in self._database.execute(
-                "SELECT cloud, instance_type, region, zone, ondemand_usd_hour, spot_usd_hour, max(day) FROM changes "
-                "GROUP BY 1, 2, 3, 4"
-            )
-        }
-        count = 0
-        with self._database:
-            for offer in offers:
-                key = (offer.cloud, offer.instance_type, offer.region, offer.zone or "")
-                prices = (offer.ondemand_usd_hour, offer.spot_usd_hour)
-                if newest.get(key, ())[:2] != prices:
-                    self._database.execute(
-                        "INSERT OR REPLACE INTO changes VALUES (?,?,?,?,?,?,?)", (*key, day, *prices)
-                    )
-                    count += 1
-            oldest = f"date('{day}', '-{DAYS_KEPT} days')"
-            # The last price before the bound stays: it still holds.
-            self._database.execute(
-                f"DELETE FROM changes WHERE day < {oldest} AND EXISTS (SELECT 1 FROM changes AS later WHERE "
-                "later.cloud = changes.cloud AND later.instance_type = changes.instance_type AND "
-                "later.region = changes.region AND later.zone = changes.zone AND later.day > changes.day AND "
-                f"later.day < {oldest})"
-            )
-        return count
 
-    def find(self, instance_type: str, *, region: str | None = None) -> Sequence[PricePoint]:
-        rows = self._database.execute(
-            "SELECT cloud, instance_type, region, zone, day, ondemand_usd_hour, spot_usd_hour FROM changes "
-            "WHERE instance_type = ?1 AND (?2 IS NULL OR region = ?2) ORDER BY cloud, region, zone, day",
-            (instance_type, region),
-        )
-        names = ("cloud", "instance_type", "region", "zone", "day", "ondemand_usd_hour", "spot_usd_hour")
-        return [PricePoint(**dict(zip(names, row, strict=True))) for row in rows]
+def find_points(cache: Path, instance_type: str, *, region: str | None = None) -> Sequence[PricePoint]:
+    """All that is remembered of a machine, by place and day; nothing where there is no history or it does not open."""
+    path = name_history(cache)
+    if not path.exists():
+        return []
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            rows = database.execute(
+                "SELECT cloud, instance_type, region, zone, day, ondemand_usd_hour, spot_usd_hour FROM changes "
+                "WHERE instance_type = ?1 AND (?2 IS NULL OR region = ?2) ORDER BY cloud, region, zone, day",
+                (instance_type, region),
+            ).fetchall()
+    except sqlite3.Error:
+        return []
+    names = ("cloud", "instance_type", "region", "zone", "day", "ondemand_usd_hour", "spot_usd_hour")
+    return [PricePoint(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+def name_history(cache: Path) -> Path:
+    return cache / "price-history.db"
+
+
+def _name_place(offer: Offer) -> Place:
+    return offer.cloud, offer.instance_type, offer.region, offer.zone or ""
+
+
+def _pair(offer: Offer) -> tuple[float | None, float | None]:
+    return offer.ondemand_usd_hour, offer.spot_usd_hour
+
+
+def _add_first(database: sqlite3.Connection, offers: Iterable[Offer]) -> None:
+    """Where a place has no history yet, it begins with the price that is now being replaced."""
+    known = set(database.execute("SELECT DISTINCT cloud, instance_type, region, zone FROM changes"))
+    for offer in offers:
+        if _name_place(offer) not in known and offer.as_of:
+            _add(database, [offer], offer.as_of)
+
+
+def _add(database: sqlite3.Connection, offers: Iterable[Offer], day: str) -> None:
+    database.executemany(
+        "INSERT OR REPLACE INTO changes VALUES (?,?,?,?,?,?,?)",
+        [(each.cloud, each.instance_type, each.region, each.zone or "", day, *_pair(each)) for each in offers],
+    )
+
+
+def _forget(database: sqlite3.Connection, day: str) -> None:
+    """Drop what is too old, then the oldest days until the rest fits. The last price before the bound still holds."""
+    oldest = f"date('{day}', '-{DAYS_KEPT} days')"
+    database.execute(
+        f"DELETE FROM changes WHERE day < {oldest} AND EXISTS (SELECT 1 FROM changes AS later WHERE "
+        "later.cloud = changes.cloud AND later.instance_type = changes.instance_type AND "
+        "later.region = changes.region AND later.zone = changes.zone AND later.day > changes.day AND "
+        f"later.day < {oldest})"
+    )
+    (count,) = database.execute("SELECT count(*) FROM changes").fetchone()
+    if count > ROWS_MAX:
+        days = database.execute("SELECT day, count(*) FROM changes GROUP BY 1 ORDER BY 1").fetchall()
+        for each, rows in days[:-1]:
+            database.execute("DELETE FROM changes WHERE day = ?", (each,))
+            count -= rows
+            if count <= ROWS_MAX:
+                break

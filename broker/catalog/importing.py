@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from broker.catalog.book import Book
-from broker.catalog.refresh import exchange_book
+from broker.catalog.exchange import exchange_book
 from broker.catalog.skypilot_csv import Fault, parse_vms
 from broker.catalog.writer import CloudFacts
-from broker.errors import UsageError
+from broker.errors import SourceError, UsageError
 from broker.types import Offer
 
 
@@ -32,13 +32,14 @@ def import_catalog(
 ) -> ImportReport:
     """Each cloud found replaces what the book had of it; `is_alone` leaves no other cloud. All or nothing.
 
+    Its prices are dated by their file: SkyPilot's files don't say how old they are, but not younger than that.
+
     Raises UsageError where the folder holds no catalog, SourceError for a file that is none, StateError when the book
     cannot be written.
     """
     files = sorted(folder.glob("*/vms.csv"))
     if not files:
         raise UsageError(f"{folder} holds no catalog", hints=["it should have files such as `aws/vms.csv`"])
-    day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
     read: list[tuple[CloudFacts, list[Offer]]] = []
     faults: list[Fault] = []
     for file in files:
@@ -46,10 +47,13 @@ def import_catalog(
         on_cloud(cloud)
         try:
             text = file.read_text(encoding="utf-8-sig")
+            day = datetime.fromtimestamp(min(now_s, file.stat().st_mtime), UTC).date().isoformat()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read {file}: {error}") from None
         offers, bad = parse_vms(text, cloud=cloud, file=str(file))
         faults.extend(bad)
+        if not offers:
+            raise SourceError(f"{file} has no row with a price", hints=[str(fault) for fault in bad[:1]])
         facts = CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=f"imported from {folder}")
         read.append((facts, offers))
     exchange_book(cache, book, read, is_alone=is_alone)

@@ -1,33 +1,26 @@
 """Brings the book up to date: each cloud from its source, checked before it counts, exchanged in one rename.
 
-A cloud whose refresh fails keeps its old prices with their old date; a bad answer never replaces a good book.
+A cloud whose refresh fails keeps its old prices with their old date; a bad answer never replaces a good book. What was
+fetched of one cloud stays when the next is interrupted.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import sqlite3
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from broker.catalog.book import Book
-from broker.catalog.history import History
-from broker.catalog.opening import name_live_book
-from broker.catalog.schema import INDEXES
+from broker.catalog.checking import check_offers
+from broker.catalog.exchange import exchange_book
+from broker.catalog.history import remember_changes
 from broker.catalog.sources import SOURCES
 from broker.catalog.sources.base import Get, PriceSource
-from broker.catalog.writer import BookWriter, CloudFacts
-from broker.errors import AuthError, SourceError, StateError
+from broker.catalog.writer import CloudFacts
+from broker.errors import AuthError, SourceError
 from broker.types import Offer
-
-OFFERS_SHARE_MIN = 0.5  # fewer than this share of what was for sale: the answer was cut short
-RATIO_MAX = 4.0  # the median price moves less in any refresh; a wrong unit or currency moves it more
-USD_HOUR_MAX = 2000.0  # no machine for rent costs more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +35,13 @@ class CloudRefresh:
     hints: tuple[str, ...] = ()
 
 
-def load_sources() -> Mapping[str, PriceSource]:
-    """Every source, made with its defaults."""
+def load_sources(urls: Mapping[str, str] | None = None) -> Mapping[str, PriceSource]:
+    """Every source by name; `urls` are other places to ask than the usual, such as a mirror."""
     sources: dict[str, PriceSource] = {}
     for name, path in SOURCES.items():
         module, _, attribute = path.partition(":")
-        sources[name] = getattr(importlib.import_module(module), attribute)()
+        make = getattr(importlib.import_module(module), attribute)
+        sources[name] = make(urls[name]) if urls and name in urls else make()
     return sources
 
 
@@ -61,103 +55,51 @@ def refresh_book(
     now_s: float,
     on_cloud: Callable[[str, str], None] = lambda cloud, source: None,
 ) -> Sequence[CloudRefresh]:
-    """Ask each cloud's sources in their order until one is believed, and exchange the book if any was.
+    """Ask each cloud's sources in their order until one is believed, and exchange that cloud's part of the book.
 
     `on_cloud(cloud, source)` is told before each source is asked. Raises StateError when the book cannot be written.
     """
+    return [_refresh_cloud(cache, book, cloud, sources, get, now_s, on_cloud) for cloud in clouds]
+
+
+def _refresh_cloud(
+    cache: Path,
+    book: Book,
+    cloud: str,
+    sources: Mapping[str, PriceSource],
+    get: Get,
+    now_s: float,
+    on_cloud: Callable[[str, str], None],
+) -> CloudRefresh:
+    able = {name: source for name, source in sources.items() if cloud in source.clouds}
+    if not able:
+        return CloudRefresh(cloud=cloud, source="", error="no source knows this cloud")
+    known = book.list_offers(cloud)
+    errors: list[tuple[str, SourceError | AuthError]] = []
+    for name, source in able.items():
+        on_cloud(cloud, name)
+        try:
+            offers = list(source.fetch(cloud, get, known=known, as_of_s=now_s))
+            check_offers(cloud, offers, known)
+        except (SourceError, AuthError) as error:
+            errors.append((name, error))
+            continue
+        changed = _take(cache, book, cloud, name, offers, known, now_s)
+        return CloudRefresh(cloud=cloud, source=name, offers=len(offers), changed=changed)
+    # The last source is the general one: what the cloud's own said helps the user more, so both are told.
+    return CloudRefresh(
+        cloud=cloud,
+        source=errors[-1][0],
+        error="; ".join(dict.fromkeys(error.message for _, error in errors)),
+        hints=tuple(hint for _, error in errors for hint in error.hints),
+    )
+
+
+def _take(
+    cache: Path, book: Book, cloud: str, source: str, offers: list[Offer], known: Sequence[Offer], now_s: float
+) -> int:
+    """Write what was believed; returns how many prices changed."""
     day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
-    fetched: dict[str, tuple[str, list[Offer]]] = {}
-    reports: list[CloudRefresh] = []
-    for cloud in clouds:
-        report = CloudRefresh(cloud=cloud, source="", error="no source knows this cloud")
-        for name, source in sources.items():
-            if cloud not in source.clouds:
-                continue
-            on_cloud(cloud, name)
-            known = book.list_offers(cloud)
-            try:
-                offers = list(source.fetch(cloud, get, known=known, as_of_s=now_s))
-                check_offers(cloud, offers, known)
-            except (SourceError, AuthError) as error:
-                report = CloudRefresh(cloud=cloud, source=name, error=error.message, hints=error.hints)
-                continue
-            fetched[cloud] = (name, offers)
-            report = CloudRefresh(cloud=cloud, source=name, offers=len(offers))
-            break
-        reports.append(report)
-    if not fetched:
-        return reports
-    facts = [CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=fetched[cloud][0]) for cloud in fetched]
-    exchange_book(cache, book, [(each, fetched[each.cloud][1]) for each in facts])
-    changed = _remember(cache, book, fetched, day)
-    return [
-        CloudRefresh(cloud=each.cloud, source=each.source, offers=each.offers, changed=changed.get(each.cloud, 0))
-        if each.error is None
-        else each
-        for each in reports
-    ]
-
-
-def check_offers(cloud: str, offers: Sequence[Offer], known: Sequence[Offer]) -> None:
-    """Raises SourceError for an answer that cannot be the whole truth."""
-    if not offers or len(offers) < OFFERS_SHARE_MIN * len(known):
-        raise SourceError(f"{cloud}: only {len(offers)} offers where {len(known)} were known: not believed")
-    for offer in offers:
-        for usd in (offer.ondemand_usd_hour, offer.spot_usd_hour):
-            if usd is not None and not 0 < usd < USD_HOUR_MAX:
-                raise SourceError(f"{cloud}: {offer.instance_type} in {offer.region} at {usd} USD/h: not believed")
-    for field in ("ondemand_usd_hour", "spot_usd_hour"):
-        ratio = _measure_ratio(offers, known, field)
-        if ratio is not None and not 1 / RATIO_MAX <= ratio <= RATIO_MAX:
-            raise SourceError(f"{cloud}: prices are {ratio:.2g} times what they were: another unit or currency?")
-
-
-def _measure_ratio(offers: Sequence[Offer], known: Sequence[Offer], field: str) -> float | None:
-    """Median of new over old price where both are known."""
-    old = {(each.instance_type, each.region, each.zone): getattr(each, field) for each in known}
-    ratios = [
-        getattr(each, field) / before
-        for each in offers
-        if getattr(each, field) and (before := old.get((each.instance_type, each.region, each.zone)))
-    ]
-    return statistics.median(ratios) if ratios else None
-
-
-def exchange_book(
-    cache: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool = False
-) -> None:
-    """Write a copy with the clouds' new offers aside, then rename it over the live book. Raises StateError.
-
-    `is_alone` empties the copy of all other clouds first.
-    """
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = name_live_book(cache)
-    aside = target.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with closing(sqlite3.connect(aside)) as database:
-            book.copy_to(database)
-            if is_alone:
-                database.executescript("DELETE FROM offers; DELETE FROM types; DELETE FROM clouds")
-            writer = BookWriter(database)
-            for facts, offers in clouds:
-                writer.replace_cloud(facts, offers)
-            database.commit()
-            database.executescript(INDEXES.replace("CREATE INDEX", "CREATE INDEX IF NOT EXISTS"))
-            database.execute("VACUUM")
-        aside.chmod(0o600)
-        aside.replace(target)
-    except (sqlite3.Error, OSError) as error:
-        raise StateError(f"the new prices cannot be written to {cache}: {error}", hints=["is the disk full?"]) from None
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _remember(cache: Path, book: Book, fetched: Mapping[str, tuple[str, list[Offer]]], day: str) -> Mapping[str, int]:
-    """Price changes by cloud; the old book's prices are where its history begins."""
-    with closing(History(cache / "history.db")) as history:
-        changed: dict[str, int] = {}
-        for cloud, (_, offers) in fetched.items():
-            if known := book.list_offers(cloud):
-                history.add(known, day=book.get_facts(cloud).ondemand_as_of)
-            changed[cloud] = history.add(offers, day=day)
-    return changed
+    facts = CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=source)
+    exchange_book(cache, book, [(facts, offers)])
+    return remember_changes(cache, offers, known, day=day)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ARCHIVE = "book.db.xz"
 
 # Texts are stored once and named by number; prices are USD per instance-hour, memory is GiB. `clouds` says of each
-# cloud how old its oldest figure is, as ISO dates, and where its prices are from.
+# cloud how old its prices are, as ISO dates, and where they are from; an offer whose prices have other dates has them.
 TABLES = """
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE types (
@@ -16,7 +16,7 @@ CREATE TABLE types (
 );
 CREATE TABLE offers (
     type INTEGER NOT NULL, region INTEGER NOT NULL, zone INTEGER, ondemand_usd_hour REAL, spot_usd_hour REAL,
-    interruption_band REAL, is_estimated INTEGER NOT NULL
+    interruption_band REAL, is_estimated INTEGER NOT NULL, ondemand_as_of TEXT, spot_as_of TEXT
 );
 CREATE TABLE accelerators (
     name TEXT PRIMARY KEY, memory_gib REAL NOT NULL, bf16_dense_tflops REAL, fp32_tflops REAL,
@@ -29,7 +29,9 @@ CREATE TABLE clouds (
 """
 # Made when the book is unpacked: the archive ships without them.
 INDEXES = """
-CREATE INDEX types_by_accelerator ON types (accelerator, accelerator_count);
-CREATE INDEX types_by_name ON types (instance_type);
-CREATE INDEX offers_by_type ON offers (type);
+CREATE INDEX IF NOT EXISTS types_by_accelerator ON types (accelerator, accelerator_count);
+CREATE INDEX IF NOT EXISTS types_by_name ON types (instance_type);
+CREATE INDEX IF NOT EXISTS offers_by_type ON offers (type, region);
+CREATE INDEX IF NOT EXISTS offers_by_ondemand ON offers (ondemand_usd_hour, type) WHERE ondemand_usd_hour IS NOT NULL;
+CREATE INDEX IF NOT EXISTS offers_by_spot ON offers (spot_usd_hour, type) WHERE spot_usd_hour IS NOT NULL;
 """

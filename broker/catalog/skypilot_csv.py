@@ -1,8 +1,8 @@
 """SkyPilot's catalog files, `<cloud>/vms.csv` of versions 5 to 8, as offers.
 
 Columns: InstanceType, vCPUs, MemoryGiB, AcceleratorName, AcceleratorCount, GpuInfo, Region, AvailabilityZone, Price,
-SpotPrice; some clouds leave some out. On GCP an accelerator has rows of its own, without a machine: there its price is
-added to that of each machine that it is attached to.
+SpotPrice; some clouds leave some out. On GCP an accelerator has rows of its own, without a machine: `skypilot_gcp`
+joins the two.
 """
 
 from __future__ import annotations
@@ -12,36 +12,19 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from broker.catalog.skypilot_gcp import compose
 from broker.errors import SourceError
 from broker.types import Offer
 
 NEEDED = ("Region", "Price")
-HOSTS_GCP = {  # accelerator -> the machine family that has it built in
-    "A100": "a2-highgpu-{count}g",
-    "A100-80GB": "a2-ultragpu-{count}g",
-    "H100": "a3-highgpu-{count}g",
-    "H100-MEGA": "a3-megagpu-{count}g",
-    "H200": "a3-ultragpu-{count}g",
-    "B200": "a4-highgpu-{count}g",
-}
-HOSTS_GCP_ODD = {
-    ("A100", 16): ("a2-megagpu-16g",),
-    ("L4", 1): ("g2-standard-4", "g2-standard-8", "g2-standard-12", "g2-standard-16", "g2-standard-32"),
-    ("L4", 2): ("g2-standard-24",),
-    ("L4", 4): ("g2-standard-48",),
-    ("L4", 8): ("g2-standard-96",),
-}
-ATTACHED_GCP = {
-    1: ("n1-standard-8", "n1-highmem-8"),
-    2: ("n1-standard-16",),
-    4: ("n1-standard-32",),
-    8: ("n1-standard-64",),
-}
-NAMES = {"H100-MEGA": "H100"}  # SkyPilot's name -> ours, where they differ
 FRACTION = re.compile(r"'SizeInMiB': *(\d+)")
+MIB_MIN = 300.0
+MEMORY_GIB_MAX = 300.0  # the largest accelerator of 2026 has 288
+SAME_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +56,8 @@ def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[Fa
             continue
         if offer is not None:
             (machines if offer.instance_type else parts).append(offer)
-    return (list(_compose(machines, parts)) if parts else machines), faults
+    offers = list(compose(machines, parts)) if parts or cloud == "gcp" else machines
+    return list(_settle_memory(offers)), faults
 
 
 def _read_row(row: Mapping[str, str], cloud: str) -> Offer | None:
@@ -116,56 +100,33 @@ def _read_number(row: Mapping[str, str], column: str) -> float | None:
     return number
 
 
+@lru_cache(maxsize=4096)  # a few hundred texts stand in tens of thousands of rows
 def _read_memory_gib(info: str) -> float:
-    """Of one accelerator, from a Python literal such as {'Gpus': [{'MemoryInfo': {'SizeInMiB': 16384}}]}."""
-    if not info:
-        return 0.0
+    """From a Python literal such as {'Gpus': [{'MemoryInfo': {'SizeInMiB': 16384}}]}; 0 where it does not say."""
     try:
-        gpu = ast.literal_eval(info)["Gpus"][0]
-        return round(float(gpu["MemoryInfo"]["SizeInMiB"]) / 1024, 3)
-    except (ValueError, SyntaxError, KeyError, IndexError, TypeError):
+        size = float(ast.literal_eval(info)["Gpus"][0]["MemoryInfo"]["SizeInMiB"]) if info else 0.0
+    except (ValueError, SyntaxError, KeyError, IndexError, TypeError, MemoryError, RecursionError):
         found = FRACTION.search(info)
-        return round(int(found[1]) / 1024, 3) if found else 0.0
+        size = float(found[1]) if found else 0.0
+    if not math.isfinite(size) or size < 0:
+        return 0.0
+    # Some clouds' files give GiB in the field for MiB: no accelerator has so few MiB.
+    return round(size if size < MIB_MIN else size / 1024, 3)
 
 
-def _compose(machines: list[Offer], parts: list[Offer]) -> Iterator[Offer]:
-    """Machines without accelerators, and each with the accelerators that go with it, at the sum of both prices."""
-    by_place = {(offer.instance_type, offer.region, offer.zone): offer for offer in machines}
-    hosts_only = set[str]()
-    composed: list[Offer] = []
-    for part in parts:
-        built_in, attached = _list_hosts(part)
-        hosts_only.update(built_in)
-        for host_type in (*built_in, *attached):
-            host = by_place.get((host_type, part.region, part.zone))
-            if host is not None:
-                composed.append(_join(host, part, is_built_in=host_type in built_in))
-    yield from (offer for offer in machines if offer.instance_type not in hosts_only)
-    yield from composed
-
-
-def _list_hosts(part: Offer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Machines that have it built in, and machines that it can be attached to."""
-    name, count = part.accelerator or "", int(part.accelerator_count)
-    if odd := HOSTS_GCP_ODD.get((name, count)):
-        return odd, ()
-    if name in HOSTS_GCP:
-        return (HOSTS_GCP[name].format(count=count),), ()
-    return ((), ()) if name.startswith("tpu") else ((), ATTACHED_GCP.get(count, ()))
-
-
-def _join(host: Offer, part: Offer, *, is_built_in: bool) -> Offer:
-    def add(one: float | None, other: float | None) -> float | None:
-        return None if one is None or other is None else round(one + other, 6)
-
-    name = part.accelerator or ""
-    suffix = "" if is_built_in else f"+{part.accelerator_count:g}x{name}"
-    return replace(
-        host,
-        instance_type=host.instance_type + suffix,
-        accelerator=NAMES.get(name, name),
-        accelerator_count=part.accelerator_count,
-        accelerator_memory_gib=part.accelerator_memory_gib,
-        ondemand_usd_hour=add(host.ondemand_usd_hour, part.ondemand_usd_hour),
-        spot_usd_hour=add(host.spot_usd_hour, part.spot_usd_hour),
-    )
+def _settle_memory(offers: Iterable[Offer]) -> Iterator[Offer]:
+    """Some clouds' files give the memory of all accelerators of a machine, others that of one: offers of one tell."""
+    offers = list(offers)
+    single: dict[str | None, float] = {}
+    for offer in offers:
+        if offer.accelerator_count == 1 and offer.accelerator_memory_gib:
+            single[offer.accelerator] = min(
+                offer.accelerator_memory_gib, single.get(offer.accelerator, offer.accelerator_memory_gib)
+            )
+    for offer in offers:
+        share = offer.accelerator_memory_gib / max(offer.accelerator_count, 1)
+        one = single.get(offer.accelerator, 0.0)
+        is_total = math.isclose(share, one, rel_tol=SAME_SHARE) or offer.accelerator_memory_gib > MEMORY_GIB_MAX
+        if offer.accelerator_count > 1 and is_total:
+            offer = replace(offer, accelerator_memory_gib=round(share, 3))
+        yield offer

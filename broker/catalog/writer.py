@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from broker.catalog.architecture import guess_architecture
 from broker.types import Offer
+
+NOMINAL_SHARE = 0.1  # 80 GB are sold, 79.6 GiB are reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class CloudFacts:
-    """Of one cloud: the date of its oldest on-demand and spot figure, ISO, and where they are from."""
+    """Of one cloud: the ISO dates of its on-demand and spot prices, where an offer has none of its own, and the
+    source."""
 
     cloud: str
     ondemand_as_of: str
@@ -28,24 +32,39 @@ class BookWriter:
         self._types: dict[tuple[object, ...], int] = {
             tuple(row[1:]): row[0] for row in database.execute("SELECT * FROM types")
         }
+        self._next_type = max(self._types.values(), default=0) + 1
+        self._nominal_gib: dict[str, float] = dict(database.execute("SELECT name, memory_gib FROM accelerators"))
         self._architectures = {(kind[0], kind[1]): str(kind[-1]) for kind in self._types}
 
-    def replace_cloud(self, facts: CloudFacts, offers: Iterable[Offer], *, arch: str = "x86_64") -> int:
-        """Exchange everything that is known of a cloud; returns how many offers it has now."""
+    def replace_cloud(self, facts: CloudFacts, offers: Iterable[Offer]) -> int:
+        """Exchange everything that is known of a cloud; returns how many offers it has now.
+
+        Of several offers of one machine at one place the cheapest stays.
+        """
         self._database.execute(
             "DELETE FROM offers WHERE type IN (SELECT id FROM types WHERE cloud = ?)", (facts.cloud,)
         )
-        count = 0
+        self._database.execute("DELETE FROM types WHERE cloud = ?", (facts.cloud,))
+        self._types = {kind: number for kind, number in self._types.items() if kind[0] != facts.cloud}
+        cheapest: dict[tuple[str, str, str | None], Offer] = {}
         for offer in offers:
-            self.add_offer(offer, arch=arch)
-            count += 1
+            key = (offer.instance_type, offer.region, offer.zone)
+            if key not in cheapest or _find_usd(offer) < _find_usd(cheapest[key]):
+                cheapest[key] = offer
+        for offer in cheapest.values():
+            arch = self._architectures.get((facts.cloud, offer.instance_type)) or guess_architecture(
+                facts.cloud, offer.instance_type
+            )
+            memory_gib = self._settle_memory(offer)
+            self.add_offer(replace(offer, accelerator_memory_gib=memory_gib), arch=arch, facts=facts)
         self._database.execute(
             "INSERT OR REPLACE INTO clouds VALUES (?, ?, ?, ?)",
             (facts.cloud, facts.ondemand_as_of, facts.spot_as_of, facts.source),
         )
-        return count
+        return len(cheapest)
 
-    def add_offer(self, offer: Offer, *, arch: str) -> None:
+    def add_offer(self, offer: Offer, *, arch: str, facts: CloudFacts) -> None:
+        """An offer's dates are kept where they are not its cloud's."""
         assert offer.ondemand_usd_hour or offer.spot_usd_hour, f"no price: {offer}"
         kind = (
             offer.cloud, offer.instance_type, float(offer.vcpus), float(offer.memory_gib), offer.accelerator,
@@ -55,8 +74,18 @@ class BookWriter:
             self._number_type(kind), self._number_text(offer.region),
             self._number_text(offer.zone) if offer.zone else None,
             offer.ondemand_usd_hour, offer.spot_usd_hour, offer.interruption_band, int(offer.is_estimated),
+            offer.as_of if offer.as_of not in ("", facts.ondemand_as_of) else None,
+            offer.spot_as_of if offer.spot_as_of not in ("", facts.spot_as_of) else None,
         )  # fmt: skip
-        self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?)", values)
+        self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?,?,?)", values)
+
+    def _settle_memory(self, offer: Offer) -> float:
+        """The nominal memory of one accelerator, where the source's figure is near it, for all of them, or missing."""
+        nominal, found = self._nominal_gib.get(offer.accelerator or "", 0.0), offer.accelerator_memory_gib
+        if not found:
+            return round(nominal * min(1.0, offer.accelerator_count), 3)
+        shares = (found, found / max(1.0, offer.accelerator_count))
+        return nominal if any(abs(each - nominal) <= NOMINAL_SHARE * nominal for each in shares) else found
 
     def _number_text(self, text: str) -> int:
         if text not in self._texts:
@@ -66,6 +95,11 @@ class BookWriter:
 
     def _number_type(self, kind: tuple[object, ...]) -> int:
         if kind not in self._types:
-            self._types[kind] = len(self._types) + 1
+            self._types[kind] = self._next_type
+            self._next_type += 1
             self._database.execute("INSERT INTO types VALUES (?,?,?,?,?,?,?,?,?)", (self._types[kind], *kind))
         return self._types[kind]
+
+
+def _find_usd(offer: Offer) -> float:
+    return min(usd for usd in (offer.ondemand_usd_hour, offer.spot_usd_hour) if usd)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +17,9 @@ from broker.cli.context import Context
 from broker.cli.render import plain, print_json, print_line, print_note, print_table
 from broker.errors import SourceError, UsageError
 
+if TYPE_CHECKING:
+    from broker.catalog.sources.base import Get
+
 app = typer.Typer(
     help="The price book: its age, its refresh, other catalogs",
     no_args_is_help=True,
@@ -23,48 +28,42 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 FAULTS_SHOWN = 5
+PAGES_A_NOTE = 100
+URL_VARIABLE = "BROKER_PRICES_URL_"  # and the source's name in capitals: where else to ask, such as a mirror
 
 
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
     """Show how many offers each cloud has, how old they are and where from."""
-    from broker.catalog.age import is_stale, measure_age_days
+    from broker.catalog.age import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
 
     context = Context()
     book, now_s = context.book, context.clock.now_s()
     counts, estimated = book.count_offers(), book.count_estimated()
     rows = []
-    for cloud in counts:
-        facts = book.get_facts(cloud)
-        rows.append(
-            {
-                "cloud": cloud,
-                "offers": counts[cloud],
-                "estimated": estimated.get(cloud, 0),
-                "ondemand_as_of": facts.ondemand_as_of,
-                "ondemand_age_days": measure_age_days(facts.ondemand_as_of, now_s),
-                "spot_as_of": facts.spot_as_of,
-                "spot_age_days": measure_age_days(facts.spot_as_of, now_s),
-                "is_stale": is_stale(facts.ondemand_as_of, now_s, is_spot=False)
-                or is_stale(facts.spot_as_of, now_s, is_spot=True),
-                "source": facts.source,
-            }
-        )
+    for cloud, count in counts.items():
+        known = {"cloud": cloud, "offers": count, "estimated": estimated.get(cloud, 0)}
+        rows.append({**known, "source": book.get_facts(cloud).source, **plain(book.describe_age(cloud, now_s))})
     if as_json:
         print_json(rows)
         return
     print_table(
         ["CLOUD", "OFFERS", "~", "ON-DEMAND OF", "SPOT OF", "SOURCE"],
         [
-            [str(row["cloud"]), f"{row['offers']:,}", f"{row['estimated']:,}", str(row["ondemand_as_of"]),
-             f"{row['spot_as_of']}{' (old)' if row['is_stale'] else ''}", str(row["source"])]
+            [row["cloud"], f"{row['offers']:,}", f"{row['estimated'] / row['offers']:.0%}",
+             _show_date(row, "ondemand"), _show_date(row, "spot"), row["source"]]
             for row in rows
         ],
         right=("OFFERS", "~"),
     )  # fmt: skip
-    print_line(f"{sum(counts.values()):,} offers; ~ counts estimated on-demand prices")
-    if any(row["is_stale"] for row in rows):
+    print_line(f"{sum(counts.values()):,} offers; ~ is the share whose on-demand price is an estimate")
+    if any(row["is_ondemand_stale"] or row["is_spot_stale"] for row in rows):
+        print_line(f"! is older than {ONDEMAND_DAYS_MAX} days, spot {SPOT_DAYS_MAX}")
         print_note("`broker catalog update` fetches today's prices")
+
+
+def _show_date(row: Mapping[str, Any], model: str) -> str:
+    return f"{row[f'{model}_as_of']}{' !' if row[f'is_{model}_stale'] else ''}"
 
 
 @app.command()
@@ -81,14 +80,17 @@ def update(
     context = Context()
     if source is not None and source not in SOURCES:
         raise UsageError(f"there is no price source `{source}`", hints=[f"there is {', '.join(SOURCES)}"])
-    sources = {name: each for name, each in load_sources().items() if source in (None, name)}
-    wanted = cloud or [each for each in context.book.clouds if any(each in one.clouds for one in sources.values())]
+    urls = {name: url for name in SOURCES if (url := os.getenv(f"{URL_VARIABLE}{name.upper()}"))}
+    sources = {name: each for name, each in load_sources(urls).items() if source in (None, name)}
+    wanted = [each.lower() for each in cloud or ()] or [
+        each for each in context.book.clouds if any(each in one.clouds for one in sources.values())
+    ]
     reports = refresh_book(
         find_cache(),
         context.book,
         wanted,
         sources=sources,
-        get=HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s))),
+        get=_count_pages(HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s)))),
         now_s=context.clock.now_s(),
         on_cloud=lambda name, where: print_note(f"{name}: asking {where} ..."),
     )
@@ -104,6 +106,20 @@ def update(
     if failed:
         hints = list(dict.fromkeys(hint for each in failed for hint in each.hints))
         raise SourceError(f"{len(failed)} of {len(reports)} clouds could not be refreshed", hints=hints)
+
+
+def _count_pages(get: Get) -> Get:
+    """Says now and then how far it is: Azure's list has more than a thousand pages."""
+    asked = 0
+
+    def count(url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        nonlocal asked
+        asked += 1
+        if asked % PAGES_A_NOTE == 0:
+            print_note(f"  {asked} pages ...")
+        return get(url, query=query)
+
+    return count
 
 
 @app.command(name="import")

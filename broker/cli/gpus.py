@@ -21,7 +21,10 @@ def gpus(
 ) -> None:
     """List accelerators with their cheapest prices."""
     wanted, _, count = (name or "").partition(":")
-    prices = Context().book.list_accelerators(
+    book = Context().book
+    if cloud:
+        book.check_cloud(cloud)
+    prices = book.list_accelerators(
         wanted or None, _read_count(count), cloud=cloud.lower() if cloud else None, by_region=all_regions
     )
     if spot:

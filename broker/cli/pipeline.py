@@ -55,7 +55,7 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
     )
     if not plan.is_optimal:
         print_line(f"Not proven best: {_say_gap(plan)}")
-    as_of = min(step.estimate.placement.offer.as_of for step in plan.steps)
+    as_of = min(step.estimate.placement.as_of for step in plan.steps)
     if as_of:
         print_line(f"Prices of {as_of}")
     if any(step.is_assumed for step in plan.steps):

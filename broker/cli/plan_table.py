@@ -33,8 +33,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     print_line(f"Why: {plan.reason}")
     if plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None:
         print_line(f"Chances: {_say_chances(plan.choice)}")
-    offer = plan.choice.placement.offer
-    as_of = offer.as_of or plan.prices_as_of
+    as_of = plan.choice.placement.as_of or plan.prices_as_of
     marks = []
     if any(each.placement.offer.is_estimated and not each.placement.is_spot for each in shown):
         marks.append("~ is an estimate")
@@ -42,7 +41,10 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
         marks.append("spot>od starts on spot and may end on on-demand")
     print_line(", ".join([f"Prices of {as_of}", *marks]))
     if now_s is not None:
-        _warn_of_age(plan.choice, as_of, now_s)
+        from broker.catalog.age import warn_of_age
+
+        if warning := warn_of_age(plan.choice.placement, now_s):
+            print_note(f"note: {warning}")
 
 
 def list_cells(number: int, estimate: Estimate) -> list[str]:
@@ -82,14 +84,6 @@ def _say_chances(estimate: Estimate) -> str:
         least = "at least " if estimate.switch_after_hours is not None else ""
         parts.append(f"{least}{show_chance(estimate.budget_chance)} to stay within the budget")
     return ", ".join(parts)
-
-
-def _warn_of_age(choice: Estimate, as_of: str, now_s: float) -> None:
-    from broker.catalog.age import is_stale, measure_age_days
-
-    if choice.placement.offer.cloud != "local" and is_stale(as_of, now_s, is_spot=choice.placement.is_spot):
-        age = measure_age_days(as_of, now_s)
-        print_note(f"note: these prices are {age} days old; `broker catalog update` fetches today's")
 
 
 def describe_plan(plan: Plan, top: int) -> dict[str, object]:

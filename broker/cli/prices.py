@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,14 +29,15 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
     accelerators = f", {first.accelerator_count:g} x {first.accelerator}" if first.accelerator else ""
     print_line(f"{instance_type}: {first.vcpus:g} vCPU, {first.memory_gib:g} GiB{accelerators}")
     print_table(
-        ["CLOUD", "REGION", "ZONE", "USD/h", "SPOT USD/h", "INTERRUPTED", "OF"],
+        ["CLOUD", "REGION", "ZONE", "USD/h", "OF", "SPOT", "OF", "INTERRUPTED"],
         [
             [each.cloud, each.region, each.zone or "-",
              show_usd(each.ondemand_usd_hour, is_estimated=each.is_estimated),
-             show_usd(each.spot_usd_hour), _show_band(each.interruption_band), each.as_of]
+             each.as_of[:7] if each.ondemand_usd_hour else "", show_usd(each.spot_usd_hour),
+             each.spot_as_of[:7] if each.spot_usd_hour else "", _show_band(each.interruption_band)]
             for each in offers
         ],
-        right=("USD/h", "SPOT USD/h"),
+        right=("USD/h", "SPOT"),
     )  # fmt: skip
     if any(each.is_estimated for each in offers):
         print_line("~ is an estimate")
@@ -55,17 +55,16 @@ def history(
     as_json: options.AsJson = False,
 ) -> None:
     """Show how the prices of an instance type moved, as far as `broker catalog update` saw it."""
-    from broker.catalog.history import History
+    from broker.catalog.history import find_points
 
     context = Context()
     offers = context.book.find_prices(instance_type)
-    with closing(History(find_cache() / "history.db")) as known:
-        points = known.find(instance_type, region=region)
+    points = find_points(find_cache(), instance_type, region=region)
     if as_json:
         print_json(plain(list(points)))
         return
     if not points:
-        days = " and ".join(sorted({each.as_of for each in offers}))
+        days = " and ".join(sorted({date for each in offers for date in (each.as_of, each.spot_as_of)}))
         print_line(f"Nothing but the book's own prices of {days} is known of {instance_type}")
         print_note("each `broker catalog update` adds to the history; `broker prices` shows today's")
         return

@@ -42,7 +42,10 @@ class EgressPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One instance type for sale at one place, prices in USD per instance-hour. `as_of` is an ISO date."""
+    """One instance type for sale at one place, prices in USD per instance-hour.
+
+    `as_of` is the ISO date of the on-demand price, `spot_as_of` that of the spot price.
+    """
 
     cloud: str
     region: str
@@ -58,6 +61,7 @@ class Offer:
     interruption_band: float | None = None  # upper bound in percent a month; 100 stands for "over 20"
     is_estimated: bool = False  # the on-demand price is worked out, not listed: shown with `~`
     as_of: str = ""
+    spot_as_of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,11 @@ class Placement:
         price = self.offer.spot_usd_hour if self.is_spot else self.offer.ondemand_usd_hour
         assert price is not None, "a placement is only made from an offer that has its price"
         return price * self.node_count
+
+    @property
+    def as_of(self) -> str:
+        """ISO date of the price that is paid; empty where it is not known."""
+        return (self.offer.spot_as_of if self.is_spot else "") or self.offer.as_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ def make_known(cloud: str, instance_type: str, region: str, zone: str | None = N
     fields: dict[str, Any] = {
         "cloud": cloud, "instance_type": instance_type, "region": region, "zone": zone, "vcpus": 8, "memory_gib": 30,
         "ondemand_usd_hour": 1.0, "spot_usd_hour": 0.4, "interruption_band": 5.0, "as_of": "2026-01-01",
+        "spot_as_of": "2026-01-02",
     }  # fmt: skip
     return Offer(**{**fields, **changes})
 
@@ -35,6 +36,7 @@ KNOWN: dict[str, list[Offer]] = {
         make_known("aws", "p4d.24xlarge", "us-east-1", "us-east-1b", accelerator="A100", accelerator_count=8,
                    ondemand_usd_hour=21.9, spot_usd_hour=9.0),
         make_known("aws", "m5.large", "us-east-1", "us-east-1a", ondemand_usd_hour=0.1, spot_usd_hour=0.04),
+        make_known("aws", "m5.large", "af-south-1", "af-south-1a", ondemand_usd_hour=0.1, spot_usd_hour=0.05),
     ],
     "gcp": [
         make_known("gcp", "n1-standard-8+1xT4", "us-central1", "us-central1-a", accelerator="T4", accelerator_count=1),
@@ -77,6 +79,12 @@ class FakeAws:
 
     def __call__(self, service: str, region: str) -> FakeAws:
         return self
+
+    def describe_regions(self) -> Any:
+        if self._error:
+            raise self._error
+        regions = [{"RegionName": "us-east-1", "Endpoint": "ec2.us-east-1.amazonaws.com", "OptInStatus": "opted-in"}]
+        return self._change({"Regions": regions})
 
     def get_paginator(self, operation: str) -> FakeAws:
         self._operation = operation

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from broker.catalog.age import is_stale, measure_age_days
+from broker.catalog.age import describe_age, is_stale, measure_age_days, warn_of_age
+from broker.types import Offer, Placement
 
 NOW_S = datetime(2026, 11, 21, 3, tzinfo=UTC).timestamp()
 
@@ -27,3 +28,24 @@ def test_spot_prices_grow_old_in_a_week_and_list_prices_in_three_months(as_of: s
 
 def test_age_is_in_whole_days() -> None:
     assert measure_age_days("2026-11-20", NOW_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("is_spot", "cloud", "warning"),
+    [
+        (True, "aws", "aws's spot prices are 10 days old; `broker catalog update --cloud aws` fetches today's"),
+        (False, "aws", None),
+        (True, "local", None),
+    ],
+)
+def test_a_plan_is_warned_by_the_date_of_the_price_it_pays(is_spot: bool, cloud: str, warning: str | None) -> None:
+    offer = Offer(
+        cloud=cloud, region="r", zone=None, instance_type="x", vcpus=1, memory_gib=1, ondemand_usd_hour=1.0,
+        spot_usd_hour=0.5, as_of="2026-11-01", spot_as_of="2026-11-11",
+    )  # fmt: skip
+    assert warn_of_age(Placement(offer=offer, is_spot=is_spot, node_count=1), NOW_S) == warning
+
+
+def test_age_of_a_cloud_tells_both_models_apart() -> None:
+    age = describe_age("2026-11-01", "2026-11-01", NOW_S)
+    assert (age.ondemand_days, age.is_ondemand_stale, age.spot_days, age.is_spot_stale) == (20, False, 20, True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from broker.catalog.architecture import guess_architecture
 from broker.catalog.book import Book
 from broker.catalog.opening import open_book
 from broker.errors import NoOfferError
 from broker.task.loader import load_tasks_text
-from broker.types import Offer
+from broker.types import Offer, Resources
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +53,107 @@ def test_accelerator_names_ignore_case_and_misses_are_named(book: Book) -> None:
     assert "`H100`" in caught.value.hints[0]
 
 
-def test_cheapest_machine_without_accelerator_is_not_lost(book: Book) -> None:
-    everything = [offer for cloud in book.count_offers() for offer in find(book, f"{{infra: {cloud}, cpus: 4}}")]
-    few = find(book, "{cpus: 4}")
-    for price in ("ondemand_usd_hour", "spot_usd_hour"):
-        prices = [[getattr(each, price) for each in offers if getattr(each, price)] for offers in (few, everything)]
-        assert min(prices[0]) == min(prices[1])
+def query(book: Book, sql: str) -> list[tuple[object, ...]]:
+    return book._database.execute(sql).fetchall()
+
+
+@pytest.mark.parametrize(
+    ("asked", "where"),
+    [
+        ("cpus: 4", "t.vcpus = 4"),
+        ("cpus: 4+, memory: 16+", "t.vcpus >= 4 AND t.memory_gib >= 16"),
+        ("cpus: 96+, memory: 700+", "t.vcpus >= 96 AND t.memory_gib >= 700"),
+        ("infra: aws/us-east-1, cpus: 8+", "t.cloud = 'aws' AND r.text = 'us-east-1' AND t.vcpus >= 8"),
+        ("infra: lambda", "t.cloud = 'lambda'"),
+        ("cpus: 2+", "t.vcpus >= 2"),
+    ],
+)
+@pytest.mark.parametrize(("use_spot", "price"), [("true", "spot_usd_hour"), ("false", "ondemand_usd_hour")])
+def test_machines_without_accelerator_are_the_cheapest_there_are(
+    book: Book, asked: str, where: str, use_spot: str, price: str
+) -> None:
+    """Whichever way the query goes: the prices are those of a plain sort of everything."""
+    everything = query(
+        book,
+        f"SELECT o.{price} FROM types t JOIN offers o ON o.type = t.id JOIN texts r ON r.id = o.region WHERE "
+        f"t.accelerator IS NULL AND t.arch = 'x86_64' AND {where} AND o.{price} IS NOT NULL ORDER BY 1 LIMIT 1000",
+    )
+    found = sorted(getattr(each, price) for each in find(book, f"{{{asked}, use_spot: {use_spot}}}"))
+    assert found == [row[0] for row in everything]
+
+
+def test_a_task_with_a_goal_sees_both_pricing_models(book: Book) -> None:
+    (task,) = load_tasks_text("resources: {cpus: 4}\ngoal: {work: 5h}\nrun: x", "t.yaml")
+    assert {each.instance_type for each in book.find_offers(task)} >= {
+        each.instance_type
+        for use_spot in ("true", "false")
+        for each in find(book, f"{{cpus: 4, use_spot: {use_spot}}}")
+    }
+
+
+def test_offers_are_as_if_made_the_usual_way(book: Book) -> None:
+    for offer in find(book, "{accelerators: A100:8}"):
+        made = Offer(**{field.name: getattr(offer, field.name) for field in fields(Offer)})
+        assert made == offer and hash(made) == hash(offer)
+        assert type(offer.is_estimated) is bool
+        assert replace(offer, zone=None).zone is None
+
+
+def test_each_price_has_its_own_date(book: Book) -> None:
+    dates = {
+        each.region: (each.as_of, each.spot_as_of) for each in find(book, "{infra: aws, instance_type: p4d.24xlarge}")
+    }
+    assert dates["us-east-1"] == ("2026-07-20", "2025-06-28")
+    assert dates["eu-west-1"] == ("2025-04-04", "2025-06-28")
+
+
+@pytest.mark.parametrize(
+    ("resources", "message", "hint"),
+    [
+        ("{infra: vast}", "no cloud is called `vast`", "`broker catalog update --cloud vast` adds its prices"),
+        ("{infra: aws/us-est-1}", "no region of aws is called `us-est-1`", "`us-east-1`"),
+        ("{infra: aws/europe-west4}", "no region of aws is called `europe-west4`", "`infra: gcp/europe-west4`"),
+        ("{infra: aws/us-east-1a}", "no region of aws is called `us-east-1a`", "`infra: aws/us-east-1/us-east-1a`"),
+        ("{infra: aws/us-east-1/us-east-1z}", "no zone of aws is called `us-east-1z`", "`us-east-1a`"),
+        (
+            "{infra: aws/us-east-1/us-west-2a}",
+            "no zone of us-east-1 is called `us-west-2a`",
+            "`infra: aws/us-west-2/us-west-2a`",
+        ),
+        ("{instance_type: p4d.24xlage}", "no instance type is called `p4d.24xlage`", "did you mean `p4d.24xlarge`"),
+        ("{infra: gcp, instance_type: p4d.24xlarge}", "no instance type of gcp is called", "aws sells it"),
+        ("{accelerators: H1000:8}", "no accelerator is called `H1000`", "did you mean `H100`"),
+    ],
+)
+def test_names_that_nobody_sells_are_told_with_the_near_miss(
+    book: Book, resources: str, message: str, hint: str
+) -> None:
+    with pytest.raises(NoOfferError) as caught:
+        find(book, resources)
+    assert message in caught.value.message
+    assert hint in " ".join(caught.value.hints)
+
+
+def test_a_cloud_that_nobody_has_heard_of_is_told(book: Book) -> None:
+    with pytest.raises(NoOfferError, match="no cloud is called `awz`") as caught:
+        book.check_cloud("awz")
+    assert "did you mean `aws`?" in caught.value.hints
+
+
+def test_a_place_that_exists_but_has_nothing_that_fits_is_no_misspelling(book: Book) -> None:
+    assert find(book, "{infra: aws/af-south-1, accelerators: H200:8}") == []
+    book.check_places(Resources(cloud="aws", region="af-south-1"))
+
+
+def test_names_ignore_case(book: Book) -> None:
+    assert find(book, "{infra: AWS/US-EAST-1, instance_type: P4D.24xlarge}") == find(
+        book, "{infra: aws/us-east-1, instance_type: p4d.24xlarge}"
+    )
+
+
+def test_architectures_are_told_from_names_as_the_book_knows_them(book: Book) -> None:
+    for cloud, instance_type, arch in query(book, "SELECT cloud, instance_type, arch FROM types"):
+        assert guess_architecture(str(cloud), str(instance_type)) == arch, instance_type
 
 
 def test_damaged_cache_is_made_anew(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ def test_a_key_in_the_query_is_in_no_message(server: Server, url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_prices_are_not_fetched_in_clear() -> None:
+@pytest.mark.parametrize(
+    "url", ["http://prices.example/list", "http://127.0.0.1.example/list", "ftp://127.0.0.1/list", "file:///etc/passwd"]
+)
+def test_prices_are_not_fetched_in_clear(url: str) -> None:
     with pytest.raises(SourceError, match="https"):
-        HttpGet(lambda wait_s: None)("http://prices.example/list")
+        HttpGet(lambda wait_s: None)(url)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from broker.catalog import history
 from broker.catalog.book import Book
-from broker.catalog.history import History
+from broker.catalog.exchange import exchange_book
+from broker.catalog.history import find_points, name_history, remember_changes
 from broker.catalog.importing import import_catalog
 from broker.catalog.opening import name_live_book, open_book
 from broker.catalog.refresh import CloudRefresh, load_sources, refresh_book
 from broker.catalog.sources import SOURCES
-from broker.errors import AuthError, SourceError, StateError, UsageError
+from broker.catalog.writer import CloudFacts
+from broker.errors import AuthError, NoOfferError, SourceError, StateError, UsageError
+from broker.task.loader import load_tasks_text
 from broker.types import Offer
 from tests.catalog.market import NO_LOGIN, NOW_S, read
 
@@ -78,10 +81,28 @@ def test_new_prices_are_used_by_the_next_command_and_dated(tmp_path: Path) -> No
         (Source(scale(0.0)), "not believed"),
         (Source(scale(float("nan"))), "not believed"),
         (Source(scale(30.0)), "another unit or currency"),
+        (Source(lambda offers: [replace(each, zone="other", ondemand_usd_hour=40.0) for each in offers]), "currency"),
+        (Source(lambda offers: [replace(each, region="") for each in offers]), "without cloud, region"),
+        (Source(lambda offers: [replace(each, instance_type="") for each in offers]), "without cloud, region"),
+        (Source(lambda offers: [replace(each, cloud="aws") for each in offers]), "without cloud, region"),
+        (Source(lambda offers: [replace(each, ondemand_usd_hour=None) for each in offers]), "has no price"),
         (Source(scale(1.1), SourceError("the page broke off")), "broke off"),
         (Source(scale(1.1), NO_LOGIN), "no login here"),
     ],
-    ids=["empty", "cut short", "zero", "nan", "cents", "broken off", "no login"],
+    ids=[
+        "empty",
+        "cut short",
+        "zero",
+        "nan",
+        "cents",
+        "cents elsewhere",
+        "no region",
+        "no type",
+        "other cloud",
+        "no price",
+        "broken off",
+        "no login",
+    ],
 )
 def test_a_bad_answer_leaves_the_book_as_it_was(tmp_path: Path, source: Source, words: str) -> None:
     before = total(open_book(tmp_path))
@@ -123,29 +144,109 @@ def test_a_disk_that_cannot_be_written_keeps_the_old_book(tmp_path: Path, monkey
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_live_book_that_is_damaged_or_of_another_version_is_passed_over(tmp_path: Path) -> None:
-    before = total(open_book(tmp_path))
-    name_live_book(tmp_path).write_bytes(b"SQLite format 3\0 no more")
-    assert total(open_book(tmp_path)) == before
-
-
-def test_a_cache_that_cannot_be_written_does_not_stop_a_plan(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("a file where the cache folder should be")
-    assert open_book(blocked / "cache").count_offers()["aws"] > 40_000
+def test_spot_prices_that_all_went_missing_are_not_believed(tmp_path: Path) -> None:
+    source = Source(lambda offers: [replace(each, spot_usd_hour=None) for each in offers if each.ondemand_usd_hour])
+    (report,) = refresh(tmp_path, source, clouds=("verda",))
+    assert report.error is not None and "0 spot prices" in report.error
 
 
 def test_history_keeps_changes_only_and_begins_with_the_old_book(tmp_path: Path) -> None:
     instance_type = open_book(tmp_path).list_offers("lambda")[0].instance_type
     for day, factor in enumerate((1.1, 1.0, 1.2)):
         refresh(tmp_path, Source(scale(factor)), now_s=NOW_S + day * DAY_S)
-    with closing(History(tmp_path / "history.db")) as history:
-        points = history.find(instance_type)
+    points = find_points(tmp_path, instance_type)
     places = {point.region for point in points}
     one = [point for point in points if point.region == min(places)]
     assert [point.day for point in one] == ["2026-11-21", "2026-12-01", "2026-12-03"]
     first, second, third = (point.ondemand_usd_hour or 0.0 for point in one)
     assert (second, third) == (pytest.approx(first * 1.1), pytest.approx(first * 1.1 * 1.2))
+
+
+def test_history_holds_nothing_of_prices_that_never_moved(tmp_path: Path) -> None:
+    def raise_one(offers: list[Offer]) -> list[Offer]:
+        return [replace(offers[0], ondemand_usd_hour=(offers[0].ondemand_usd_hour or 1.0) * 2), *offers[1:]]
+
+    offers = open_book(tmp_path).list_offers("lambda")
+    (report,) = refresh(tmp_path, Source(raise_one))
+    assert report.changed == 1
+    names = {each.instance_type for each in offers}
+    assert sum(len(find_points(tmp_path, name)) for name in names) == 2
+
+
+def test_history_forgets_the_oldest_days_when_it_grows_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "ROWS_MAX", 10)
+    offers = [each for each in open_book(tmp_path).list_offers("verda")][:4]
+    for number in range(6):
+        newer = [replace(each, ondemand_usd_hour=1.0 + number) for each in offers]
+        remember_changes(tmp_path, newer, offers, day=f"2026-12-0{number + 1}")
+    days = {each.day for offer in offers for each in find_points(tmp_path, offer.instance_type)}
+    assert days == {"2026-12-05", "2026-12-06"}
+
+
+def test_a_history_that_is_damaged_does_not_stop_a_refresh(tmp_path: Path) -> None:
+    instance_type = open_book(tmp_path).list_offers("lambda")[0].instance_type
+    name_history(tmp_path).write_bytes(b"no database" * 500)
+    (report,) = refresh(tmp_path, Source(scale(1.1)))
+    assert report.error is None and report.changed > 0
+    assert find_points(tmp_path, instance_type) == []
+
+
+def test_two_refreshes_at_once_keep_what_each_brought(tmp_path: Path) -> None:
+    """Both opened the book before either wrote: what the first brought must outlive the second."""
+    book = open_book(tmp_path)
+    for cloud in ("lambda", "verda"):
+        facts = CloudFacts(cloud=cloud, ondemand_as_of="2026-12-01", spot_as_of="2026-12-01", source="test")
+        exchange_book(tmp_path, book, [(facts, scale(1.5)(list(book.list_offers(cloud))))])
+    after = open_book(tmp_path)
+    assert {cloud: after.get_facts(cloud).source for cloud in ("lambda", "verda")} == {
+        "lambda": "test",
+        "verda": "test",
+    }
+
+
+def test_a_refresh_that_is_interrupted_keeps_the_clouds_that_were_done(tmp_path: Path) -> None:
+    class Interrupted(Source):
+        def fetch(self, cloud: str, get: object, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
+            if cloud == "verda":
+                raise KeyboardInterrupt
+            yield from super().fetch(cloud, get, known=known, as_of_s=as_of_s)
+
+    with pytest.raises(KeyboardInterrupt):
+        refresh(tmp_path, Interrupted(scale(1.2)), clouds=("lambda", "verda"))
+    assert open_book(tmp_path).get_facts("lambda").source == "fake"
+
+
+def test_processors_and_memory_outlive_a_refresh(tmp_path: Path) -> None:
+    def forget(offers: list[Offer]) -> list[Offer]:
+        known = [replace(each, accelerator_memory_gib=0.0) for each in offers]
+        return [*known, replace(known[0], instance_type="gpu_2x_gh200", accelerator=None, accelerator_count=0)]
+
+    before = open_book(tmp_path).list_offers("lambda")
+    refresh(tmp_path, Source(forget))
+    after = open_book(tmp_path)
+    memory = {(each.instance_type, each.region): each.accelerator_memory_gib for each in after.list_offers("lambda")}
+    assert all(memory[each.instance_type, each.region] == each.accelerator_memory_gib for each in before)
+    (task,) = load_tasks_text("resources: {infra: lambda}\nrun: x", "t.yaml")
+    assert "gpu_2x_gh200" not in {each.instance_type for each in after.find_offers(task)}, "it has Arm processors"
+
+
+def test_of_two_offers_of_one_machine_at_one_place_the_cheapest_stays(tmp_path: Path) -> None:
+    def double(offers: list[Offer]) -> list[Offer]:
+        return [*scale(1.2)(offers), *offers, *scale(1.1)(offers)]
+
+    before = open_book(tmp_path)
+    refresh(tmp_path, Source(double))
+    assert total(open_book(tmp_path)) == pytest.approx(total(before))
+    assert open_book(tmp_path).count_offers() == before.count_offers()
+
+
+def test_a_machine_that_is_sold_no_longer_is_forgotten(tmp_path: Path) -> None:
+    gone = open_book(tmp_path).list_offers("lambda")[0].instance_type
+    refresh(tmp_path, Source(lambda offers: [each for each in offers if each.instance_type != gone]))
+    with pytest.raises(NoOfferError, match=gone):
+        open_book(tmp_path).find_prices(gone)
 
 
 def test_an_import_replaces_its_clouds_and_alone_leaves_no_other(tmp_path: Path) -> None:

@@ -23,6 +23,51 @@ def test_gcp_accelerators_are_added_to_the_machines_that_carry_them() -> None:
     assert found["n1-standard-8"].accelerator is None, "a machine without its accelerator is sold too"
 
 
+def write_gpu(name: str, count: int, size_mib: float) -> str:
+    return f"\"{{'Gpus': [{{'Name': '{name}', 'Count': {count}, 'MemoryInfo': {{'SizeInMiB': {size_mib}}}}}]}}\""
+
+
+def test_memory_of_an_accelerator_is_read_whatever_the_file_counts() -> None:
+    rows = [
+        f"one,RTX4090,1,{write_gpu('RTX4090', 1, 24576)}",  # MiB of one
+        f"eight,RTX4090,8,{write_gpu('RTX4090', 8, 8 * 24564)}",  # MiB of all eight
+        f"two,A6000,2,{write_gpu('A6000', 2, 48)}",  # GiB in the field for MiB
+        f"four,H100,4,{write_gpu('H100', 4, 81920)}",  # MiB of one
+        f"alone,B200,8,{write_gpu('B200', 8, 8 * 183359)}",  # MiB of all, and no offer of one to compare with
+        "silent,T4,1,T4",
+    ]
+    text = "InstanceType,AcceleratorName,AcceleratorCount,GpuInfo,Price,Region\n"
+    offers, faults = parse_vms(text + "".join(f"{row},1.0,r\n" for row in rows), cloud="vast", file="vms.csv")
+    assert not faults
+    found = {each.instance_type: each.accelerator_memory_gib for each in offers}
+    expected = {"one": 24, "eight": 24, "two": 48, "four": 80, "alone": 179.1, "silent": 0}
+    assert found == pytest.approx(expected, abs=0.1)
+
+
+def test_gcp_families_that_always_have_accelerators_are_not_sold_as_bare_machines() -> None:
+    head = (
+        "InstanceType,vCPUs,MemoryGiB,AcceleratorName,AcceleratorCount,GpuInfo,Region,AvailabilityZone,Price,SpotPrice"
+    )
+    row = "a3-edgegpu-8g,208.0,1872.0,,,,us-east4,us-east4-a,9.46,2.16"
+    offers, _ = parse_vms(f"{head}\n{row}\n", cloud="gcp", file="vms.csv")
+    assert offers == []
+
+
+def test_a_tpu_slice_is_an_offer_of_its_chips() -> None:
+    head = (
+        "InstanceType,vCPUs,MemoryGiB,AcceleratorName,AcceleratorCount,GpuInfo,Region,AvailabilityZone,Price,SpotPrice"
+    )
+    names = ("tpu-v5litepod-8", "tpu-v3-8", "tpu-v5p-128", "tpu-v6e-4")
+    rows = "".join(f",,,{name},1,{name},us-east1,us-east1-d,9.6,4.8\n" for name in names)
+    offers, _ = parse_vms(f"{head}\n{rows}", cloud="gcp", file="vms.csv")
+    assert [(each.instance_type, each.accelerator, each.accelerator_count) for each in offers] == [
+        ("tpu-v5litepod-8", "TPU-v5e", 8),
+        ("tpu-v3-8", "TPU-v3", 4),
+        ("tpu-v5p-128", "TPU-v5p", 64),
+        ("tpu-v6e-4", "TPU-v6e", 4),
+    ]
+
+
 def test_bad_rows_are_named_by_line_and_the_others_are_kept() -> None:
     rows = ["a,1.0,r1,", "b,cheap,r1,", "c,-1,r1,", "d,1.0,,", ",2.0,r1,", "e,nan,r1,", "f,2,r2,"]
     text = "\n".join(["InstanceType,Price,Region,AcceleratorName", *rows, ""])

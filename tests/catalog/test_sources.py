@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
 from broker.catalog.refresh import check_offers
-from broker.catalog.sources import SOURCES
+from broker.catalog.sources import SOURCES, azure
 from broker.catalog.sources.aws import AwsSource
-from broker.catalog.sources.gcp import GcpSource
+from broker.catalog.sources.azure import AzureSource
+from broker.catalog.sources.gcp import GcpSource, price_machine
 from broker.errors import AuthError, SourceError
 from broker.types import Offer
-from tests.catalog.market import KNOWN, NOW_S, FakeAws, FakeWeb, make_source, read
+from tests.catalog.market import KNOWN, NOW_S, FakeAws, FakeWeb, make_known, make_source, read
 
 
 def fetch(name: str, change: Callable[[bytes], bytes] = lambda body: body) -> list[Offer]:
@@ -70,11 +74,64 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
         (b'"currencyCode": "USD"', b'"currencyCode": "EUR"', "EUR, not USD"),
         (b'"retailPrice"', b'"retail_price"', "changed its form"),
         (b"retail/prices?page=2", b"retail/prices?page=1", "goes on for ever"),
+        (b"https://prices.azure.com", b"https://prices.example.com", "goes on elsewhere"),
     ],
 )
 def test_azure_names_what_is_wrong(old: bytes, new: bytes, words: str) -> None:
     with pytest.raises(SourceError, match=words):
         fetch("azure", lambda body: body.replace(old, new) if b"page_2" not in body else body)
+
+
+def test_azure_whose_pages_never_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(azure, "PAGES_MAX", 20)
+    asked = 0
+
+    def get(url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        nonlocal asked
+        asked += 1
+        return json.dumps({"Items": [], "NextPageLink": f"https://prices.azure.com:443/p?skip={asked}"}).encode()
+
+    with pytest.raises(SourceError, match="21 pages and no end"):
+        list(AzureSource().fetch("azure", get, known=KNOWN["azure"], as_of_s=NOW_S))
+    assert asked == 21
+
+
+JUNK: tuple[Any, ...] = (None, [], {}, "", "x", -1, 1e999, True, [None], {"USD": None}, "NaN", 10**400)
+
+
+def spoil(value: Any, draw: random.Random) -> Any:
+    """The same JSON with one thing in it missing, or something else."""
+    if isinstance(value, (dict, list)) and value and draw.random() < 0.93:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = draw.choice(keys)
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
+        if draw.random() < 0.15:
+            del copy[key]
+        else:
+            copy[key] = spoil(value[key], draw)
+        return copy
+    if isinstance(value, str) and value.startswith("{"):
+        return json.dumps(spoil(json.loads(value), draw))
+    return draw.choice(JUNK)
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
+def test_answers_with_anything_wrong_in_them_are_offers_or_a_source_error(name: str) -> None:
+    outcomes = collections.Counter[str]()
+    for seed in range(300):
+        draw = random.Random(seed)
+
+        def change(body: bytes, draw: random.Random = draw) -> bytes:
+            return json.dumps(spoil(json.loads(body), draw)).encode()
+
+        source, cloud, get = make_source(name, change=change)
+        try:
+            offers = list(source.fetch(cloud, get, known=KNOWN[cloud], as_of_s=NOW_S))
+            check_offers(cloud, offers, KNOWN[cloud])
+            outcomes["believed"] += 1
+        except SourceError:
+            outcomes["refused"] += 1
+    assert outcomes["believed"] > 10 and outcomes["refused"] > 10, "both kinds were met"
 
 
 def test_aws_joins_list_prices_spot_history_and_bands() -> None:
@@ -84,8 +141,15 @@ def test_aws_joins_list_prices_spot_history_and_bands() -> None:
         ("p4d.24xlarge", "us-east-1b"): (21.957642, None),
         ("p4d.24xlarge", "us-east-1c"): (21.957642, 7.25),  # a zone that the book did not know
         ("m5.large", "us-east-1a"): (0.096, 0.038),
+        ("m5.large", "af-south-1a"): (0.096, 0.05),  # a region that is off in this account: its last spot price
+        ("p4d.24xlarge", "af-south-1"): (21.957642, None),
     }
-    assert {each.instance_type: each.interruption_band for each in offers} == {"p4d.24xlarge": 100.0, "m5.large": 5.0}
+    bands = {each.instance_type: each.interruption_band for each in offers if each.region == "us-east-1"}
+    assert bands == {"p4d.24xlarge": 100.0, "m5.large": 5.0}
+    assert {(each.region, each.as_of, each.spot_as_of) for each in offers if each.spot_usd_hour} == {
+        ("us-east-1", "", ""),
+        ("af-south-1", "", "2026-01-02"),
+    }
     assert not any(each.is_estimated for each in offers)
 
 
@@ -95,6 +159,15 @@ def test_aws_without_a_login_says_so() -> None:
     with pytest.raises(AuthError) as caught:
         list(source.fetch("aws", FakeWeb({"": read("aws_advisor.json")}), known=KNOWN["aws"], as_of_s=NOW_S))
     assert "aws configure" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("code", ["AuthFailure", "ExpiredToken", "AccessDeniedException", "UnauthorizedOperation"])
+def test_aws_with_a_login_that_is_not_enough_says_which_leave_is_missing(code: str) -> None:
+    error = type("ClientError", (Exception,), {"response": {"Error": {"Code": code}}})(code)
+    source = AwsSource(make_client=FakeAws(error=error))
+    with pytest.raises(AuthError) as caught:
+        list(source.fetch("aws", FakeWeb({"": read("aws_advisor.json")}), known=KNOWN["aws"], as_of_s=NOW_S))
+    assert "pricing:GetProducts" in caught.value.hints[0]
 
 
 def test_aws_throttled_after_all_retries_is_a_source_error() -> None:
@@ -112,7 +185,21 @@ def test_gcp_puts_machines_together_from_cores_memory_and_accelerators() -> None
     assert spot == pytest.approx(8 * 0.006655 + 30 * 0.000892 + 0.11)
     assert found["n1-standard-8", "us-east1-b"] == (pytest.approx(8 * 0.031611 + 30 * 0.004237), None)
     (tpu,) = [each for each in offers if each.accelerator == "TPU-v5e"]
-    assert (tpu.ondemand_usd_hour, tpu.is_estimated) == (1.0, True), "its last price stands, marked"
+    assert (tpu.ondemand_usd_hour, tpu.as_of) == (1.0, "2026-01-01"), "its last price stands, with its date"
+    assert {each.as_of for each in offers if each is not tpu} == {""}
+
+
+def test_gcp_that_names_its_parts_otherwise_is_an_error_and_not_yesterdays_prices() -> None:
+    with pytest.raises(SourceError, match="only 0 of 3 machines"):
+        fetch("gcp", lambda body: body.replace(b"Instance Core", b"Instance Thread"))
+
+
+def test_gcp_sells_mega_accelerators_under_another_name() -> None:
+    rates = {(False, "A3 Core", "r"): 0.03, (False, "A3 Ram", "r"): 0.003, (False, "H100", "r"): 10.0}
+    offer = make_known("gcp", "a3-megagpu-8g", "r", accelerator="H100", accelerator_count=8, vcpus=208, memory_gib=1872)
+    assert price_machine(offer, rates, is_spot=False) is None
+    mega = {**rates, (False, "H100-MEGA", "r"): 9.0}
+    assert price_machine(offer, mega, is_spot=False) == pytest.approx(208 * 0.03 + 1872 * 0.003 + 8 * 9.0)
 
 
 def test_gcp_without_a_key_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,44 +26,65 @@ ONDEMAND_FILTERS = {
     "capacitystatus": "Used",
     "marketoption": "OnDemand",
 }
+LOGIN_ERRORS = (
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
+    "SSOTokenLoadError", "UnauthorizedSSOTokenError", "ProfileNotFound",
+)  # fmt: skip
+LOGIN_CODES = (
+    "AuthFailure", "UnrecognizedClientException", "InvalidClientTokenId", "ExpiredToken", "ExpiredTokenException",
+    "RequestExpired", "SignatureDoesNotMatch", "AccessDenied", "AccessDeniedException", "UnauthorizedOperation",
+)  # fmt: skip
+LOGIN_HINT = (
+    "`aws configure` or `aws sso login`, with leave for ec2:DescribeRegions, ec2:DescribeSpotPriceHistory and "
+    "pricing:GetProducts"
+)
 Key = tuple[str, str]  # instance type, region
+Place = tuple[str, str]  # instance type, zone ("": none)
+Spot = dict[Place, tuple[float | None, str]]  # USD per hour, and its date ("": today)
 
 
 class AwsSource:
     name: ClassVar[str] = "aws"
     clouds: ClassVar[tuple[str, ...]] = ("aws",)
 
-    def __init__(self, make_client: Callable[[str, str], Any] | None = None, advisor_url: str = ADVISOR_URL) -> None:
+    def __init__(self, url: str = ADVISOR_URL, make_client: Callable[[str, str], Any] | None = None) -> None:
+        self._advisor_url = url
         self._make_client = make_client or _make_boto3_client
-        self._advisor_url = advisor_url
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
+        """A region that is off in this account has no spot prices for it: there the last known stay, with their date.
+        Machines that the book doesn't know stay out: a price list names them without their size."""
         bands = parse_advisor(get(self._advisor_url))
-        zones: dict[Key, set[str]] = {}
-        for offer in known:
-            zones.setdefault((offer.instance_type, offer.region), set()).update({offer.zone} if offer.zone else ())
+        enabled = self._list_regions()
         shapes = {offer.instance_type: offer for offer in known}
         for region in sorted({offer.region for offer in known}):
+            here = [offer for offer in known if offer.region == region]
             ondemand = self._read_ondemand(region)
-            spot = self._read_spot(region, as_of_s)
-            for instance_type in sorted({*ondemand, *(kind for kind, _ in spot)}):
+            spot = self._read_spot(region, as_of_s) if region in enabled else _keep_spot(here)
+            for place in sorted(_list_places(here, ondemand, spot)):
+                instance_type, zone = place
                 shape = shapes.get(instance_type)
                 if shape is None:
                     continue
-                key = (instance_type, region)
-                places = zones.get(key, set()) | {zone for kind, zone in spot if kind == instance_type}
-                for zone in sorted(places) or [""]:
-                    offer = replace(
-                        shape,
-                        region=region,
-                        zone=zone or None,
-                        ondemand_usd_hour=ondemand.get(instance_type),
-                        spot_usd_hour=spot.get((instance_type, zone)),
-                        interruption_band=bands.get(key),
-                        is_estimated=False,
-                    )
-                    if offer.ondemand_usd_hour or offer.spot_usd_hour:
-                        yield offer
+                spot_usd_hour, spot_as_of = spot.get(place, (None, ""))
+                offer = replace(
+                    shape,
+                    region=region,
+                    zone=zone or None,
+                    ondemand_usd_hour=ondemand.get(instance_type),
+                    spot_usd_hour=spot_usd_hour,
+                    interruption_band=bands.get((instance_type, region)),
+                    is_estimated=False,
+                    as_of="",
+                    spot_as_of=spot_as_of,
+                )
+                if offer.ondemand_usd_hour or offer.spot_usd_hour:
+                    yield offer
+
+    def _list_regions(self) -> frozenset[str]:
+        """Those that are on in this account."""
+        answer = self._call(PRICING_REGION, "ec2", "describe_regions")
+        return frozenset(str(_get(each, "RegionName")) for each in _list(answer, "Regions"))
 
     def _read_ondemand(self, region: str) -> Mapping[str, float]:
         filters = [
@@ -71,32 +92,66 @@ class AwsSource:
             for field, value in {**ONDEMAND_FILTERS, "regionCode": region}.items()
         ]
         pages = self._list_pages("pricing", PRICING_REGION, "get_products", ServiceCode="AmazonEC2", Filters=filters)
-        return dict(price for page in pages for text in _get(page, "PriceList") if (price := parse_product(text)))
+        return dict(price for page in pages for text in _list(page, "PriceList") if (price := parse_product(text)))
 
-    def _read_spot(self, region: str, as_of_s: float) -> Mapping[tuple[str, str], float]:
-        """(instance type, zone) -> USD per hour, the newest of each."""
-        newest: dict[tuple[str, str], tuple[Any, float]] = {}
+    def _read_spot(self, region: str, as_of_s: float) -> Spot:
+        newest: dict[Place, Any] = {}
+        found: Spot = {}
         now = datetime.fromtimestamp(as_of_s, UTC)  # a start of now asks for the price in force, without its history
         pages = self._list_pages(
             "ec2", region, "describe_spot_price_history", ProductDescriptions=["Linux/UNIX"], StartTime=now
         )
         for page in pages:
-            for entry in _get(page, "SpotPriceHistory"):
-                key = (_get(entry, "InstanceType"), _get(entry, "AvailabilityZone"))
-                usd, time = _to_usd(_get(entry, "SpotPrice")), _get(entry, "Timestamp")
-                if usd > 0 and (key not in newest or time > newest[key][0]):
-                    newest[key] = (time, usd)
-        return {key: usd for key, (_, usd) in newest.items()}
+            for entry in _list(page, "SpotPriceHistory"):
+                place = (str(_get(entry, "InstanceType")), str(_get(entry, "AvailabilityZone")))
+                usd, time = _to_usd(_get(entry, "SpotPrice")), str(_get(entry, "Timestamp"))
+                if usd > 0 and (place not in newest or time > newest[place]):
+                    newest[place], found[place] = time, (usd, "")
+        return found
 
     def _list_pages(self, service: str, region: str, operation: str, **arguments: Any) -> Iterator[Any]:
         try:
             yield from self._make_client(service, region).get_paginator(operation).paginate(**arguments)
-        except (SourceError, AuthError):
-            raise
-        except Exception as error:  # the SDK's own tree: told apart by name, as it must not be imported here
-            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError"):
-                raise AuthError("AWS has no credentials here", hints=["`aws configure`, or `aws sso login`"]) from None
-            raise SourceError(f"AWS {service} {operation} in {region}: {error}") from None
+        except Exception as error:
+            raise _translate(error, f"{service} {operation} in {region}") from None
+
+    def _call(self, region: str, service: str, operation: str) -> Any:
+        try:
+            return getattr(self._make_client(service, region), operation)()
+        except Exception as error:
+            raise _translate(error, f"{service} {operation} in {region}") from None
+
+
+def _keep_spot(known: Sequence[Offer]) -> Spot:
+    return {
+        (offer.instance_type, offer.zone or ""): (offer.spot_usd_hour, offer.spot_as_of or offer.as_of)
+        for offer in known
+        if offer.spot_usd_hour is not None
+    }
+
+
+def _list_places(known: Sequence[Offer], ondemand: Mapping[str, float], spot: Spot) -> set[Place]:
+    """Every machine that has a price, in each of its zones; with no zone where none is known."""
+    zones: dict[str, set[str]] = {}
+    for offer in known:
+        zones.setdefault(offer.instance_type, set()).add(offer.zone or "")
+    for instance_type, zone in spot:
+        zones.setdefault(instance_type, set()).add(zone)
+    sold = {*ondemand, *(instance_type for instance_type, _ in spot)}
+    return {
+        (instance_type, zone) for instance_type in sold for zone in (zones.get(instance_type, set()) - {""} or {""})
+    }
+
+
+def _translate(error: Exception, words: str) -> Exception:
+    """The SDK's own tree, told apart by name and code, as it must not be imported here."""
+    if isinstance(error, (SourceError, AuthError)):
+        return error
+    response = getattr(error, "response", None)
+    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    if type(error).__name__ in LOGIN_ERRORS or code in LOGIN_CODES:
+        return AuthError(f"AWS has no login here that may read prices: {error}", hints=[LOGIN_HINT])
+    return SourceError(f"AWS {words}: {error}")
 
 
 def parse_advisor(body: bytes) -> Mapping[Key, float]:
@@ -108,7 +163,7 @@ def parse_advisor(body: bytes) -> Mapping[Key, float]:
             for region, systems in regions.items()
             for instance_type, entry in systems.get("Linux", {}).items()
         }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise SourceError(f"the AWS spot advisor has changed its form: {error!r}") from None
 
 
@@ -122,7 +177,7 @@ def parse_product(text: str | Mapping[str, Any]) -> tuple[str, float] | None:
                 if dimension["unit"] == "Hrs":
                     usd = _to_usd(dimension["pricePerUnit"]["USD"])
                     return (str(instance_type), usd) if usd > 0 else None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise SourceError(f"the AWS price list has changed its form: {error!r}") from None
     return None
 
@@ -134,10 +189,17 @@ def _get(page: Any, field: str) -> Any:
         raise SourceError(f"AWS answers without `{field}`") from None
 
 
+def _list(page: Any, field: str) -> list[Any]:
+    found = _get(page, field)
+    if not isinstance(found, list):
+        raise SourceError(f"AWS answers with a `{field}` that is no list")
+    return found
+
+
 def _to_usd(text: Any) -> float:
     try:
         return float(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise SourceError(f"AWS gives a price that is no number: {text!r}") from None
 
 
@@ -146,4 +208,7 @@ def _make_boto3_client(service: str, region: str) -> Any:
         import boto3
     except ImportError:
         raise AuthError("boto3 is not installed", hints=["`pip install 'intercloud-broker[aws]'`"]) from None
-    return boto3.client(service, region_name=region)
+    from botocore.config import Config
+
+    retries: Any = {"mode": "standard", "total_max_attempts": 8}  # thousands of pages, and each may be throttled
+    return boto3.client(service, region_name=region, config=Config(retries=retries, read_timeout=60))

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from broker.catalog.sources.base import Get
 from broker.errors import SourceError
@@ -16,7 +17,7 @@ from broker.types import Offer
 
 URL = "https://prices.azure.com/api/retail/prices"
 VERSION = "2023-01-01-preview"
-PAGES_MAX = 5000  # about 1,500 in 2026; an endless chain of pages ends here
+PAGES_MAX = 5000  # of 1,000 prices at most; some 1,500 would do in 2026, and an endless chain of pages ends here
 Key = tuple[str, str]  # instance type, region
 
 
@@ -51,6 +52,8 @@ class AzureSource:
                 spot_usd_hour=spot.get(key),
                 interruption_band=bands.get(key),
                 is_estimated=False,
+                as_of="",
+                spot_as_of="",
             )
 
     def _list_items(self, get: Get) -> Iterator[dict[str, Any]]:
@@ -63,8 +66,10 @@ class AzureSource:
             following = page.get("NextPageLink")
             if not following:
                 return
+            if not isinstance(following, str) or urlsplit(following).hostname != urlsplit(self._url).hostname:
+                raise SourceError(f"azure's price list goes on elsewhere: {str(following)[:80]!r}")
             if following in seen or len(seen) >= PAGES_MAX:
-                raise SourceError("azure's price list goes on for ever: a page names one that was read before")
+                raise SourceError(f"azure's price list goes on for ever: {len(seen) + 1} pages and no end")
             seen.add(following)
             body = get(following)
 
@@ -78,7 +83,7 @@ def read_price(item: dict[str, Any]) -> tuple[bool, Key, float] | None:
         if item["currencyCode"] != "USD":
             raise SourceError(f"azure answers in {item['currencyCode']}, not USD")
         usd, key = float(item["retailPrice"]), (str(item["armSkuName"]), str(item["armRegionName"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SourceError(f"azure's price list has changed its form: {error!r} in {str(item)[:120]}") from None
     return ("Spot" in sku, key, usd) if usd > 0 and all(key) else None
 

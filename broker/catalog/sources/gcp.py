@@ -25,11 +25,16 @@ PART = re.compile(
     r"(?P<spot>Spot Preemptible )?(?P<family>[A-Z]\d+[A-Z]?|Compute optimized)(?: Predefined| AMD| Arm| Instance)*"
     r" (?P<part>Core|Ram) running in ",
 )
-GPU = re.compile(r"Nvidia (?P<name>.+?) GPU (?P<spot>attached to Spot Preemptible VMs )?running in ")
+GPU = re.compile(
+    r"Nvidia (?P<name>.+?)(?: GPU| \(1 gpu slice\)) (?P<spot>attached to Spot Preemptible VMs )?running in "
+)
 GPU_NAMES = {
     "Tesla T4": "T4", "Tesla P4": "P4", "Tesla P100": "P100", "Tesla V100": "V100", "L4": "L4", "Tesla A100": "A100",
     "Tesla A100 80GB": "A100-80GB", "H100 80GB": "H100", "H200 141GB": "H200", "B200": "B200",
+    "H100 80GB Mega": "H100-MEGA", "H100 Mega 80GB": "H100-MEGA", "H100 80GB Plus": "H100-MEGA",
 }  # fmt: skip
+MEGA = "a3-megagpu-"  # its H100s are sold under a name of their own
+PRICED_SHARE_MIN = 0.5  # of the machines that the book knows: below, the list is not understood any more
 FAMILY_NAMES = {"Compute optimized": "C2"}
 SHARED_CORE = ("e2-micro", "e2-small", "e2-medium", "f1-", "g1-")  # billed by a share of their cores
 Rates = dict[tuple[bool, str, str], float]  # (is spot, "N1 Core" or "T4", region) -> USD per unit and hour
@@ -48,12 +53,18 @@ class GcpSource:
         for sku in self._list_skus(get):
             for key, usd in read_sku(sku):
                 rates[key] = min(usd, rates.get(key, usd))
+        count = 0
         for offer in known:
             ondemand, spot = (price_machine(offer, rates, is_spot=is_spot) for is_spot in (False, True))
-            if ondemand is None:  # sold in a way that is not put together here: its last price stands, marked
-                yield replace(offer, is_estimated=True)
-            else:
-                yield replace(offer, ondemand_usd_hour=ondemand, spot_usd_hour=spot, is_estimated=False)
+            if ondemand is None:  # sold in a way that is not put together here: its last price stands, with its date
+                yield offer
+                continue
+            count += 1
+            yield replace(
+                offer, ondemand_usd_hour=ondemand, spot_usd_hour=spot, is_estimated=False, as_of="", spot_as_of=""
+            )
+        if count < PRICED_SHARE_MIN * len(known):
+            raise SourceError(f"GCP's price list has parts for only {count} of {len(known)} machines")
 
     def _list_skus(self, get: Get) -> Iterator[dict[str, Any]]:
         key = self._key or os.getenv("GOOGLE_API_KEY")
@@ -67,6 +78,8 @@ class GcpSource:
             token = page.get("nextPageToken")
             if not token:
                 return
+            if not isinstance(token, str):
+                raise SourceError("GCP's price list has a page token that is no text")
             if token in seen or len(seen) >= PAGES_MAX:
                 raise SourceError("GCP's price list goes on for ever: a page token comes again")
             seen.add(token)
@@ -94,7 +107,7 @@ def read_sku(sku: Mapping[str, Any]) -> Iterator[tuple[tuple[bool, str, str], fl
         for region in sku["serviceRegions"]:
             if usd > 0:
                 yield (usage == "Preemptible", name, str(region)), usd
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SourceError(f"GCP's price list has changed its form: {error!r} in {str(sku)[:120]}") from None
 
 
@@ -105,7 +118,8 @@ def price_machine(offer: Offer, rates: Mapping[tuple[bool, str, str], float], *,
     family = offer.instance_type.partition("-")[0].upper()
     parts = [(f"{family} Core", offer.vcpus), (f"{family} Ram", offer.memory_gib)]
     if offer.accelerator:
-        parts.append((offer.accelerator, offer.accelerator_count))
+        name = "H100-MEGA" if offer.instance_type.startswith(MEGA) else offer.accelerator
+        parts.append((name, offer.accelerator_count))
     prices = [rates.get((is_spot, name, offer.region)) for name, _ in parts]
     if any(price is None for price in prices):
         return None

@@ -19,7 +19,7 @@ class SkyPilotSource:
     name: ClassVar[str] = "skypilot"
     clouds: ClassVar[tuple[str, ...]] = (
         "aws", "gcp", "azure", "lambda", "runpod", "oci", "nebius", "hyperbolic", "verda", "seeweb", "jarvislabs",
-        "cudo", "fluidstack", "hyperstack", "paperspace", "primeintellect", "shadeform", "vast",
+        "cudo", "hyperstack", "lium", "mithril", "primeintellect", "shadeform", "spheron", "vast", "yotta",
     )  # fmt: skip
 
     def __init__(self, url: str = URL) -> None:

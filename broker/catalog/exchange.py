@@ -1,0 +1,72 @@
+"""Exchanges clouds of the live book: a copy is written aside and renamed, one writer at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from broker.catalog.book import Book
+from broker.catalog.opening import name_live_book, open_live_book
+from broker.catalog.schema import INDEXES
+from broker.catalog.writer import BookWriter, CloudFacts
+from broker.errors import StateError
+from broker.types import Offer
+
+
+def exchange_book(
+    cache: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool = False
+) -> None:
+    """Put the clouds' new offers in place of what the live book has of them; `book` where there is no live one yet.
+
+    `is_alone` leaves no other cloud. Readers see the old book or the new one, never a part. Of two writers the second
+    waits and adds to what the first wrote. Raises StateError; then the old book stands.
+    """
+    target = name_live_book(cache)
+    aside = target.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _hold_lock(cache / "prices.lock"):
+            try:
+                _write_aside(aside, open_live_book(cache) or book, clouds, is_alone=is_alone)
+                aside.replace(target)
+            finally:
+                aside.unlink(missing_ok=True)
+    except (sqlite3.Error, OSError) as error:
+        raise StateError(f"the new prices cannot be written to {cache}: {error}", hints=["is the disk full?"]) from None
+
+
+def _write_aside(
+    aside: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool
+) -> None:
+    os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with closing(sqlite3.connect(aside)) as database:
+        book.copy_to(database)
+        if is_alone:
+            database.executescript("DELETE FROM offers; DELETE FROM types; DELETE FROM clouds")
+        writer = BookWriter(database)
+        for facts, offers in clouds:
+            writer.replace_cloud(facts, offers)
+        database.commit()
+        database.executescript(INDEXES)
+        database.execute("VACUUM")
+    descriptor = os.open(aside, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # a rename may outlive a power cut that its bytes don't
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _hold_lock(path: Path) -> Iterator[None]:
+    """Let go by the system when the process ends, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
