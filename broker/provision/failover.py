@@ -20,6 +20,7 @@ from broker.errors import (
     ThrottledError,
     TransientError,
     UnknownOutcomeError,
+    UsageError,
 )
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
@@ -85,7 +86,7 @@ class Failover:
                 lasting[cloud_name] = AuthError(f"cloud {cloud_name} is not set up", hints=("Run `broker check`.",))
                 continue
             known = self._find_refusal(placement)
-            if known:
+            if known and self._find_intent(wanted.cluster, placement) is None:  # what was begun there is seen to
                 has_temporary = True
                 reasons.append(f"{describe(placement)}: {known} (remembered)")
                 continue
@@ -112,14 +113,14 @@ class Failover:
             hints=(*reasons[:5], "Wait some minutes, or allow more regions or accelerators."),
         )
 
-    async def bury(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node], is_uncertain: bool) -> None:
+    async def bury(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> None:
         """End whatever this intent made, confirm it, and only then close the intent."""
         gone = await confirm_gone(
             cloud,
             self._lister,
             known=known,
             is_ours=lambda node: node.token == request.token,
-            is_uncertain=is_uncertain,
+            expected_count=request.placement.node_count,
             clock=self._clock,
         )
         with self._store.transaction():
@@ -133,17 +134,7 @@ class Failover:
 
     async def _try_place(self, cloud: Cloud, wanted: Wanted, placement: Placement) -> Sequence[Node]:
         request, is_resumed = self._open_intent(wanted, placement)
-        created: Sequence[Node] = ()
-        try:
-            created = await self._create(cloud, request)
-        except (CapacityError, QuotaError, AuthError, InvalidRequestError) as error:
-            if is_resumed:  # an earlier call may have worked before it was forgotten
-                await self.bury(cloud, request, known=(), is_uncertain=True)
-            self._store.close_intent(request.token, f"refused: {error.message}")
-            raise
-        except CloudError:
-            await self.bury(cloud, request, known=(), is_uncertain=True)
-            raise
+        created = await self._create(cloud, request, is_uncertain=is_resumed)
         self.record(created)
         nodes = await wait_running(
             cloud,
@@ -156,16 +147,16 @@ class Failover:
             on_look=self.record,
         )
         if nodes is None:
-            await self.bury(cloud, request, known=created, is_uncertain=True)
+            await self.bury(cloud, request, known=created)
             raise CapacityError("the gang did not come up whole", scope="zone")
         return nodes
 
     def _open_intent(self, wanted: Wanted, placement: Placement) -> tuple[NodeRequest, bool]:
         """Commit what is about to be made; an intent left open by a crash is taken up, token and all."""
         cluster = wanted.cluster
-        for intent in self._store.list_open_intents(cluster.name):
-            if intent.request.placement == placement and intent.request.attempt == cluster.attempt:
-                return intent.request, True
+        known = self._find_intent(cluster, placement)
+        if known is not None:
+            return known, True
         serial = self._store.count_closed_intents(cluster.name)
         request = NodeRequest(
             owner=self._owner,
@@ -181,24 +172,36 @@ class Failover:
             self._store.put_intent(request)
         return request, False
 
-    async def _create(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
-        """Ask until answered, always with the same token; look before asking again when the outcome is unknown."""
-        is_uncertain = False
-        for tries in range(CREATE_TRIES_MAX):
-            try:
-                return await cloud.create_nodes(request)
-            except (ThrottledError, TransientError):
-                await self._clock.sleep(draw_backoff_s(tries))
-            except UnknownOutcomeError:
-                is_uncertain = True
-                adopted = await self._look_for(cloud, request)
-                if adopted:
-                    return adopted
-            except (CapacityError, QuotaError):
-                if is_uncertain:
-                    await self.bury(cloud, request, known=(), is_uncertain=True)
-                raise
-        raise TransientError(f"{cloud.name} gave no clear answer in {CREATE_TRIES_MAX} tries")
+    def _find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
+        requests = [intent.request for intent in self._store.list_open_intents(cluster.name)]
+        same = (each for each in requests if each.placement == placement and each.attempt == cluster.attempt)
+        return next(same, None)
+
+    async def _create(self, cloud: Cloud, request: NodeRequest, *, is_uncertain: bool) -> Sequence[Node]:
+        """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.
+
+        `is_uncertain`: an earlier call, of a process that is gone, may have worked.
+        """
+        try:
+            for tries in range(CREATE_TRIES_MAX):
+                if not self._store.is_intent_open(request.token):
+                    raise UsageError(f"{request.cluster} was taken down while it came up")
+                try:
+                    return await cloud.create_nodes(request)
+                except (ThrottledError, TransientError):
+                    await self._clock.sleep(draw_backoff_s(tries))
+                except UnknownOutcomeError:
+                    is_uncertain = True
+                    adopted = await self._look_for(cloud, request)
+                    if adopted:
+                        return adopted
+            raise TransientError(f"{cloud.name} gave no clear answer in {CREATE_TRIES_MAX} tries")
+        except CloudError as error:
+            is_refused = isinstance(error, CapacityError | QuotaError | AuthError | InvalidRequestError)
+            if is_uncertain or not is_refused:
+                await self.bury(cloud, request)
+            self._store.close_intent(request.token, f"refused: {error.message}")
+            raise
 
     async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
         """Nodes carrying this token, waited for until the list has settled; empty: ask again."""

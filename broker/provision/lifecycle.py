@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud
 from broker.errors import TransientError, UsageError
+from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
 from broker.provision.failover import Failover, Wanted, describe
 from broker.provision.listing import RETRYABLE, Lister
-from broker.provision.nodes import LOOK_S, LOOK_S_MAX, confirm_gone
+from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
 from broker.state.store import Store
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Plan
 
-# Absence is not evidence: a node missing from the list is believed gone only after both (reliability notes, 5.4).
-MISSES_MIN = 4
-MISSING_S_MIN = 120.0
 STOP_S_MAX = 600.0
 
 
@@ -30,7 +29,7 @@ class Provisioner:
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister)
         self._collector = Collector(clouds, store, clock=clock, owner=owner, down=self.down)
-        self._misses: dict[str, tuple[int, float]] = {}  # node id -> looks without it, since when
+        self._absences: dict[str, Absence] = {}  # by cloud
 
     async def up(
         self,
@@ -67,7 +66,9 @@ class Provisioner:
             timeout_s=timeout_s,
             on_event=on_event or (lambda message: None),
         )
-        with self._collector.spare(name):
+        # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
+        claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
+        with claim, self._collector.spare(name):
             return await self._bring_up(wanted, plan)
 
     async def refresh(self, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
@@ -96,7 +97,7 @@ class Provisioner:
             self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
         for intent in intents:
             cloud = self._clouds[intent.request.placement.offer.cloud]
-            await self._failover.bury(cloud, intent.request, known=(), is_uncertain=True)
+            await self._failover.bury(cloud, intent.request)
         if cluster is None:
             return
         gone: Sequence[Node] = ()
@@ -107,7 +108,7 @@ class Provisioner:
                 self._lister,
                 known=cluster.nodes,
                 is_ours=lambda node: node.cluster == name and node.token in tokens,
-                is_uncertain=False,
+                expected_count=len(cluster.nodes),
                 clock=self._clock,
             )
         with self._store.transaction():
@@ -155,6 +156,8 @@ class Provisioner:
         name = wanted.cluster.name
         cluster = replace(wanted.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
+            if not self._store.is_intent_open(nodes[0].token):
+                raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
             self._failover.record(nodes)
             self._store.close_intent(nodes[0].token, "up")
@@ -162,15 +165,13 @@ class Provisioner:
         return cluster
 
     def _judge(self, node: Node, seen: Node | None) -> Node:
-        if seen is not None or node.state is NodeState.TERMINATED:
-            self._misses.pop(node.id, None)
-            return seen if seen is not None and node.state is not NodeState.TERMINATED else node
+        if node.state is NodeState.TERMINATED:
+            return node
         now_s = self._clock.now_s()
-        count, since_s = self._misses.get(node.id, (0, now_s))
-        self._misses[node.id] = (count + 1, since_s)
-        if count + 1 >= MISSES_MIN and now_s - since_s >= MISSING_S_MIN:
+        absence = self._absences.setdefault(node.cloud, Absence(self._clouds[node.cloud].settle_s))
+        if absence.note(node.id, is_listed=seen is not None, now_s=now_s):
             return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason="missing")
-        return node
+        return seen or node
 
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
         cluster = self._store.get_cluster(name)

@@ -15,6 +15,10 @@ LOOK_S = 0.1  # first wait between two looks; grows by half each time
 LOOK_S_MAX = 5.0
 TERMINATE_AGAIN_S = 15.0  # a terminate that was accepted and forgotten is asked again
 GONE_S_MAX = 900.0
+# Both together, reliability notes 5.4: time alone failed where one slow call lay between two blank answers.
+MISSES_MIN = 4
+MISSING_S_MIN = 120.0
+UNSEEN_SETTLES = 4.0  # so many times `settle_s` without a node whose create was never answered
 
 
 async def confirm_gone(
@@ -23,33 +27,34 @@ async def confirm_gone(
     *,
     known: Sequence[Node],
     is_ours: Callable[[Node], bool],
-    is_uncertain: bool,
+    expected_count: int,
     clock: Clock,
 ) -> Sequence[Node]:
     """Terminate, and look until the cloud says TERMINATED of every node; returns them as last seen.
 
-    A node missing from the list counts as gone only after `settle_s` and two looks. `is_uncertain`: a create may
-    still be on its way, so the list must have been empty of ours for that long too. Raises TransientError at its limit.
+    A node that lists leave out is only believed gone when it is missing for long. Where fewer than `expected_count`
+    were ever seen, a create may still be on its way: lists must have stayed without them for a while. Raises
+    TransientError at its limit.
     """
     start_s = clock.now_s()
     seen: dict[str, Node] = {node.id: node for node in known}
     asked_s: dict[str, float] = {}
+    absence = Absence(cloud.settle_s)
     look_s = LOOK_S
     looks = 0
     while clock.now_s() - start_s < GONE_S_MAX:
         listing = await lister.list(cloud)
         listed = [node for node in listing.nodes if is_ours(node) or node.id in seen]
         looks += 1
+        now_s = clock.now_s()
         seen.update((node.id, node) for node in listed)
         present = {node.id for node in listed}
         live = [node for node in seen.values() if node.state is not NodeState.TERMINATED]
-        is_settled = looks >= 2 and clock.now_s() - start_s >= cloud.settle_s
-        missing_only = all(node.id not in present for node in live)
-        if missing_only and (is_settled or not (live or is_uncertain)):
-            return [_mark_gone(node, clock.now_s()) for node in seen.values()]
-        due = [
-            node.id for node in live if clock.now_s() - asked_s.get(node.id, -TERMINATE_AGAIN_S) >= TERMINATE_AGAIN_S
-        ]
+        is_gone = [absence.note(node.id, is_listed=node.id in present, now_s=now_s) for node in live]
+        is_whole = len(seen) >= expected_count
+        if all(is_gone) and (is_whole or (looks >= MISSES_MIN and now_s - start_s >= UNSEEN_SETTLES * cloud.settle_s)):
+            return [_mark_gone(node, now_s) for node in seen.values()]
+        due = [node.id for node in live if now_s - asked_s.get(node.id, -TERMINATE_AGAIN_S) >= TERMINATE_AGAIN_S]
         if due and await _terminate(cloud, due):
             asked_s.update((node_id, clock.now_s()) for node_id in due)
         await clock.sleep(look_s)
@@ -58,6 +63,26 @@ async def confirm_gone(
         f"{cloud.name} has not confirmed the end of {len(seen)} nodes within {GONE_S_MAX:g} s",
         hints=("Run `broker gc` to try again.",),
     )
+
+
+class Absence:
+    """Which nodes have been missing from lists so often and so long that they are believed gone.
+
+    Absence is not evidence: a list may be blank or short for a while. Where lists never lag, two in a row are enough.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        self._misses_min, self._missing_s_min = (MISSES_MIN, MISSING_S_MIN) if settle_s else (2, 0.0)
+        self._misses: dict[str, tuple[int, float]] = {}  # node id -> lists without it, since when
+
+    def note(self, node_id: str, *, is_listed: bool, now_s: float) -> bool:
+        """Whether it is believed gone by now."""
+        if is_listed:
+            self._misses.pop(node_id, None)
+            return False
+        count, since_s = self._misses.get(node_id, (0, now_s))
+        self._misses[node_id] = (count + 1, since_s)
+        return count + 1 >= self._misses_min and now_s - since_s >= self._missing_s_min
 
 
 async def _terminate(cloud: Cloud, ids: Sequence[str]) -> bool:

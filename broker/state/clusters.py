@@ -72,6 +72,11 @@ class IntentRows(Database):
             (outcome, self.clock.now_s(), token),
         )
 
+    def is_intent_open(self, token: str) -> bool:
+        """Asked right before each create call. Raises FencedError for a leader that was replaced while it slept."""
+        with self.transaction(is_durable=False):
+            return bool(self._rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
+
     def list_open_intents(self, cluster: str | None = None) -> Sequence[Intent]:
         rows = self._rows(
             "SELECT body, created_s FROM intents WHERE outcome IS NULL AND (?1 IS NULL OR cluster = ?1) "

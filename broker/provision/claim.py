@@ -1,0 +1,29 @@
+"""One command at a time brings a cluster up: the kernel drops the claim with the process, however it dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from broker.errors import UsageError
+
+
+@contextmanager
+def claim_name(folder: Path, name: str) -> Iterator[None]:
+    """Raises UsageError while another command holds this name."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{quote(name, safe='')}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hints = ("`broker status` shows when it is up; then `broker exec` runs more on it.",)
+            raise UsageError(f"another command is bringing `{name}` up", hints=hints) from None
+        yield
+    finally:
+        os.close(descriptor)

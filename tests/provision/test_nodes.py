@@ -1,0 +1,115 @@
+"""A node is gone when its cloud says so; that it is missing from a list for once says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.simulated import FaultRates, Market
+from broker.errors import AuthError, UnknownOutcomeError, UsageError
+from broker.types import Node, NodeRequest, NodeState
+from tests.simulation.world import World, make_plan
+
+
+def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_terminated_yet(tmp_path: Path) -> None:
+    """Found by the simulator: the next attempt started while the last one still worked."""
+    world = World(tmp_path)
+    provisioner = world.make_provisioner()
+    cluster = world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
+    ids = [node.id for node in cluster.nodes]
+    world.cloud.faults = FaultRates(refused=1.0, blank=0.5)
+    seen: list[bool] = []
+
+    async def scenario() -> None:
+        await provisioner.down("c")
+        seen.append(any(node.state is NodeState.RUNNING for node in world.cloud.find(ids)))
+
+    async def mend() -> None:
+        await world.clock.sleep(100.0)
+        world.cloud.faults = FaultRates()
+
+    async def both() -> None:
+
+        await asyncio.gather(scenario(), mend())
+
+    world.clock.run(both)
+    assert world.cloud.fault_counts["list:blank"] > 5
+    assert seen == [False]
+
+
+def test_a_node_whose_cloud_forgets_it_is_believed_gone_in_the_end(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.cloud.market = Market(vanish_s=0.0)
+    provisioner = world.make_provisioner()
+    world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
+    world.clock.run(lambda: provisioner.down("c"))
+    assert world.store.get_cluster("c") is None and not world.list_live_nodes()
+
+
+def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_path: Path) -> None:
+    """The nodes may have been made: without a list nobody knows."""
+    world = World(tmp_path)
+
+    async def create(request: NodeRequest) -> Sequence[Node]:
+        make = type(world.cloud).create_nodes
+        await make(world.cloud, request)
+        world.cloud.faults = FaultRates(auth=1.0)
+        raise UnknownOutcomeError("no answer")
+
+    world.cloud.create_nodes = create  # type: ignore[method-assign]
+    with pytest.raises(AuthError):
+        world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
+    assert len(world.list_live_nodes()) == 2
+    assert len(world.store.list_open_intents("c")) == 1
+    world.cloud.faults = FaultRates()
+    world.clock.run(lambda: world.clock.sleep(100.0))
+    world.clock.run(lambda: world.make_provisioner().down("c"))
+    assert not world.list_live_nodes() and not world.store.list_open_intents("c")
+
+
+def test_two_commands_cannot_bring_up_one_name_at_once(tmp_path: Path) -> None:
+
+    world = World(tmp_path)
+
+    async def both() -> list[object]:
+        ups = (world.make_provisioner().up("dev", make_plan(world.task)) for _ in range(2))
+        return list(await asyncio.gather(*ups, return_exceptions=True))
+
+    results = world.clock.run(both)
+    assert sum(isinstance(result, UsageError) for result in results) == 1
+    assert len(world.list_live_nodes()) == 2
+
+
+def test_a_resumed_up_ends_what_it_made_where_others_were_refused_since(tmp_path: Path) -> None:
+    """Else those nodes would cost money until the cluster goes down, and serve nobody."""
+    world = World(tmp_path, crash_at=6)  # just after the nodes were made
+    with pytest.raises(BaseException, match="create:after"):
+        world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id))
+    world.reborn()
+    made = world.list_live_nodes()
+    assert {node.zone for node in made} == {"east1a"}
+    world.store.add_refusal("simulated", "east1", "east1a", "big", True, 600.0, "full")
+    provisioner = world.make_provisioner()
+    cluster = world.clock.run(lambda: provisioner.up("c", make_plan(world.task), job_id=world.job_id))
+    assert sorted(node.id for node in world.list_live_nodes()) == sorted(node.id for node in cluster.nodes)
+    assert not world.store.list_open_intents("c")
+
+
+def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Path) -> None:
+
+    world = World(tmp_path)
+    world.cloud.faults = FaultRates(throttled=1.0)
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(world.make_provisioner().up("dev", make_plan(world.task)))
+        await world.clock.sleep(0.5)
+        world.store.close_intent(world.store.list_open_intents("dev")[0].request.token, "terminated")
+        world.cloud.faults = FaultRates()
+        with pytest.raises(UsageError, match="taken down"):
+            await coming
+
+    world.clock.run(scenario)
+    assert not world.list_live_nodes()
