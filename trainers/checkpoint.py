@@ -98,7 +98,9 @@ class CheckpointManager:
         self._failure: CheckpointError | None = None
         self._step_saved: int | None = None
         self.step_committed: int | None = None
-        self.stall_s = 0.0  # how long the last `save` held up its caller
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
         self._run = ranks.share(uuid.uuid4().hex[:8])
         problem = None
         if ranks.is_first:
@@ -143,8 +145,9 @@ class CheckpointManager:
         return name.step
 
     def save(self, step: int) -> None:
-        """Copy the state now, write it in the background. Waits for a save still under way, and raises its failure.
+        """Copy and write the state in the background. Waits for a save still under way, and raises its failure.
 
+        No tensor of the state may change before `settle` returns: forward and backward may go on, the optimizer not.
         Saving the step that was saved last does nothing.
         """
         begin = time.perf_counter()
@@ -153,13 +156,21 @@ class CheckpointManager:
             return
         # Asked on every rank, for the ranks may have to settle what the state is.
         found = {key: (each, each.state_dict()) for key, each in self._shared.items()}
-        state = {key: _copy(part) for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
-        state[self._own_key] = {key: _copy(each.state_dict()) for key, each in self._own.items()}
+        live = {key: part for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
+        live[self._own_key] = {key: each.state_dict() for key, each in self._own.items()}
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
-        self._thread = threading.Thread(target=self._write, args=(name, state), name=f"checkpoint-{step}")
+        self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")
+        self._is_copied.clear()
         self._thread.start()
         self.stall_s = time.perf_counter() - begin
+
+    def settle(self) -> None:
+        """Return when the state may change again: when it is copied, though not yet written."""
+        if not self._is_copied.is_set():
+            begin = time.perf_counter()
+            self._is_copied.wait()
+            self.stall_s += time.perf_counter() - begin
 
     def wait(self) -> None:
         """Return when the save under way is committed; raise what went wrong with it, on every rank."""
@@ -181,9 +192,13 @@ class CheckpointManager:
         reader = self._storage.open_reader(name)
         dcp.load(state, storage_reader=reader, process_group=self._ranks.background_group, no_dist=is_alone)
 
-    def _write(self, name: CheckpointName, state: dict[str, Any]) -> None:
+    def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
         """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
         try:
+            try:
+                state = _copy(live)
+            finally:
+                self._is_copied.set()
             import torch.distributed.checkpoint as dcp
 
             is_alone = self._ranks.world_size == 1

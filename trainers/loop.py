@@ -78,10 +78,12 @@ def iterate_steps(
     position: Position,
     ranks: Ranks,
     is_stop_asked: Callable[[], bool],
+    before_change: Callable[[], None],
 ) -> Iterator[StepReport]:
     """Train from `position` to the last step, yielding after each. All state is consistent while suspended.
 
-    Whether one rank asks to stop travels with the loss, so that all ranks know at the same step.
+    `before_change` is called before parameters move: a checkpoint may still be copying them. Whether one rank asks to
+    stop travels with the loss, so that all ranks know at the same step.
     """
     skips = 0
     while position.steps_done < config.steps:
@@ -94,6 +96,7 @@ def iterate_steps(
         if is_skipped:
             _check_skips(config, position.steps_done + 1, norm, skips)
             optimizer.skip_step()
+        before_change()
         strategy.step(model, optimizer)
         position.advance(config.batch)
         loss, is_stopping = strategy.tally(loss_part, part=passes.part, is_stop_asked=is_stop_asked())

@@ -147,6 +147,7 @@ def train(
         position=position,
         ranks=ranks,
         is_stop_asked=notice.is_given,
+        before_change=checkpoints.settle,
     )
     supervisor = Supervisor(
         config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from broker.errors import NoOfferError, RunFailedError, UsageError
 from broker.types import Autostop, Cluster, ClusterStatus, Plan, RunStatus, Task
 
 POLL_S = 0.3
+CLUSTER_NAME = r"[A-Za-z]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"  # it becomes tags, folders and host names
 ClusterName = Annotated[str, typer.Argument(help="The cluster's name.", show_default=False)]
 
 
@@ -82,6 +84,10 @@ def launch(
     show_plan(plan)
     if dryrun:
         return
+    if cluster is not None and not re.fullmatch(CLUSTER_NAME, cluster):
+        raise UsageError(
+            f"`{cluster}` cannot be a cluster's name", hints=["letters, digits, `-`, `_`, `.`; at most 63"]
+        )
     wanted = cluster or f"{one.name or 'broker'}-{context.config.owner[:4]}"
     autostop = one.resources[0].autostop
     if idle is not None or down:
@@ -89,7 +95,8 @@ def launch(
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
         confirm_price([plan], yes=yes)
-    asyncio.run(_launch(context, wanted, one, plan, autostop))
+    with context.hold_name(wanted):
+        asyncio.run(_launch(context, wanted, one, plan, autostop))
     follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from broker.cli.render import plain, print_line, print_note, print_table, show_hours, show_usd
+from broker.cli.render import measure_width, plain, print_line, print_note, print_table, show_hours, show_usd
 from broker.types import Estimate, Plan
 
+WIDTH_OF_ALL = 100  # columns that a table with every column takes
 MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
 
@@ -15,9 +16,10 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     shown = plan.estimates[:top]
     has_work = plan.choice.expected_usd is not None
     columns = ["#", "CLOUD", "REGION/ZONE", "INSTANCE", "ACC", "vCPU/GiB", "MODEL", "USD/h", "USD", "TIME"]
-    # Not every column fits in 80 characters: who asks for accelerators compares those, others the cores.
-    hidden = "vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) and has_work else "ACC"
-    gone = {hidden} if has_work else {"USD", "TIME"}
+    gone = set[str]() if has_work else {"USD", "TIME"}
+    if has_work and measure_width() < WIDTH_OF_ALL:
+        # Who asks for accelerators compares those, others the cores; the choice says both.
+        gone.add("vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) else "ACC")
     kept = [i for i, name in enumerate(columns) if name not in gone]
     rows = [list_cells(number, each) for number, each in enumerate(shown, start=1)]
     numbers = ("#", "vCPU/GiB", "USD/h", "USD", "TIME")
@@ -27,6 +29,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     if len(plan.estimates) > top:
         print_line(f"... and {len(plan.estimates) - top} more")
     print_line(f"Choice: {describe_choice(plan.choice)}")
+    print_line(f"Each node: {describe_machine(plan.choice)}")
     print_line(f"Why: {plan.reason}")
     if plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None:
         print_line(f"Chances: {_say_chances(plan.choice)}")
@@ -54,6 +57,13 @@ def list_cells(number: int, estimate: Estimate) -> list[str]:
         show_usd(estimate.placement.usd_hour, is_estimated=is_estimated),
         show_usd(estimate.expected_usd, is_estimated=is_estimated), show_hours(estimate.expected_hours),
     ]  # fmt: skip
+
+
+def describe_machine(estimate: Estimate) -> str:
+    """`96 vCPU, 1152 GiB, 8 x A100-80GB`."""
+    offer = estimate.placement.offer
+    accelerators = f", {offer.accelerator_count:g} x {offer.accelerator}" if offer.accelerator else ""
+    return f"{offer.vcpus:g} vCPU, {offer.memory_gib:g} GiB{accelerators}"
 
 
 def describe_choice(estimate: Estimate) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.errors import BrokerError, TaskError
 
-WIDTH_MAX = 80
+WIDTH_DEFAULT = 80
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -43,7 +43,7 @@ def print_wrapped(text: str, *, indent: int) -> None:
     """A sentence over as many lines as it takes; those after the first are indented."""
     import textwrap
 
-    print_line(textwrap.fill(clean(text), WIDTH_MAX, subsequent_indent=" " * indent, break_on_hyphens=False))
+    print_line(textwrap.fill(clean(text), WIDTH_DEFAULT, subsequent_indent=" " * indent, break_on_hyphens=False))
 
 
 def print_note(text: str) -> None:
@@ -58,14 +58,24 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def measure_width() -> int:
+    """Columns of the terminal, or of `COLUMNS`; 80 where nobody says, as in a pipe."""
+    import os
+    import shutil
+
+    is_known = os.getenv("COLUMNS") is not None or sys.stdout.isatty()
+    return max(WIDTH_DEFAULT, shutil.get_terminal_size().columns) if is_known else WIDTH_DEFAULT
+
+
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), firm: Sequence[str] = ()
 ) -> None:
-    """A plain table, at most 80 columns wide: the widest column that is not `firm` gives way first."""
+    """A plain table, as wide as the terminal at most: the widest column that is not `firm` gives way first."""
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
     soft = [i for i, name in enumerate(columns) if name not in firm] or list(range(len(columns)))
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH_MAX:
+    width_max = measure_width()
+    while sum(widths) + 2 * (len(widths) - 1) > width_max:
         widest = max(soft, key=lambda i: widths[i])
         if widths[widest] <= 4:
             break

@@ -5,6 +5,7 @@ Its lists lag, its zones fill up, its answers get lost after the deed, and it se
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from broker.clock import Clock
-from broker.errors import CapacityError, InvalidRequestError, ThrottledError, TransientError, UnknownOutcomeError
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
 from broker.types import Node, NodeRequest, NodeState
 
 
@@ -24,8 +33,18 @@ class FaultRates:
     throttled: float = 0.0
     unknown_before: float = 0.0  # the answer is lost and nothing was done
     unknown_after: float = 0.0  # the answer is lost after the deed
+    late: float = 0.0  # the answer is lost, and the deed is done up to `Market.late_s` later
     full: float = 0.0
-    forgotten: float = 0.0  # one node is missing from a list
+    quota: float = 0.0
+    auth: float = 0.0  # the login expires: every call is refused for `Market.auth_s`
+    partial: float = 0.0  # a create makes a part of the gang only
+    never_boots: float = 0.0  # of one node
+    forgotten: float = 0.0  # some nodes are missing from a list
+    blank: float = 0.0  # a list is empty
+    blackout: float = 0.0  # every list is empty for `Market.blackout_s`
+    stale: float = 0.0  # a list tells how things were `Market.stale_s` ago
+    ignored: float = 0.0  # a terminate is accepted and forgotten
+    refused: float = 0.0  # a node may not be terminated for `Market.refused_s`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +55,32 @@ class Market:
     boot_s_max: float = 40.0
     list_lag_s: float = 5.0  # a new node may be missing from lists for so long; below `settle_s`
     terminate_s: float = 3.0
+    late_s: float = 4.0  # with the lag of lists, below `settle_s`
+    auth_s: float = 60.0
+    blackout_s: float = 20.0
+    stale_s: float = 8.0
+    refused_s: float = 180.0
+    vanish_s: float = math.inf  # so long after its end a node is listed no more
 
 
 @dataclass(kw_only=True)
 class _Machine:
     """The truth about one node; what a list tells may lag behind it."""
 
-    node: Node
+    node: Node  # as it was last looked at
     running_s: float
     visible_s: float
     ending_s: float | None = None  # when it is gone
     reason: str = ""
+    refuses_until_s: float = 0.0
 
 
 @dataclass(kw_only=True)
 class SimulatedCloud:
-    """Cloud and CanPreempt. `on_effect` is called before and after each deed: raise in it to play a crash."""
+    """Cloud and CanPreempt. `on_effect` is called before and after each deed: raise in it to play a crash.
+
+    `on_fault` hears of each fault as it is played, with the cluster it hits ("" for all).
+    """
 
     name: ClassVar[str] = "simulated"
     settle_s: ClassVar[float] = 10.0
@@ -61,6 +90,7 @@ class SimulatedCloud:
     faults: FaultRates = FaultRates()
     seed: int = 0
     on_effect: Callable[[str], None] | None = None
+    on_fault: Callable[[str, str], None] | None = None
     full_zones: dict[str, float] = field(default_factory=dict)  # zone -> full until
     fault_counts: Counter[str] = field(default_factory=Counter)
 
@@ -68,54 +98,80 @@ class SimulatedCloud:
         self._random = random.Random(self.seed)
         self._machines: dict[str, _Machine] = {}
         self._ids_by_token: dict[str, list[str]] = {}
+        self._late: list[tuple[float, NodeRequest]] = []
+        self._locked_until_s = self._blank_until_s = 0.0
 
     async def check(self) -> None:
         return
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         await self.clock.sleep(0.05)
-        self._maybe_fail("create")
+        self._maybe_fail("create", request.cluster)
         known = self._ids_by_token.get(request.token)
         if known is None:
             self._refuse_if_full(request)
+            if self._draw("create:late", self.faults.late, request.cluster):
+                self._late.append((self.clock.now_s() + self._random.uniform(0.0, self.market.late_s), request))
+                raise UnknownOutcomeError("create: no answer")
             self._report("create:before")
-            known = self._ids_by_token[request.token] = [self._make(request, rank) for rank in range(_count(request))]
+            known = self._make_gang(request, self.clock.now_s())
             self._report("create:after")
         elif any(self._machines[node_id].node.cluster != request.cluster for node_id in known):
             raise InvalidRequestError(f"token {request.token} was used for another request")
-        self._maybe_lose_answer("create")
+        self._maybe_lose_answer("create", request.cluster)
         return [self._look(self._machines[node_id]) for node_id in known]
 
     async def list_nodes(self, owner: str) -> Sequence[Node]:
         await self.clock.sleep(0.01)
-        self._maybe_fail("list")
+        self._maybe_fail("list", "")
         now_s = self.clock.now_s()
+        if now_s < self._blank_until_s or self._draw("list:blank", self.faults.blank):
+            return []
+        if self._draw("list:blackout", self.faults.blackout):
+            self._blank_until_s = now_s + self.market.blackout_s
+            return []
+        if self._draw("list:stale", self.faults.stale):
+            now_s -= self.market.stale_s
         listed = [
-            self._look(machine)
+            self._look(machine, now_s)
             for machine in self._machines.values()
-            if machine.node.owner == owner and machine.visible_s <= now_s
+            if machine.node.owner == owner and machine.visible_s <= now_s and not self._has_vanished(machine, now_s)
         ]
-        if listed and self._draw("forgotten", self.faults.forgotten):
-            listed.pop(self._random.randrange(len(listed)))
+        if listed and self._draw("list:forgotten", self.faults.forgotten):
+            keep = self._random.randrange(len(listed))
+            listed = sorted(self._random.sample(listed, keep), key=lambda node: node.id)
         return listed
 
     async def terminate_nodes(self, ids: Sequence[str]) -> None:
+        """An id that lists do not show yet counts as already gone, as on EC2: nothing is done, and nothing said."""
         await self.clock.sleep(0.02)
-        self._maybe_fail("terminate")
+        cluster = self._machines[ids[0]].node.cluster if ids and ids[0] in self._machines else ""
+        self._maybe_fail("terminate", cluster)
+        now_s = self.clock.now_s()
+        machines = [machine for machine in map(self._machines.get, ids) if machine and machine.visible_s <= now_s]
+        for machine in machines:
+            if self._draw("terminate:refused", self.faults.refused, cluster):
+                machine.refuses_until_s = now_s + self.market.refused_s
+        if any(machine.refuses_until_s > now_s for machine in machines):
+            raise TransientError("terminate: refused for now, try again later")
         self._report("terminate:before")
-        for node_id in ids:
-            if node_id in self._machines:
-                self._end(node_id, after_s=self.market.terminate_s, reason="terminated")
+        if not self._draw("terminate:ignored", self.faults.ignored, cluster):
+            for machine in machines:
+                self._end(machine, after_s=self.market.terminate_s, reason="terminated")
         self._report("terminate:after")
-        self._maybe_lose_answer("terminate")
+        self._maybe_lose_answer("terminate", cluster)
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
         self.preempt(ids, notice_s=notice_s)
 
     def preempt(self, ids: Sequence[str], *, notice_s: float = 0.0) -> None:
         for node_id in ids:
-            self._end(node_id, after_s=notice_s, reason="preempted")
+            self._end(self._machines[node_id], after_s=notice_s, reason="preempted")
         self.fault_counts["preempted"] += 1
+
+    def end_by_itself(self, node_id: str, *, reason: str) -> None:
+        """The machine switches itself off, as when its lease runs out."""
+        self._end(self._machines[node_id], after_s=0.0, reason=reason)
 
     def add_foreign_node(self, node: Node) -> None:
         """A node somebody else owns, running from now on."""
@@ -124,6 +180,7 @@ class SimulatedCloud:
 
     def observe(self) -> Sequence[Node]:
         """The truth, with no lag: for checkers and the pretend runtime only."""
+        self._do_late_deeds()
         return [self._look(machine) for machine in self._machines.values()]
 
     def find(self, ids: Sequence[str]) -> Sequence[Node]:
@@ -137,8 +194,14 @@ class SimulatedCloud:
             for node in self.observe()
         )
 
-    def _make(self, request: NodeRequest, rank: int) -> str:
-        now_s = self.clock.now_s()
+    def _make_gang(self, request: NodeRequest, now_s: float) -> list[str]:
+        count = request.placement.node_count
+        if count > 1 and self._draw("create:partial", self.faults.partial, request.cluster):
+            count = self._random.randrange(1, count)
+        known = self._ids_by_token[request.token] = [self._make(request, rank, now_s) for rank in range(count)]
+        return known
+
+    def _make(self, request: NodeRequest, rank: int, now_s: float) -> str:
         offer = request.placement.offer
         node_id = f"sim-{len(self._machines):04d}"
         node = Node(
@@ -157,22 +220,38 @@ class SimulatedCloud:
             usd_hour=request.placement.usd_hour / request.placement.node_count,
             created_s=now_s,
         )
+        boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
+        boot_s = self._random.uniform(self.market.boot_s, self.market.boot_s_max) if boots else math.inf
         self._machines[node_id] = _Machine(
             node=node,
-            running_s=now_s + self._random.uniform(self.market.boot_s, self.market.boot_s_max),
+            running_s=now_s + boot_s,
             visible_s=now_s + self._random.uniform(0.0, self.market.list_lag_s),
         )
         return node_id
 
-    def _look(self, machine: _Machine) -> Node:
+    def _do_late_deeds(self) -> None:
         now_s = self.clock.now_s()
-        if machine.ending_s is not None and now_s >= machine.ending_s:
-            return replace(machine.node, state=NodeState.TERMINATED, ended_s=machine.ending_s, reason=machine.reason)
-        state = NodeState.RUNNING if now_s >= machine.running_s else NodeState.PENDING
-        return replace(machine.node, state=state, reason=machine.reason)
+        due = [(due_s, request) for due_s, request in self._late if due_s <= now_s]
+        self._late = [(due_s, request) for due_s, request in self._late if due_s > now_s]
+        for due_s, request in due:
+            if request.token not in self._ids_by_token:
+                self._make_gang(request, due_s)
 
-    def _end(self, node_id: str, *, after_s: float, reason: str) -> None:
-        machine = self._machines[node_id]
+    def _has_vanished(self, machine: _Machine, now_s: float) -> bool:
+        return machine.ending_s is not None and now_s >= machine.ending_s + self.market.vanish_s
+
+    def _look(self, machine: _Machine, at_s: float | None = None) -> Node:
+        now_s = self.clock.now_s() if at_s is None else at_s
+        state = NodeState.RUNNING if now_s >= machine.running_s else NodeState.PENDING
+        ended_s = None
+        if machine.ending_s is not None and now_s >= machine.ending_s:
+            state, ended_s = NodeState.TERMINATED, machine.ending_s
+        node = machine.node
+        if (node.state, node.ended_s, node.reason) != (state, ended_s, machine.reason):  # else it is made already
+            node = machine.node = replace(node, state=state, ended_s=ended_s, reason=machine.reason)
+        return node
+
+    def _end(self, machine: _Machine, *, after_s: float, reason: str) -> None:
         ending_s = self.clock.now_s() + after_s
         if machine.ending_s is None or ending_s < machine.ending_s:
             machine.ending_s, machine.reason = ending_s, machine.reason or reason
@@ -180,31 +259,36 @@ class SimulatedCloud:
     def _refuse_if_full(self, request: NodeRequest) -> None:
         zone = request.placement.offer.zone or request.placement.offer.region
         is_full = self.full_zones.get(zone, 0.0) > self.clock.now_s()
-        if is_full or self._draw("full", self.faults.full):
+        if is_full or self._draw("create:full", self.faults.full, request.cluster):
             raise CapacityError(f"zone {zone} is full", scope="zone")
+        if self._draw("create:quota", self.faults.quota, request.cluster):
+            raise QuotaError(f"the quota of {request.placement.offer.region} is used up")
 
-    def _maybe_fail(self, call: str) -> None:
-        if self._draw(f"{call}:transient", self.faults.transient):
+    def _maybe_fail(self, call: str, cluster: str) -> None:
+        self._do_late_deeds()
+        if self._draw(f"{call}:auth", self.faults.auth, cluster):
+            self._locked_until_s = self.clock.now_s() + self.market.auth_s
+        if self.clock.now_s() < self._locked_until_s:
+            raise AuthError("the login has expired")
+        if self._draw(f"{call}:transient", self.faults.transient, cluster):
             raise TransientError(f"{call}: connection reset")
-        if self._draw(f"{call}:throttled", self.faults.throttled):
+        if self._draw(f"{call}:throttled", self.faults.throttled, cluster):
             raise ThrottledError(f"{call}: too many requests")
-        if call != "list" and self._draw(f"{call}:unknown_before", self.faults.unknown_before):
+        if call != "list" and self._draw(f"{call}:unknown_before", self.faults.unknown_before, cluster):
             raise UnknownOutcomeError(f"{call}: no answer")
 
-    def _maybe_lose_answer(self, call: str) -> None:
-        if self._draw(f"{call}:unknown_after", self.faults.unknown_after):
+    def _maybe_lose_answer(self, call: str, cluster: str) -> None:
+        if self._draw(f"{call}:unknown_after", self.faults.unknown_after, cluster):
             raise UnknownOutcomeError(f"{call}: no answer")
 
-    def _draw(self, fault: str, chance: float) -> bool:
+    def _draw(self, fault: str, chance: float, cluster: str = "") -> bool:
         is_hit = chance > 0 and self._random.random() < chance
         if is_hit:
             self.fault_counts[fault] += 1
+            if self.on_fault is not None:
+                self.on_fault(fault, cluster)
         return is_hit
 
     def _report(self, effect: str) -> None:
         if self.on_effect is not None:
             self.on_effect(effect)
-
-
-def _count(request: NodeRequest) -> int:
-    return request.placement.node_count

@@ -104,6 +104,8 @@ class JobController:
 
     async def _bring_up(self, job: Job) -> float:
         number = job.next_attempt
+        if failure := self._find_overspending(job):
+            return self._finish(job, JobStatus.FAILED, failure)
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
@@ -226,10 +228,8 @@ class JobController:
     ) -> float:
         """It runs: but does it get anywhere, and is there money left?"""
         now_s = self._clock.now_s()
-        budget_usd = job.task.goal.budget_usd if job.task.goal else None
-        if budget_usd is not None and (spent := self._store.spend_usd(job_id=job.id, now_s=now_s)) >= budget_usd:
+        if failure := self._find_overspending(job):
             await self._undertaker.end_program(cluster, grace_s=GRACE_S)
-            failure = f"the budget of {budget_usd:g} USD is used up ({spent:.2f} spent); its checkpoints are kept"
             return await self._end(job, attempt, JobStatus.FAILED, "out of budget", failure)
         timeout_s = get_recovery(job.task).stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
@@ -244,6 +244,16 @@ class JobController:
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
             self._tell("restart", f"no new step for {timeout_s:g} s at step {step}: restarted on new nodes")
         return 0.0
+
+    def _find_overspending(self, job: Job) -> str:
+        """Why the job may not cost more; empty while it may."""
+        budget_usd = job.task.goal.budget_usd if job.task.goal else None
+        if budget_usd is None:
+            return ""
+        spent_usd = self._store.spend_usd(job_id=job.id, now_s=self._clock.now_s())
+        if spent_usd < budget_usd:
+            return ""
+        return f"the budget of {budget_usd:g} USD is used up ({spent_usd:.2f} spent); its checkpoints are kept"
 
     async def _conclude(self, job: Job, attempt: Attempt, verdict: Verdict, returncode: int | None) -> float:
         if verdict is Verdict.SUCCEEDED:

@@ -22,6 +22,7 @@ else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
     import agent_files as files
 
+LINGER_S = 5.0  # however short the autostop: whoever follows a run can read its last lines
 WATCH_S = 0.5
 LOG_BYTES_MAX = 1 << 20
 
@@ -215,7 +216,8 @@ def decide_power_off() -> str:
     if lease and time.time() >= lease["expires_s"]:
         return "lease"
     rule = files.read_json(files.STATE / "autostop.json")
-    if rule and min(measure_idle_s(), time.time() - rule["set_s"]) >= rule["idle_minutes"] * 60:
+    idle_s = min(measure_idle_s(), time.time() - rule["set_s"]) if rule else 0.0
+    if rule and idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
         return "autostop" if rule["is_down"] else "stop"
     return ""
 

@@ -38,14 +38,14 @@ def main() -> None:
             ids = [world.store.add_job(f"job-{n}", world.task).id for n in range(count)]
         provisioner = world.make_provisioner()
         controllers = {job_id: make_controller(world, job_id, provisioner) for job_id in ids}
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         world.clock.run(lambda: bring_up(world, controllers))
-        report("to bring all up", time.perf_counter() - start_s, "s")
+        report("to bring all up", time.process_time() - start_s, "s")
         rounds = []
         for _ in range(3):
-            start_s = time.perf_counter()
+            start_s = time.process_time()
             world.clock.run(lambda: step_all(controllers))
-            rounds.append(time.perf_counter() - start_s)
+            rounds.append(time.process_time() - start_s)
         report("a round over all (best of 3)", min(rounds), "s", bar=5.0)
         report("memory at its most", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "MiB", bar=1024)
         world.store.close()

@@ -86,7 +86,8 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(shell: Shell) -> None:
 
 def test_an_idle_cluster_goes_down_by_itself(shell: Shell) -> None:
     task = shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n")
-    shell.run("launch", task, "-c", "dev", "--idle-minutes-to-autostop", "0", "--down")
+    shown = shell.run("launch", task, "-c", "dev", "--down")
+    assert "hi" in shown.stdout and "SUCCEEDED" in shown.stderr, "its output can be read to the end"
     shell.wait_until(lambda: not shell.find_processes(), "its machine has ended itself")
     status = shell.run("status", "--refresh").stdout
     assert "1 lost" in status or "dev" not in status
@@ -102,6 +103,23 @@ def test_a_launch_killed_in_the_middle_leaves_a_cluster_that_the_next_command_fi
     assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]
     shell.run("down", "dev", "--yes")
     assert not shell.find_processes()
+
+
+def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(shell: Shell) -> None:
+    task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: echo hi\n")
+    both = [shell.open("launch", task, "-c", "dev") for _ in range(2)]
+    notes = [process.communicate(timeout=60)[1] for process in both]
+    codes = sorted(process.returncode for process in both)
+    assert codes in ([0, 2], [0, 0]), notes  # [0, 0]: the second came when the first was up
+    assert codes == [0, 0] or any("another command is bringing cluster `dev` up" in note for note in notes)
+    (cluster,) = shell.read_json("status")["clusters"]
+    assert len(cluster["nodes"]) == 2 and shell.read_json("gc", "--dry-run")["nodes"] == []
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "-x", "x" * 64, ""])
+def test_a_name_that_cannot_be_a_folder_or_a_tag_is_refused(shell: Shell, name: str) -> None:
+    refused = shell.run("launch", "--infra", "local", f"--cluster={name}", "echo hi", code=2)
+    assert "cannot be a cluster's name" in refused.stderr
 
 
 def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> None:

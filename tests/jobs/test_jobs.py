@@ -28,6 +28,8 @@ from broker.types import (
     JobStatus,
     Node,
     NodeState,
+    Offer,
+    Placement,
     Plan,
     Progress,
     Resources,
@@ -187,6 +189,11 @@ def test_what_is_left_of_a_goal_shrinks_with_saved_steps_time_and_money(tmp_path
     goal = cut_to_rest(job, now_s=7200.0, spent_usd=12.5).goal
     assert goal is not None
     assert (goal.work_hours, goal.deadline_hours, goal.budget_usd) == (5.0, 18.0, 17.5)
+    offer = Offer(cloud="aws", region="r", zone=None, instance_type="x", vcpus=1, memory_gib=1, spot_usd_hour=1.0)
+    placement = Placement(offer=offer, is_spot=True, node_count=1)
+    tried = replace(job, attempts=(Attempt(job_id=1, number=1, cluster="c", placement=placement, started_s=0.0),))
+    late = cut_to_rest(tried, now_s=7200.0, spent_usd=12.5).goal
+    assert late is not None and late.deadline_hours == 18.0 - 300 / 3600  # the recovery takes its part first
 
 
 def test_a_late_job_goes_on_without_its_deadline(tmp_path: Path) -> None:

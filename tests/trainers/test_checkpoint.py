@@ -1,11 +1,13 @@
 """Checkpoints are written, torn, corrupted and fenced on real files."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from trainers import checkpoint
 from trainers.checkpoint import CheckpointManager, list_checkpoints
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.ranks import Ranks
@@ -48,6 +50,7 @@ def save_steps(path: Path, *steps: int, attempt: int = 1, keep: int = 3) -> None
     for step in steps:
         counter.set(step)
         manager.save(step)
+        manager.settle()
         counter.set(-1)  # training goes on while the background writes
     manager.wait()
     assert manager.step_committed == steps[-1]
@@ -128,6 +131,33 @@ def test_unwritable_checkpoint_is_an_error_at_the_next_wait(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="was not written"):
         manager.wait()
     assert manager.step_committed is None
+
+
+def test_save_returns_before_the_state_is_copied_and_settle_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_released = threading.Event()
+    copy = checkpoint._copy
+
+    def copy_late(value: Any) -> Any:
+        assert is_released.wait(timeout=60)
+        return copy(value)
+
+    monkeypatch.setattr(checkpoint, "_copy", copy_late)
+    counter = Counter()
+    counter.set(5)
+    manager = open_manager(tmp_path, counter)
+    manager.settle()  # nothing to wait for
+    manager.save(5)
+    settling = threading.Thread(target=manager.settle)
+    settling.start()
+    settling.join(timeout=0.05)
+    assert settling.is_alive()
+    is_released.set()
+    settling.join(timeout=60)
+    counter.set(-1)
+    manager.wait()
+    assert restore(tmp_path) == 5
 
 
 def test_file_is_created_once(tmp_path: Path) -> None:

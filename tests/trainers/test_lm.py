@@ -12,9 +12,7 @@ SEED = 20261121
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (3, "allreduce")], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("workers", "strategy"), [(1, "ddp"), (3, "ddp")], ids=lambda value: str(value))
 def test_killed_run_resumes_bit_identically(tmp_path: Path, workers: int, strategy: str) -> None:
     """Losses after kill -9 of every rank equal those of an undisturbed run to the last bit."""
     (tmp_path / "whole").mkdir()

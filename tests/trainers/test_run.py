@@ -63,6 +63,7 @@ def take_steps(model: nn.Module, config: TrainConfig, loss_of: Callable[..., Ten
         position=Position("numbers"),
         ranks=ALONE,
         is_stop_asked=lambda: False,
+        before_change=lambda: None,
     )
 
 
@@ -87,6 +88,27 @@ def test_step_that_is_no_number_moves_nothing_and_the_run_goes_on() -> None:
         assert report.is_skipped == is_unmoved == (report.step == 3)
         before = state
     assert report.step == 6 and report.loss < 6.0
+
+
+def test_optimizer_moves_as_torchs_own() -> None:
+    config = TrainConfig(steps=9, warmup_steps=0, learning_rate=0.01, learning_rate_min=0.01)
+    mine, theirs = make_model(), make_model()
+    ours = AdamW(mine.named_parameters(), config)
+    groups = [[each for each in theirs.parameters() if (each.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    torchs = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    for _ in range(9):
+        for mine_each, theirs_each in zip(mine.parameters(), theirs.parameters(), strict=True):
+            mine_each.grad = torch.randn_like(mine_each)
+            theirs_each.grad = mine_each.grad.clone()
+        ours.step()
+        torchs.step()
+    for mine_each, theirs_each in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine_each, theirs_each, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("on_nan", "poisoned", "message"), [("stop", (2,), "step 2 "), ("skip", (2, 3, 4), "step 4 ")])

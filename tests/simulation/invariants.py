@@ -1,0 +1,307 @@
+"""What must hold at every instant of every history: one function an invariant, by the letter it has in the notes.
+
+S1-S12 are safety: looked at whenever something happens. L1-L4 are liveness: looked at when faults have stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from broker.jobs.judgement import UNREACHABLE_S_MIN
+from broker.types import JobStatus, Node, NodeRequest, NodeState, RunStatus
+from tests.simulation.machines import MachineRun
+from tests.simulation.processes import Process
+from tests.simulation.world import OWNER
+
+if TYPE_CHECKING:
+    from tests.simulation.universe import Universe
+
+TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
+BUDGET_SLACK_S = 90.0  # a poll, the program's grace, and the end of its nodes
+
+
+class Violation(Exception):
+    def __init__(self, letter: str, text: str) -> None:
+        super().__init__(f"{letter}: {text}")
+        self.letter = letter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    kind: str
+    time_s: float
+    process: Process | None = None
+    request: NodeRequest | None = None
+    node: Node | None = None
+    run: MachineRun | None = None
+    step: int = 0
+    written: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = {
+            "create": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
+            "terminate": lambda: f"{self.node.id} of {self.node.cluster}" if self.node else "",
+            "start": lambda: f"{self.run.cluster} from step {self.run.first_step}" if self.run else "",
+            "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
+            "commit": lambda: " ".join(self.written),
+        }.get(self.kind, lambda: "")()
+        return f"{self.process.name if self.process else 'world'} {self.kind} {what}"
+
+
+def check_s1_intent_first(universe: Universe, event: Event) -> None:
+    """No node is made unless its intent is on disk, open. A process that was stopped may be late with its call."""
+    assert event.request is not None
+    rows = universe.read("SELECT outcome FROM intents WHERE token = ?", (event.request.token,))
+    if not rows:
+        raise Violation("S1", f"{event.request.cluster} is made and no intent was written")
+    was_stopped = event.process is None or event.process.was_stopped
+    if rows[0][0] is not None and not was_stopped:
+        raise Violation("S1", f"{event.request.cluster} is made by an intent closed as `{rows[0][0]}`")
+
+
+def check_s2_no_twins(universe: Universe, event: Event) -> None:
+    """Of each cluster, attempt, rank and zone one live node at most, whatever is collected later."""
+    assert event.request is not None
+    live: dict[tuple[object, ...], str] = {}
+    for node in universe.list_live_nodes():
+        key = (node.cluster, node.attempt, node.rank, node.zone, node.is_spot)
+        if node.cluster == event.request.cluster and live.setdefault(key, node.id) != node.id:
+            raise Violation("S2", f"{live[key]} and {node.id} are both rank {node.rank} of {node.cluster}")
+
+
+def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
+    """Every node of ours that lives is in a record, an open intent, or was asked to end; how long not is measured."""
+    now_s = event.time_s
+    last_s = universe.memory.get("S3", now_s)
+    universe.memory["S3"] = now_s
+    unowned = universe.list_unowned_nodes()
+    since_s = universe.unowned_since_s
+    universe.unowned_since_s = {node.id: since_s.get(node.id, now_s) for node in unowned}
+    universe.unowned_s += sum(now_s - last_s for node in unowned if node.id in since_s)
+
+
+def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
+    """While one attempt of a job works no other starts, and their numbers grow."""
+    run = event.run
+    assert run is not None
+    for old in universe.gang.runs_by_job[run.job]:
+        if universe.gang.is_working(old):
+            raise Violation("S4", f"{old.cluster} still works while {run.cluster} starts")
+        if old.attempt >= run.attempt:
+            raise Violation("S4", f"attempt {run.attempt} of job {run.job} starts after attempt {old.attempt}")
+
+
+def check_s4_stale_writes(universe: Universe, event: Event) -> None:
+    """A leader that was replaced changes nothing in the store."""
+    store = event.process.store if event.process else None
+    epoch = store._epoch if store is not None else None
+    if epoch is not None and "leader" not in event.written:
+        newest = universe.read("SELECT epoch FROM leader")[0][0]
+        if newest != epoch:
+            raise Violation("S4", f"a leader of epoch {epoch} wrote {event.written} in epoch {newest}")
+
+
+def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
+    """We end a working gang only for a reason that is true: not because of one odd answer."""
+    node = event.node
+    assert node is not None
+    run = universe.gang.runs.get(node.cluster)
+    if run is None or node.id not in run.ids or not universe.gang.is_working(run):
+        return
+    row = universe.read("SELECT status, cancel_requested FROM jobs WHERE id = ?", (run.job,))[0]
+    peers = universe.cloud.find(run.ids)
+    is_excused = (
+        row[0] in (JobStatus.CANCELLED, JobStatus.CANCELLING)
+        or row[1]
+        or run.cluster in universe.asked_down
+        or any(peer.state is NodeState.TERMINATED or peer.reason for peer in peers)
+        or any(universe.gang.was_unreachable(peer.id, for_s=UNREACHABLE_S_MIN) for peer in peers)
+        or universe.gang.is_hanging(run)
+        or universe.is_over_budget(run.job)
+    )
+    if not is_excused:
+        status = universe.gang.measure(run)[1]
+        raise Violation("S5", f"{node.id} of {node.cluster} is ended while its program is {status} (job {row[0]})")
+
+
+def check_s6_checkpoints_grow(universe: Universe, event: Event) -> None:
+    """What is saved never goes back, neither in step nor in attempt."""
+    run = event.run
+    assert run is not None
+    newest = universe.memory.setdefault("S6", {})
+    step, attempt = newest.get(run.job, (0, 0))
+    if event.step < step or run.attempt < attempt:
+        raise Violation("S6", f"job {run.job} saved step {event.step} of attempt {run.attempt} after {step}, {attempt}")
+    newest[run.job] = (event.step, run.attempt)
+
+
+def check_s7_ends_are_final(universe: Universe, event: Event) -> None:
+    """An ended job never changes."""
+    if "jobs" not in event.written:
+        return
+    ended = universe.memory.setdefault("S7", {})
+    for job_id, *end in universe.read(
+        f"SELECT id, status, failure, ended_s FROM jobs WHERE status IN {TERMINAL} OR is_terminal"
+    ):
+        if ended.setdefault(job_id, end) != end:
+            raise Violation("S7", f"job {job_id} was {ended[job_id]} and is {end}")
+    alive = universe.read(f"SELECT id, status FROM jobs WHERE status NOT IN {TERMINAL}")
+    for job_id, status in alive:
+        if job_id in ended:
+            raise Violation("S7", f"job {job_id} was {ended[job_id]} and is {status}")
+
+
+def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
+    """What is ended, or was reported as cancelled, does not run again."""
+    assert event.run is not None
+    status = universe.read("SELECT status FROM jobs WHERE id = ?", (event.run.job,))[0][0]
+    was_stopped = event.process is not None and event.process.was_stopped
+    if status in TERMINAL and not was_stopped:
+        raise Violation("S7", f"job {event.run.job} is {status} and its program starts on {event.run.cluster}")
+
+
+def check_s8_only_ours(universe: Universe, event: Event) -> None:
+    """Every node we end carries our tag and a token from our journal."""
+    node = event.node
+    assert node is not None
+    is_known = universe.read("SELECT 1 FROM intents WHERE token = ?", (node.token,))
+    if node.owner != OWNER or not is_known:
+        raise Violation("S8", f"{node.id} of `{node.owner}` is ended")
+
+
+def check_s9_budget(universe: Universe, event: Event) -> None:
+    """A job whose money is spent asks for nothing more."""
+    assert event.request is not None
+    job_id = universe.get_job_id(event.request.cluster)
+    budget_usd = universe.budgets.get(job_id) if job_id else None
+    if budget_usd is not None and universe.measure_recorded_usd(job_id) > budget_usd:
+        raise Violation("S9", f"job {job_id} has spent its {budget_usd:g} USD and asks for {event.request.cluster}")
+
+
+def check_s10_unknown_is_not_failed(universe: Universe, event: Event) -> None:
+    """An intent is only closed as refused when nothing of it lives: no answer is no refusal."""
+    if "intents" not in event.written:
+        return
+    closed = universe.read("SELECT token, outcome FROM intents WHERE outcome LIKE 'refused%'")
+    refused = {token: outcome for token, outcome in closed if token in universe.cloud._ids_by_token}
+    for node in universe.list_live_nodes() if refused else ():
+        if node.token in refused and node.created_s < event.time_s:
+            raise Violation("S10", f"{node.id} of {node.cluster} lives and its intent is `{refused[node.token]}`")
+
+
+def check_s12_one_effect_a_request(universe: Universe, event: Event) -> None:
+    """The same request twice is one job."""
+    if "jobs" not in event.written:
+        return
+    rows = universe.read("SELECT count(*), count(DISTINCT name || submitted_s || task || id) FROM jobs")
+    count = rows[0][0]
+    if count > universe.requests_made:
+        raise Violation("S12", f"{universe.requests_made} requests made {count} jobs")
+
+
+def check_ends_are_true(universe: Universe, event: Event) -> None:
+    """S7, L2: a job says how it ended, and that is how it did end."""
+    if "jobs" not in event.written:
+        return
+    told = universe.memory.setdefault("truth", set())
+    for job_id, status, cancel_requested, failure in universe.read(
+        f"SELECT id, status, cancel_requested, failure FROM jobs WHERE status IN {TERMINAL}"
+    ):
+        if job_id in told:
+            continue
+        told.add(job_id)
+        runs = universe.gang.runs_by_job.get(job_id, [])
+        states = [universe.gang.measure(run)[1:] for run in runs]
+        if status == JobStatus.SUCCEEDED and (RunStatus.SUCCEEDED, 0) not in states:
+            raise Violation("S7", f"job {job_id} is SUCCEEDED, and its runs {states}")
+        if status == JobStatus.CANCELLED and not cancel_requested:
+            raise Violation("S7", f"job {job_id} is CANCELLED, and nobody asked for it")
+        if status == JobStatus.FAILED:
+            is_true = any(code for _, code in states if code) or "budget" in failure or "no new step" in failure
+            codes = [run.program.exit_codes for run in runs]
+            failed = any(
+                run.serial < len(run.program.exit_codes) and run.program.exit_codes[run.serial] == states[index][1]
+                for index, run in enumerate(runs)
+            )
+            if not is_true or not (failed or "budget" in failure or "no new step" in failure):
+                raise Violation("S7", f"job {job_id} is FAILED ({failure}), and its runs {states} of {codes}")
+        if status in (JobStatus.FAILED_CONTROLLER, JobStatus.FAILED_SETUP):
+            raise Violation("S7", f"job {job_id} is {status}: {failure}")
+        if (RunStatus.SUCCEEDED, 0) in states and status not in (JobStatus.SUCCEEDED, JobStatus.CANCELLED):
+            last = states[-1]
+            if last == (RunStatus.SUCCEEDED, 0) and "budget" not in failure:
+                raise Violation("S7", f"job {job_id} is {status} ({failure}), and its program succeeded")
+
+
+def check_l1_unowned_go(universe: Universe, event: Event) -> None:
+    """After the last fault, no node stays unowned for long."""
+    from tests.simulation.universe import L1_S
+
+    for node_id, since_s in universe.unowned_since_s.items():
+        if event.time_s - max(since_s, universe.healed_s) > L1_S and not universe.mix.leaves_broker_dead:
+            raise Violation("L1", f"{node_id} has been nobody's for {event.time_s - since_s:.0f} s")
+
+
+def check_l2_jobs_end(universe: Universe, event: Event) -> None:
+    """After the last fault, every job ends and nothing of it is left."""
+    from tests.simulation.universe import L2_S
+
+    if event.time_s - universe.healed_s > L2_S and not universe.mix.leaves_broker_dead:
+        jobs = universe.read(f"SELECT id, status FROM jobs WHERE status NOT IN {TERMINAL}")
+        left = universe.read("SELECT name FROM clusters"), [node.id for node in universe.list_live_nodes()]
+        raise Violation("L2", f"{L2_S / 3600:g} h after the last fault: jobs {jobs}, clusters and nodes {left}")
+
+
+def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
+    """With no broker at all, every node that was given a program switches itself off."""
+    from tests.simulation.universe import L3_S
+
+    if universe.mix.leaves_broker_dead and event.time_s - universe.healed_s > L3_S:
+        leased = {node_id for run in universe.gang.runs.values() for node_id in run.lease_s}
+        for node in universe.list_live_nodes():
+            if node.id in leased:
+                raise Violation("L3", f"{node.id} of {node.cluster} runs {L3_S:g} s after its broker's end")
+
+
+def check_l4_burials_are_told(universe: Universe, event: Event) -> None:
+    """A node that was ever asked to end, and lives, is in a record that `status` shows: nobody forgets a burial."""
+    for node_id, asked_s in universe.memory.setdefault("L4", {}).items():
+        if event.time_s - asked_s > 60.0 and node_id in universe.unowned_since_s:
+            since_s = universe.unowned_since_s[node_id]
+            if event.time_s - since_s > 2 * 3600.0 and math.isinf(universe.healed_s):
+                raise Violation("L4", f"{node_id} was to be ended, lives, and nobody knows of it")
+
+
+Checker = Callable[["Universe", Event], None]
+CHECKERS: dict[str, tuple[Checker, ...]] = {
+    "create": (check_s1_intent_first, check_s9_budget),
+    "created": (check_s2_no_twins,),
+    "terminate": (check_s8_only_ours, check_s5_healthy_work_is_kept),
+    "start": (check_s4_one_active_attempt, check_s7_no_start_after_the_end),
+    "save": (check_s6_checkpoints_grow,),
+    "commit": (
+        check_s4_stale_writes,
+        check_s7_ends_are_final,
+        check_ends_are_true,
+        check_s10_unknown_is_not_failed,
+        check_s12_one_effect_a_request,
+    ),
+    "tick": (
+        check_s3_owned_or_dying,
+        check_l1_unowned_go,
+        check_l2_jobs_end,
+        check_l3_nodes_end_by_themselves,
+        check_l4_burials_are_told,
+    ),
+}
+
+
+def check_all(universe: Universe, event: Event) -> None:
+    for check in CHECKERS.get(event.kind, ()):
+        check(universe, event)
+
+
+__all__ = ["CHECKERS", "Any", "Event", "Violation", "check_all"]

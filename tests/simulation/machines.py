@@ -1,0 +1,248 @@
+"""What runs on the simulated nodes: programs that make a step a second and save each tenth, with every way to go wrong.
+
+Stands in for `runtime.gang.Gang`. The truth about a program follows from times alone, so nothing has to tick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from broker.clouds.simulated import SimulatedCloud
+from broker.errors import TransientError
+from broker.types import Cluster, Node, NodeState, Progress, RunStatus, Task
+from tests.simulation.processes import ProcessClock
+from tests.simulation.shuffled import ShuffledLoop
+
+SAVE_EVERY = 10
+STEPS_MAX = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a job's program does, whatever its broker does. `hang_at`: the first `hangs` starts stop there."""
+
+    steps: int = 30
+    setup_s: float = 2.0
+    exit_codes: tuple[int, ...] = ()  # of each start in turn; afterwards 0
+    hang_at: int = 15
+    hangs: int = 0
+
+
+@dataclass(kw_only=True)
+class MachineRun:
+    """One start of a program on a gang."""
+
+    job: int
+    attempt: int
+    cluster: str
+    ids: tuple[str, ...]
+    started_s: float
+    first_step: int
+    program: Program
+    serial: int
+    cancelled_s: float = math.inf
+    saved_step: int = 0
+    lease_s: dict[str, float] = field(default_factory=dict)  # node id -> until
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    status: RunStatus
+    returncode: int | None
+    unreachable: tuple[int, ...]
+    progress: Progress | None
+
+
+class MachineGang:
+    """A Gang. `on_effect` is called around each deed, `on_start` and `on_save` tell the checkers what happened."""
+
+    def __init__(
+        self,
+        cloud: SimulatedCloud,
+        loop: ShuffledLoop,
+        clock: ProcessClock,
+        random: Random,
+        *,
+        on_effect: Callable[[str], None],
+        on_start: Callable[[MachineRun], None],
+        on_save: Callable[[MachineRun, int], None],
+    ) -> None:
+        self._cloud = cloud
+        self._loop = loop
+        self._clock = clock
+        self._random = random
+        self._on_effect = on_effect
+        self._on_start = on_start
+        self._on_save = on_save
+        self.runs: dict[str, MachineRun] = {}
+        self.runs_by_job: dict[int, list[MachineRun]] = {}
+        self.programs: dict[int, Program] = {}
+        self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it goes on with
+        self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
+        self.unreachable: dict[str, list[tuple[float, float]]] = {}  # node id -> partitions from, until
+        self.skews: dict[str, float] = {}
+        self.silence_s = 0.0  # how long a call to an unreachable node takes to give up
+
+    async def prepare(self, cluster: Cluster, task: Task) -> None:
+        await self._reach(cluster)
+
+    async def start(
+        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+    ) -> None:
+        await self._reach(cluster)
+        self._on_effect("start:before")
+        if cluster.name not in self.runs:
+            self._begin(cluster, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]))
+        self._renew(cluster, lease_s)
+        self._on_effect("start:after")
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        await self._clock.sleep(0.02)
+        silent = self._find_silent(cluster)
+        if silent and self.silence_s:
+            await self._clock.sleep(self.silence_s)
+            silent = self._find_silent(cluster)
+        run = self.runs.get(cluster.name)
+        if run is None or len(silent) == len(cluster.nodes):
+            status = RunStatus.SETTING_UP
+            return Report(status=status, returncode=None, unreachable=silent, progress=None)
+        self.save(run)
+        step, status, code = self.measure(run)
+        progress = None
+        if 0 not in silent and step > run.first_step:
+            skew_s = self.skews.get(run.ids[0], 0.0)
+            progress = Progress(
+                step=step,
+                total=run.program.steps,
+                checkpoint_step=run.saved_step,
+                time_s=self._loop.time() + skew_s,
+            )
+        return Report(status=status, returncode=code, unreachable=silent, progress=progress)
+
+    async def cancel(self, cluster: Cluster, run_id: int) -> None:
+        await self._clock.sleep(0.05)
+        silent = self._find_silent(cluster)
+        self._on_effect("cancel:before")
+        run = self.runs.get(cluster.name)
+        if run is not None and len(silent) < len(cluster.nodes):
+            self.save(run)
+            run.cancelled_s = min(run.cancelled_s, self._loop.time())
+        self._on_effect("cancel:after")
+        if silent:
+            raise TransientError("a node does not answer")
+
+    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        run = self.runs.get(cluster.name)
+        if 0 in self._find_silent(cluster):
+            raise TransientError("the head does not answer")
+        if run is None:
+            return b"", offset
+        length = 8 * (self.measure(run)[0] - run.first_step)
+        return b"x" * max(0, length - offset), max(offset, length)
+
+    async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
+        await self._clock.sleep(0.02)
+        self._renew(cluster, lease_s)
+        if self._find_silent(cluster):
+            raise TransientError("a node does not answer")
+
+    def measure(self, run: MachineRun) -> tuple[int, RunStatus, int | None]:
+        """Step, status and exit code now. The program ends with its first lost node."""
+        now_s = self._loop.time()
+        lost_s = min((node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None), default=math.inf)
+        begun_s = run.started_s + run.program.setup_s
+        end_s = min(now_s, lost_s, run.cancelled_s)
+        step_max = run.program.steps
+        if run.serial < run.program.hangs:
+            step_max = min(step_max, run.program.hang_at)
+        step = min(step_max, run.first_step + max(0, int(end_s - begun_s)))
+        code = run.program.exit_codes[run.serial] if run.serial < len(run.program.exit_codes) else 0
+        if step >= run.program.steps:
+            return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
+        if run.cancelled_s <= min(now_s, lost_s):
+            return step, RunStatus.CANCELLED, None
+        if lost_s <= now_s:
+            return step, RunStatus.FAILED, 1
+        return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
+
+    def is_working(self, run: MachineRun) -> bool:
+        return not self.measure(run)[1].is_terminal
+
+    def is_hanging(self, run: MachineRun) -> bool:
+        return run.serial < run.program.hangs and self.measure(run)[0] >= run.program.hang_at
+
+    def save(self, run: MachineRun) -> None:
+        """Commits of its newest checkpoint up to now; storage refuses an attempt older than the newest to save."""
+        step = max(run.first_step, self.measure(run)[0] // SAVE_EVERY * SAVE_EVERY)
+        if step > run.saved_step:
+            run.saved_step = step
+            self._on_save(run, step)
+            root = self.roots.get(run.job, run.job)
+            self.saved[root] = max(self.saved.get(root, 0), step)
+
+    def is_unreachable(self, node_id: str) -> bool:
+        now_s = self._loop.time()
+        return any(since_s <= now_s < until_s for since_s, until_s in self.unreachable.get(node_id, ()))
+
+    def was_unreachable(self, node_id: str, *, for_s: float) -> bool:
+        """Whether it ever was for so long, up to now, in windows that overlap."""
+        now_s = self._loop.time()
+        longest_s = end_s = begin_s = 0.0
+        for since_s, until_s in sorted(self.unreachable.get(node_id, ())):
+            begin_s = begin_s if since_s <= end_s else since_s
+            end_s = max(end_s, until_s)
+            longest_s = max(longest_s, min(now_s, end_s) - begin_s)
+        return longest_s >= for_s
+
+    def _begin(self, cluster: Cluster, job: int, attempt: int) -> None:
+        old = self.runs_by_job.setdefault(job, [])
+        for run in old:
+            self.save(run)
+        started = MachineRun(
+            job=job,
+            attempt=attempt,
+            cluster=cluster.name,
+            ids=tuple(node.id for node in cluster.nodes),
+            started_s=self._loop.time(),
+            first_step=self.saved.get(self.roots.get(job, job), 0),
+            saved_step=self.saved.get(self.roots.get(job, job), 0),
+            program=self.programs[job],
+            serial=len(old),
+        )
+        self.runs[cluster.name] = started
+        self._on_start(started)
+        old.append(started)
+
+    def _renew(self, cluster: Cluster, lease_s: float | None) -> None:
+        run = self.runs.get(cluster.name)
+        if run is None or lease_s is None:
+            return
+        silent = self._find_silent(cluster)
+        for rank, node in enumerate(cluster.nodes):
+            if rank not in silent:
+                run.lease_s[node.id] = self._loop.time() + lease_s
+                self._loop.call_world(lease_s + 0.001, self._end_unleased, run, node.id)
+
+    def _end_unleased(self, run: MachineRun, node_id: str) -> None:
+        """The machine's own watch: no heartbeat for so long, and it switches itself off."""
+        if run.lease_s[node_id] <= self._loop.time():
+            self.save(run)
+            self._cloud.end_by_itself(node_id, reason="lease")
+
+    def _find_silent(self, cluster: Cluster) -> tuple[int, ...]:
+        truth: list[Node] = list(self._cloud.find([node.id for node in cluster.nodes]))
+        return tuple(
+            rank
+            for rank, node in enumerate(truth)
+            if node.state is not NodeState.RUNNING or self.is_unreachable(node.id)
+        )
+
+    async def _reach(self, cluster: Cluster) -> None:
+        await self._clock.sleep(0.05)
+        if self._find_silent(cluster):
+            if self.silence_s:
+                await self._clock.sleep(self.silence_s)
+            raise TransientError("a node does not answer")

@@ -1,0 +1,127 @@
+"""Which faults a seed plays and how often: every seed mixes its own (swarm testing), many leave most kinds out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from random import Random
+
+from broker.clouds.simulated import FaultRates, Market
+from broker.types import Goal, JobRecovery, Resources, Task
+from tests.simulation.machines import Program
+
+CLOUD_RATES_MAX = {
+    "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.15, "full": 0.3,
+    "quota": 0.03, "auth": 0.004, "partial": 0.15, "never_boots": 0.05, "forgotten": 0.3, "blank": 0.25,
+    "blackout": 0.02, "stale": 0.2, "ignored": 0.2, "refused": 0.1,
+}  # fmt: skip
+assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    submit_s: float
+    task: Task
+    program: Program
+    cancel_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Rates are mean seconds between two faults of the kind, over the whole world; infinite: never."""
+
+    jobs: tuple[JobSpec, ...]
+    cloud: FaultRates = field(default_factory=FaultRates)
+    market: Market = field(default_factory=Market)
+    heal_s: float = 0.0
+    preempt_chance: float = 0.0  # of each node, within its first minute and a half
+    notice_s: float = 0.0
+    is_notice_lost: bool = False
+    partition_every_s: float = math.inf
+    silence_s: float = 0.0
+    skew_s: float = 0.0
+    points_between_kills: float = math.inf
+    kill_every_s: float = math.inf
+    stop_every_s: float = math.inf
+    sqlite_every_s: float = math.inf
+    jump_every_s: float = math.inf
+    command_every_s: float = math.inf
+    is_doubled: bool = False  # a second broker keeps trying to lead
+    restart_s_max: float = 5.0
+    poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
+    leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
+
+
+def draw_mix(random: Random) -> Mix:
+    intensity = random.choice((0.2, 0.5, 1.0))
+
+    def maybe(value: float, chance: float = 0.4) -> float:
+        return value if random.random() < chance else math.inf
+
+    rates = {
+        name: random.uniform(0.1, 1.0) * intensity * rate if random.random() < 0.4 else 0.0
+        for name, rate in CLOUD_RATES_MAX.items()
+    }
+    boot_s = random.choice((2.0, 10.0, 20.0))
+    market = Market(
+        boot_s=boot_s,
+        boot_s_max=2 * boot_s,
+        list_lag_s=random.choice((0.0, 5.0)),
+        terminate_s=random.choice((0.5, 3.0, 20.0)),
+        vanish_s=random.choice((0.0, 30.0, math.inf, math.inf)),
+        refused_s=random.choice((60.0, 180.0)),
+    )
+    return Mix(
+        jobs=tuple(draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))),
+        cloud=FaultRates(**rates),
+        market=market,
+        heal_s=random.uniform(60.0, 240.0),
+        preempt_chance=random.choice((0.0, 0.0, 0.2, 0.5)) * intensity,
+        notice_s=random.choice((0.0, 5.0, 30.0)),
+        is_notice_lost=random.random() < 0.3,
+        partition_every_s=maybe(random.uniform(30.0, 120.0) / intensity),
+        silence_s=random.choice((0.0, 3.0, 30.0)),
+        skew_s=random.choice((0.0, -3600.0, 3600.0)),
+        points_between_kills=maybe(random.uniform(10.0, 120.0) / intensity),
+        kill_every_s=maybe(random.uniform(20.0, 100.0) / intensity),
+        stop_every_s=maybe(random.uniform(20.0, 100.0) / intensity),
+        sqlite_every_s=maybe(random.uniform(5.0, 60.0) / intensity),
+        jump_every_s=maybe(random.uniform(60.0, 200.0) / intensity, 0.2),
+        command_every_s=maybe(random.uniform(20.0, 100.0), 0.5),
+        is_doubled=random.random() < 0.35,
+        restart_s_max=random.choice((1.0, 10.0, 40.0)),
+        poll_s=random.choice((0.5, 1.5, 1.5, 1.5)),
+        leaves_broker_dead=random.random() < 0.04,
+    )
+
+
+def draw_job(random: Random) -> JobSpec:
+    recovery = JobRecovery(
+        max_restarts_on_errors=random.choice((0, 0, 2)),
+        stall_timeout_s=random.choice((None, None, 40.0)),
+        strategy=random.choice((None, "failover", "eager_next_region", "cheapest")),
+    )
+    steps = random.choice((12, 25, 45))
+    program = Program(
+        steps=steps,
+        setup_s=random.choice((0.5, 4.0)),
+        exit_codes=random.choice(((), (), (), (), (7,), (1, 0, 7))),
+        hang_at=max(1, steps // 2),
+        hangs=random.choice((0, 1)) if recovery.stall_timeout_s else 0,
+    )
+    budget_usd = random.choice((None, None, None, None, None, 0.05))
+    task = Task(
+        name="train",
+        run="python train.py",
+        num_nodes=random.choice((1, 1, 2, 2, 3)),
+        resources=(Resources(job_recovery=recovery),),
+        goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+    )
+    cancel_s = random.uniform(1.0, 120.0) if random.random() < 0.2 else math.inf
+    return JobSpec(submit_s=random.uniform(0.0, 30.0), task=task, program=program, cancel_s=cancel_s)
+
+
+def calm(jobs: Sequence[JobSpec], **changes: object) -> Mix:
+    """No fault at all, apart from `changes`."""
+    return replace(Mix(jobs=tuple(jobs)), **changes)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""A broker's process as its host sees it: it can be killed, stopped and resumed, and its disk may fail it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from broker.state.store import Store
+from tests.simulation.shuffled import CURRENT, ShuffledLoop
+
+SQLITE_FAULTS = {
+    "sqlite:busy": "database is locked",
+    "sqlite:full": "database or disk is full",
+    "sqlite:ioerr": "disk I/O error",
+}
+
+
+class Crash(BaseException):
+    """kill -9: no handler of the product's may catch it."""
+
+
+class Process:
+    """Dead, it can do nothing more, whichever of its tasks still wakes up: every port asks `check` first."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: ShuffledLoop,
+        *,
+        on_point: Callable[[Process, str], None],
+        on_fault: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.loop = loop
+        self.is_alive = True
+        self.is_stopped = False
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.dead: asyncio.Future[None] = loop.create_future()
+        self.was_killed = self.was_stopped = False
+        self.main: asyncio.Task[Any] | None = None
+        self.store: Store | None = None  # of a broker: the one that knows its epoch
+        self.connections: list[SimulatedConnection] = []
+        self.statements_left: int | None = None  # until one fails with `statement_fault`
+        self.statement_fault = "sqlite:busy"
+        self.is_fault_sticky = False
+        self._on_point = on_point
+        self.on_fault = on_fault
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        self.main = self.loop.begin(work, self)
+
+    def check(self) -> None:
+        if not self.is_alive:
+            raise Crash(self.name)
+
+    def pass_by(self, point: str) -> None:
+        """A deed or commit is just before or behind us: this is where it may be killed."""
+        self.check()
+        self._on_point(self, point)
+        self.check()
+
+    def kill(self) -> None:
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.was_killed = True
+        self.resume()
+        self.loop.call_world(0.0, self._bury)
+
+    def stop(self) -> None:
+        if not self.is_stopped and self.is_alive:
+            self.is_stopped = self.was_stopped = True
+            self.loop.stopped_count += 1
+
+    def resume(self) -> None:
+        if self.is_stopped:
+            self.is_stopped = False
+            self.loop.stopped_count -= 1
+            self.loop.unpark()
+
+    def kill_rest(self) -> None:
+        """It has exited: whatever it left running ends with it."""
+        self.is_alive = False
+        self._bury()
+
+    def mend(self) -> None:
+        """The disk works again."""
+        self.statements_left = None
+
+    def prune(self) -> None:
+        self.tasks = [task for task in self.tasks if not task.done()]
+
+    def _bury(self) -> None:
+        for connection in self.connections:
+            connection.close()  # SQLite rolls back what was open, as for a process that is gone
+        for task in self.tasks:
+            task.cancel()
+        if not self.dead.done():
+            self.dead.set_result(None)
+
+
+def get_process() -> Process | None:
+    process = CURRENT.get()
+    assert process is None or isinstance(process, Process)
+    return process
+
+
+class ProcessClock:
+    """The host's wall clock: it may jump. A dead process does not even read it."""
+
+    def __init__(self, loop: ShuffledLoop) -> None:
+        self._loop = loop
+        self.offset_s = 0.0
+
+    def now_s(self) -> float:
+        process = CURRENT.get()
+        if process is not None and not process.is_alive:  # type: ignore[attr-defined]
+            raise Crash
+        return self._loop.time() + self.offset_s
+
+    async def sleep(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s)
+
+
+class SimulatedConnection:
+    """A connection of one process to the store's file: counts statements, fails the chosen one, tells of commits."""
+
+    def __init__(self, connection: sqlite3.Connection, process: Process, on_commit: Callable[..., None]) -> None:
+        self._connection = connection
+        self._process = process
+        self._on_commit = on_commit
+        self._written: list[str] = []
+        process.connections.append(self)
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._process.is_alive and self._connection.in_transaction
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        process = self._process
+        process.check()
+        if process.statements_left is not None and sql != "ROLLBACK":
+            self._maybe_fail(process)
+        if sql.startswith("PRAGMA synchronous"):
+            sql = "PRAGMA synchronous=OFF"  # no power cut is played, and nothing else needs the disk to answer
+        if sql == "COMMIT":
+            return self._commit()
+        cursor = self._connection.execute(sql, parameters)
+        if sql.startswith(("UPDATE", "INSERT", "DELETE")):
+            self._written.append(sql)
+        elif sql.startswith(("BEGIN", "ROLLBACK")):
+            self._written.clear()
+        return cursor
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _commit(self) -> sqlite3.Cursor:
+        self._process.pass_by("commit:before")
+        cursor = self._connection.execute("COMMIT")
+        written, self._written = self._written, []
+        if written:
+            self._on_commit(self._process, written)
+        self._process.pass_by("commit:after")
+        return cursor
+
+    def _maybe_fail(self, process: Process) -> None:
+        assert process.statements_left is not None
+        process.statements_left -= 1
+        if process.statements_left >= 0:
+            return
+        fault = process.statement_fault
+        if process.is_fault_sticky:
+            process.statements_left = 0
+        else:
+            process.statements_left = None
+        process.on_fault(fault)
+        raise sqlite3.OperationalError(SQLITE_FAULTS[fault])
+
+
+class SimulatedStore(Store):
+    """The store itself, on a connection that belongs to a process."""
+
+    def __init__(self, path: Path, *, clock: ProcessClock, process: Process, on_commit: Callable[..., None]) -> None:
+        self._process = process
+        self._on_commit = on_commit
+        super().__init__(path, clock=clock)
+
+    def _open(self) -> Any:
+        self._process.check()
+        return SimulatedConnection(super()._open(), self._process, self._on_commit)

@@ -1,0 +1,237 @@
+"""What happens in a history besides the brokers: users, faults, and in the end peace, after which all must be well."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from broker.clouds.simulated import FaultRates
+from broker.errors import BrokerError
+from broker.jobs.submission import retry_job
+from tests.simulation.mixes import JobSpec
+from tests.simulation.processes import SQLITE_FAULTS, Process
+from tests.simulation.universe import L3_S, TICK_S, Universe, make_plan
+
+COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
+DOWN_TRIES = 40
+
+
+async def play(universe: Universe) -> None:
+    """Faults until `heal_s`, or until nothing is left to disturb; then peace until all is done."""
+    mix = universe.mix
+    tasks = [universe.loop.begin(work, None) for work in list_actors(universe)]
+    try:
+        while universe.failure is None:
+            universe.emit("tick")
+            now_s = universe.loop.time() - universe.start_s
+            is_done = universe.is_quiet()
+            if not universe.is_healed and (now_s >= mix.heal_s or (is_done and universe.are_jobs_in())):
+                heal(universe)
+            elif universe.is_healed:
+                if mix.leaves_broker_dead:
+                    if universe.loop.time() > universe.healed_s + L3_S + 2 * TICK_S:
+                        return
+                elif is_done:
+                    return
+            await asyncio.sleep(TICK_S)
+    finally:
+        universe.is_over = True
+        for process in universe.processes:
+            process.kill()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        left = [task for process in universe.processes for task in process.tasks]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def list_actors(universe: Universe) -> list[Awaitable[None]]:
+    mix = universe.mix
+    actors = [universe.keep_broker("broker-1")]
+    if mix.is_doubled:
+        actors.append(universe.keep_broker("broker-2"))
+    actors += [submit(universe, index, spec) for index, spec in enumerate(mix.jobs)]
+    every: list[tuple[float, Callable[[Universe], None]]] = [
+        (mix.partition_every_s, partition),
+        (mix.kill_every_s, kill),
+        (mix.stop_every_s, stop),
+        (mix.sqlite_every_s, fail_statement),
+        (mix.jump_every_s, jump),
+        (mix.command_every_s, command),
+    ]
+    actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
+    return actors
+
+
+async def repeat(universe: Universe, mean_s: float, act: Callable[[Universe], None]) -> None:
+    while True:
+        await asyncio.sleep(universe.random.expovariate(1 / mean_s))
+        if universe.is_healed:
+            return
+        act(universe)
+
+
+def heal(universe: Universe) -> None:
+    universe.say("healed")
+    universe.is_healed = True
+    universe.healed_s = universe.loop.time()
+    universe.cloud.faults = FaultRates()
+    universe.cloud.full_zones.clear()
+    universe.gang.unreachable = {
+        node_id: [(since_s, min(until_s, universe.healed_s)) for since_s, until_s in windows]
+        for node_id, windows in universe.gang.unreachable.items()
+    }
+    for process in universe.processes:
+        process.statements_left = None
+        process.resume()
+        if universe.mix.leaves_broker_dead:
+            process.kill()
+
+
+# -- users --------------------------------------------------------------------------------------------------------
+
+
+async def submit(universe: Universe, index: int, spec: JobSpec) -> None:
+    """As a script would: with one request id, again and again until it worked."""
+    await asyncio.sleep(spec.submit_s)
+    for _ in range(200):
+        if await run_command(universe, f"submit-{index}", lambda process: submit_once(universe, process, index, spec)):
+            break
+        await asyncio.sleep(universe.random.uniform(0.5, 3.0))
+    if math.isinf(spec.cancel_s):
+        return
+    await asyncio.sleep(spec.cancel_s)
+    await run_command(universe, f"cancel-{index}", lambda process: cancel_job(universe, process, index))
+
+
+async def submit_once(universe: Universe, process: Process, index: int, spec: JobSpec) -> None:
+    store = universe.open_store(process)
+    request_id = f"request-{index}"
+    universe.requests.add(request_id)
+    universe.expect_job(request_id, spec)
+    job = store.add_job(f"train-{index}", spec.task, request_id)
+    universe.jobs_in[index] = job.id
+    store.close()
+
+
+async def cancel_job(universe: Universe, process: Process, index: int) -> None:
+    if index in universe.jobs_in:
+        universe.open_store(process).request_cancel(universe.jobs_in[index])
+
+
+async def run_command(universe: Universe, name: str, work: Callable[[Process], Awaitable[None]]) -> bool:
+    """A command is a process of its own. Whether it ended well: not killed, no error told."""
+    process = universe.spawn(name, work)
+    is_whole = await universe.wait_for(process) is None and not process.was_killed
+    universe.say(f"{name} {'ends' if is_whole else 'fails'}")
+    return is_whole
+
+
+def command(universe: Universe) -> None:
+    name = universe.random.choice(COMMANDS)
+    known = sorted(universe.jobs_in.items())
+    universe.note_fault(f"command:{name}")
+    if name == "gc":
+        universe.begin(run_command(universe, "gc", lambda process: collect(universe, process)))
+    elif name == "launch":
+        for each in ("launch-1", "launch-2"):
+            universe.begin(run_command(universe, each, lambda process: launch(universe, process)))
+    elif known:
+        index, job_id = universe.random.choice(known)
+        if name == "cancel" and universe.random.random() < 0.3:
+            universe.begin(run_command(universe, name, lambda process: cancel_job(universe, process, index)))
+        elif name == "down":
+            universe.begin(run_command(universe, name, lambda process: take_down(universe, process, job_id)))
+        elif name == "retry":
+            universe.begin(run_command(universe, name, lambda process: retry(universe, process, job_id)))
+        elif name == "submit again":
+            spec = universe.mix.jobs[index]
+            universe.begin(run_command(universe, name, lambda process: submit_once(universe, process, index, spec)))
+
+
+async def collect(universe: Universe, process: Process) -> None:
+    await universe.make_provisioner(universe.open_store(process)).collect()
+
+
+async def launch(universe: Universe, process: Process) -> None:
+    """`broker launch` of a cluster called dev, and `broker down` when it has come up."""
+    provisioner = universe.make_provisioner(universe.open_store(process))
+    plan = make_plan(replace(universe.mix.jobs[0].task, goal=None))
+    await provisioner.up("dev", plan, timeout_s=120)
+    await asyncio.sleep(5.0)
+    universe.asked_down.add("dev")
+    await provisioner.down("dev")
+
+
+async def take_down(universe: Universe, process: Process, job_id: int) -> None:
+    store = universe.open_store(process)
+    names = [cluster.name for cluster in store.list_clusters() if cluster.job_id == job_id]
+    if names:
+        universe.asked_down.add(names[0])
+        await universe.make_provisioner(store).down(names[0])
+
+
+async def retry(universe: Universe, process: Process, job_id: int) -> None:
+    store = universe.open_store(process)
+    job = store.get_job(job_id)
+    if job is None or not job.status.is_terminal:
+        return
+    index = next(index for index, known in universe.jobs_in.items() if known == job_id)
+    universe.retries += 1
+    universe.expect_retry(job_id, universe.mix.jobs[index])
+    retry_job(store, job, secrets={})
+
+
+# -- faults -------------------------------------------------------------------------------------------------------
+
+
+def partition(universe: Universe) -> None:
+    """A node lives and works, and the broker cannot reach it."""
+    live = universe.list_live_nodes()
+    if not live:
+        return
+    node = universe.random.choice(live)
+    universe.note_fault("partition", node.cluster)
+    now_s = universe.loop.time()
+    window = (now_s, now_s + universe.random.choice((3.0, 20.0, 60.0, 200.0)))
+    universe.gang.unreachable.setdefault(node.id, []).append(window)
+
+
+def kill(universe: Universe) -> None:
+    living = [process for process in universe.processes if process.is_alive]
+    if living:
+        universe._kill(universe.random.choice(living), "kill:anytime")
+
+
+def stop(universe: Universe) -> None:
+    """SIGSTOP; it goes on much later, sure that it still leads."""
+    going = [process for process in universe.processes if process.is_alive and not process.is_stopped]
+    if not going:
+        return
+    process = universe.random.choice(going)
+    universe.note_fault("stop")
+    process.stop()
+    universe.loop.call_world(universe.random.choice((1.0, 10.0, 30.0, 100.0)), process.resume)
+
+
+def fail_statement(universe: Universe) -> None:
+    living = [process for process in universe.processes if process.is_alive]
+    if living:
+        process = universe.random.choice(living)
+        process.statements_left = universe.random.randrange(0, 12)
+        process.statement_fault = universe.random.choice(sorted(SQLITE_FAULTS))
+        process.is_fault_sticky = universe.random.random() < 0.1
+        if process.is_fault_sticky:
+            universe.loop.call_world(5.0, process.mend)
+
+
+def jump(universe: Universe) -> None:
+    universe.note_fault("clock:jump")
+    universe.clock.offset_s += universe.random.choice((-3600.0, -20.0, 20.0, 3600.0))
+
+
+__all__ = ["BrokerError", "play"]

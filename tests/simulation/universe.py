@@ -1,0 +1,392 @@
+"""One history: brokers, users, a cloud and its machines on one virtual clock, all from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random as global_random
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from broker.clouds.simulated import SimulatedCloud
+from broker.config import Config
+from broker.errors import BrokerError, NoOfferError
+from broker.jobs import controller, daemon
+from broker.jobs.controller import JobController
+from broker.jobs.daemon import run_daemon
+from broker.provision.lifecycle import Provisioner
+from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
+from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
+from tests.simulation.machines import MachineGang
+from tests.simulation.mixes import JobSpec, Mix
+from tests.simulation.processes import Crash, Process, ProcessClock, SimulatedStore, get_process
+from tests.simulation.shuffled import ShuffledLoop
+from tests.simulation.world import FOREIGN, OWNER, make_offer
+
+ZONES = ("east1a", "east1b", "west1a", "north1a")
+TICK_S = 2.0
+L1_S = 300.0  # an unowned node is gone so long after the last fault
+L2_S = 3 * 3600.0  # every job has ended; a place that refused for quota is not asked again for hours
+L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
+
+
+class TrueClock:
+    """The cloud's: it never jumps."""
+
+    def __init__(self, loop: ShuffledLoop) -> None:
+        self._loop = loop
+
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    async def sleep(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s)
+
+
+class WatchedCloud(SimulatedCloud):
+    """Tells the universe of each deed in the moment it is done, late ones too."""
+
+    universe: Universe
+
+    def _make_gang(self, request: NodeRequest, now_s: float) -> list[str]:
+        self.universe.emit("create", request=request)
+        made = super()._make_gang(request, now_s)
+        self.universe.note_made(made)
+        self.universe.emit("created", request=request)
+        return made
+
+    def _end(self, machine: Any, *, after_s: float, reason: str) -> None:
+        if reason == "terminated" and machine.ending_s is None:
+            self.universe.emit("terminate", node=self._look(machine))
+        super()._end(machine, after_s=after_s, reason=reason)
+
+    def get_ending_s(self, node_id: str) -> float:
+        ending_s = self._machines[node_id].ending_s
+        return math.inf if ending_s is None else ending_s
+
+
+class Universe:
+    def __init__(self, folder: Path, seed: int, mix: Mix, *, kill_at: int | None = None, trace: bool = False) -> None:
+        self.folder = folder
+        self.seed = seed
+        self.mix = mix
+        self.kill_at = kill_at  # the one deed or commit, of all, to be killed at
+        self.random = Random(f"{seed}/world")
+        self.loop = ShuffledLoop(Random(f"{seed}/order"))
+        self.start_s = self.loop.time()
+        self.clock = ProcessClock(self.loop)
+        self.cloud = WatchedCloud(
+            clock=TrueClock(self.loop),
+            market=mix.market,
+            faults=mix.cloud,
+            seed=seed,
+            on_effect=self._pass_by,
+            on_fault=self.note_fault,
+        )
+        self.cloud.universe = self
+        self.cloud.add_foreign_node(FOREIGN)
+        self.gang = MachineGang(
+            self.cloud,
+            self.loop,
+            self.clock,
+            Random(f"{seed}/gang"),
+            on_effect=self._pass_by,
+            on_start=lambda run: self.emit("start", run=run),
+            on_save=lambda run, step: self.emit("save", run=run, step=step),
+        )
+        self.gang.silence_s = mix.silence_s
+        self.processes: list[Process] = []
+        self.points = 0
+        self.kills = 0
+        self.cells: Counter[tuple[str, str]] = Counter()
+        self.unowned_s = 0.0
+        self.budgets: dict[int, float] = {}
+        self.side_tasks: list[asyncio.Task[Any]] = []
+        self.unowned_since_s: dict[str, float] = {}
+        self.asked_down: set[str] = set()  # clusters that a user took down
+        self.requests: set[str] = set()
+        self.retries = 0
+        self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
+        self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
+        self.is_healed = False
+        self.healed_s = math.inf
+        self.is_over = False
+        self.failure: BaseException | None = None
+        self.digest = hashlib.sha256()
+        self.trace_lines: list[str] | None = [] if trace else None
+        self._kill_random = Random(f"{seed}/kill")
+        self._points_to_kill = self._draw_points()
+        self.reader = self._open_reader()
+
+    # -- what the world tells -------------------------------------------------------------------------------------
+
+    def emit(self, kind: str, **data: Any) -> None:
+        """Something happened: every checker that cares looks at once. The first violation ends the history."""
+        if self.failure is not None:
+            return
+        event = Event(kind=kind, time_s=self.loop.time(), process=get_process(), **data)
+        self.say(str(event))
+        try:
+            check_all(self, event)
+        except Violation as violation:
+            self.fail(violation)
+
+    def fail(self, failure: BaseException) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self.say(f"VIOLATION {failure}")
+
+    def say(self, text: str) -> None:
+        line = f"{self.loop.time() - self.start_s:10.3f} {text}"
+        self.digest.update(line.encode())
+        if self.trace_lines is not None:
+            self.trace_lines.append(line)
+
+    def note_made(self, ids: Sequence[str]) -> None:
+        """Spot nodes may be fated: when each is preempted is drawn when it is made."""
+        for node_id in ids:
+            node = self.cloud.find([node_id])[0]
+            self.gang.skews[node_id] = self.mix.skew_s
+            if node.is_spot and not self.is_healed and self.random.random() < self.mix.preempt_chance:
+                self.loop.call_world(self.random.uniform(0.0, 90.0), self._preempt, node_id)
+
+    def note_fault(self, fault: str, cluster: str = "") -> None:
+        self.say(f"fault {fault} {cluster}")
+        rows = self.read("SELECT 'job-' || id || '-%' AS pattern, status FROM jobs")
+        for pattern, status in rows:
+            if not cluster or cluster.startswith(pattern[:-1]):
+                self.cells[fault, status] += 1
+
+    def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """What is committed, seen from outside."""
+        return self.reader.execute(sql, parameters).fetchall()
+
+    def list_live_nodes(self) -> list[Node]:
+        return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
+
+    def list_unowned_nodes(self) -> list[Node]:
+        """Alive, not asked to end, and in no record and no open intent."""
+        live = [node for node in self.list_live_nodes() if math.isinf(self.cloud.get_ending_s(node.id))]
+        if not live:
+            return []
+        tokens = {token for (token,) in self.read("SELECT token FROM intents WHERE outcome IS NULL")}
+        bodies = b"".join(body for (body,) in self.read("SELECT body FROM clusters")).decode()
+        return [node for node in live if node.token not in tokens and f'"{node.id}"' not in bodies]
+
+    def is_quiet(self) -> bool:
+        """Nothing is left to do, and nothing left lying about."""
+        return (
+            not self.read(f"SELECT 1 FROM jobs WHERE status NOT IN {TERMINAL} LIMIT 1")
+            and not self.read("SELECT 1 FROM clusters UNION SELECT 1 FROM intents WHERE outcome IS NULL LIMIT 1")
+            and not self.list_live_nodes()
+        )
+
+    def are_jobs_in(self) -> bool:
+        return len(self.jobs_in) == len(self.mix.jobs)
+
+    @property
+    def requests_made(self) -> int:
+        return len(self.requests) + self.retries
+
+    def expect_job(self, request_id: str, spec: JobSpec) -> None:
+        """The id is the next one, or the one it has already: programs and budgets are looked up by it."""
+        rows = self.read("SELECT id FROM jobs WHERE request_id = ?", (request_id,))
+        self._expect(rows[0][0] if rows else self._next_job_id(), spec)
+
+    def expect_retry(self, job_id: int, spec: JobSpec) -> None:
+        new = self._next_job_id()
+        root = self.read("SELECT coalesce(resumes, id) FROM jobs WHERE id = ?", (job_id,))[0][0]
+        self._expect(new, spec)
+        self.gang.roots[new] = root
+
+    def _expect(self, job_id: int, spec: JobSpec) -> None:
+        self.gang.programs[job_id] = spec.program
+        budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
+        if budget_usd is not None:
+            self.budgets[job_id] = budget_usd
+
+    def _next_job_id(self) -> int:
+        return int(self.read("SELECT coalesce(max(id), 0) + 1 FROM jobs")[0][0])
+
+    def get_job_id(self, cluster: str) -> int | None:
+        kind, _, rest = cluster.partition("-")
+        return int(rest.partition("-")[0]) if kind == "job" else None
+
+    def measure_recorded_usd(self, job_id: int | None) -> float:
+        rows = self.read(
+            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes WHERE job_id = ?2",
+            (self.clock.now_s(), job_id),
+        )
+        return float(rows[0][0])
+
+    def is_over_budget(self, job_id: int) -> bool:
+        budget_usd = self.budgets.get(job_id)
+        return budget_usd is not None and self.measure_recorded_usd(job_id) >= budget_usd
+
+    def begin(self, work: Any) -> None:
+        self.side_tasks.append(self.loop.begin(work, None))
+
+    # -- processes ------------------------------------------------------------------------------------------------
+
+    def spawn(self, name: str, work: Callable[[Process], Any]) -> Process:
+        process = Process(name, self.loop, on_point=self._on_point, on_fault=self.note_fault)
+        self.processes.append(process)
+        process.begin(work(process))
+        return process
+
+    def open_store(self, process: Process) -> SimulatedStore:
+        return SimulatedStore(self.folder / "state.db", clock=self.clock, process=process, on_commit=self._on_commit)
+
+    def make_provisioner(self, store: SimulatedStore) -> Provisioner:
+        return Provisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
+
+    async def run_broker(self, process: Process) -> None:
+        store = self.open_store(process)
+        process.store = store
+        provisioner = self.make_provisioner(store)
+        config = Config(home=self.folder, owner=OWNER)
+
+        def make_controller(job_id: int) -> JobController:
+            return JobController(
+                job_id,
+                store=store,
+                provisioner=provisioner,
+                gang=self.gang,
+                planner=make_plan,
+                clock=self.clock,
+                config=config,
+            )
+
+        await run_daemon(
+            store=store, make_controller=make_controller, provisioner=provisioner, clock=self.clock, config=config
+        )
+
+    async def keep_broker(self, name: str) -> None:
+        """Somebody starts it again whenever it is gone, sooner or later."""
+        while not self.is_over:
+            if not (self.mix.leaves_broker_dead and self.is_healed):
+                process = self.spawn(name, self.run_broker)
+                await self.wait_for(process)
+            await asyncio.sleep(self.random.uniform(0.2, 2.0 if self.is_healed else self.mix.restart_s_max))
+
+    async def wait_for(self, process: Process) -> BaseException | None:
+        """Until it has ended or was killed, and its last task is gone. Returns the error it ended with."""
+        assert process.main is not None
+        await asyncio.wait({process.main, process.dead}, return_when=asyncio.FIRST_COMPLETED)
+        if process.is_alive:
+            process.is_alive = False  # it exited
+            process.kill_rest()
+        while tasks := [task for task in process.tasks if not task.done()]:
+            await asyncio.wait(tasks)
+        self.processes.remove(process)
+        if process.main.cancelled():
+            return None
+        error = process.main.exception()
+        if error is not None and not isinstance(error, Crash | BrokerError):
+            self.fail(error)  # a bug of the product, or ours
+        return error
+
+    def _pass_by(self, point: str) -> None:
+        process = get_process()
+        if process is not None:
+            process.pass_by(point)
+
+    def _on_point(self, process: Process, point: str) -> None:
+        self.points += 1
+        self.say(f"{process.name} {point}")
+        if self.points == self.kill_at:
+            self._kill(process, "kill:point")
+            return
+        if self.is_healed:
+            return
+        self._points_to_kill -= 1
+        if self._points_to_kill <= 0:
+            self._points_to_kill = self._draw_points()
+            self._kill(process, "kill:point")
+
+    def _kill(self, process: Process, fault: str) -> None:
+        self.kills += 1
+        self.note_fault(fault)
+        process.kill()
+
+    def _draw_points(self) -> float:
+        mean = self.mix.points_between_kills
+        return math.inf if math.isinf(mean) else self._kill_random.expovariate(1 / mean) + 1
+
+    def _on_commit(self, process: Process, written: Sequence[str]) -> None:
+        self.emit("commit", written=tuple(find_table(sql) for sql in written))
+
+    def _preempt(self, node_id: str) -> None:
+        if self.is_healed:
+            return
+        node = self.cloud.find([node_id])[0]
+        if node.state is NodeState.TERMINATED:
+            return
+        self.note_fault("preempt", node.cluster)
+        self.cloud.preempt([node_id], notice_s=self.mix.notice_s)
+
+    def _open_reader(self) -> sqlite3.Connection:
+        """Through a store opened and closed by nobody, so that the tables are there."""
+        process = Process("maker", self.loop, on_point=lambda process, point: None, on_fault=lambda fault: None)
+        store = SimulatedStore(
+            self.folder / "state.db", clock=self.clock, process=process, on_commit=lambda process, written: None
+        )
+        store.close()
+        reader = sqlite3.connect(self.folder / "state.db", isolation_level=None)
+        reader.execute("PRAGMA query_only=ON")
+        return reader
+
+
+def find_table(sql: str) -> str:
+    words = sql.split(None, 5)
+    return words[1] if words[0] == "UPDATE" else words[words.index("INTO" if words[0] == "INSERT" else "FROM") + 1]
+
+
+def make_plan(task: Task, avoid: Any = None) -> Plan:
+    if task.goal and task.goal.budget_usd is not None and task.goal.budget_usd <= 0:
+        raise NoOfferError("the budget is used up")
+    placements = [Placement(offer=make_offer(zone), is_spot=True, node_count=task.num_nodes) for zone in ZONES]
+    placements.append(Placement(offer=make_offer(ZONES[0]), is_spot=False, node_count=task.num_nodes))
+    return Plan(
+        task=task,
+        estimates=tuple(Estimate(placement=placement) for placement in placements),
+        rejections=(),
+        prices_as_of="2026-11-01",
+        reason="cheapest",
+    )
+
+
+def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
+    """Plays it to its end; `universe.failure` tells whether all was well."""
+    state = global_random.getstate()
+    global_random.seed(universe.seed)  # the product's jitter
+    try:
+        with pace(universe.mix.poll_s):
+            universe.loop.run_until_complete(universe.loop.begin(story(universe), None))
+    except (Violation, RuntimeError, AssertionError) as error:
+        universe.fail(error)
+    finally:
+        global_random.setstate(state)
+        universe.reader.close()
+        universe.loop.close()
+
+
+@contextmanager
+def pace(poll_s: float) -> Iterator[None]:
+    """How often the daemon and its controllers look: constants of the product, nothing else of it is touched."""
+    scale = poll_s / controller.POLL_S
+    names = ((controller, "POLL_S"), (daemon, "LOOK_FOR_JOBS_S"))
+    usual = [getattr(module, name) for module, name in names]
+    for (module, name), value in zip(names, usual, strict=True):
+        setattr(module, name, value * scale)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(names, usual, strict=True):
+            setattr(module, name, value)

@@ -1,0 +1,186 @@
+"""Whole runs of every entry point on worlds forked from a warm process: killed, resumed, and told apart."""
+
+import dataclasses
+import json
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainers import export
+from trainers.allreduce import RESULTS, describe, find_bus_factor, iterate_plan, parse_config, read_results
+from trainers.collectives import Collective
+
+from .strategies.conftest import TOTAL, Worlds, read_lines, read_losses, worlds
+
+__all__ = ["worlds"]
+# pytest resets the filter that trainers.checkpoint sets for itself.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+IMAGE = ["--train.steps", str(TOTAL), "--train.batch", "12", "--train.micro_batch", "4", "--model.width", "8"]
+IMAGE += ["--model.stages", "2", "--data.size", "8", "--checkpoint.every_steps", "2", "--checkpoint.keep", "9"]
+LLAMA = ("--model.kind", "llama", "--model.key_value_heads", "2", "--model.tie_embeddings")
+
+
+def test_llama_that_recomputes_and_evaluates_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
+    flags = (
+        *LLAMA,
+        "--recompute",
+        "full",
+        "--dtype",
+        "bfloat16",
+        "--evaluate.every_steps",
+        "3",
+        "--train.z_loss",
+        "1e-4",
+    )
+    whole = worlds.train(tmp_path / "whole", "ddp", *flags, ranks=2)
+    worlds.train(tmp_path / "broken", "ddp", *flags, ranks=2, kill_after=5)
+    broken = worlds.train(tmp_path / "broken", "ddp", *flags, ranks=2, attempt=2)
+    assert sorted(broken) == list(range(1, TOTAL + 1))
+    assert all(value == whole[step][0] for step, values in broken.items() for value in values)
+    # Neither evaluating nor keeping what could be recomputed changes what is learnt.
+    plain = worlds.train(tmp_path / "plain", "ddp", *LLAMA, "--dtype", "bfloat16", "--train.z_loss", "1e-4", ranks=2)
+    assert plain == whole
+    evaluated = {line["step"]: line["validation_loss"] for line in read_lines(tmp_path / "whole") if "norm" in line
+                 and "validation_loss" in line}  # fmt: skip
+    assert sorted(evaluated) == [3, 6, 8]
+    assert 5.0 < float(str(evaluated[8])) < float(str(evaluated[3])) < 6.0
+
+
+def test_evaluation_is_the_same_however_the_model_is_shared(worlds: Worlds, tmp_path: Path) -> None:
+    found = []
+    for strategy, ranks in (("ddp", 1), ("fsdp", 2), ("tensor", 2)):
+        folder = tmp_path / f"{strategy}-{ranks}"
+        worlds.train(folder, strategy, "--evaluate.every_steps", "4", "--evaluate.samples", "9", ranks=ranks)
+        found.append([line["validation_loss"] for line in read_lines(folder) if "validation_loss" in line])
+    # Nine samples are ten for two ranks: as the run has it, all shares are of equal size.
+    assert len(found[0]) == 2
+    assert found[1] == pytest.approx(found[0], abs=0.02) and found[2] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_classifier_resumes_bit_identically_and_does_not_mind_its_shares(worlds: Worlds, tmp_path: Path) -> None:
+    def train(name: str, *flags: str, ranks: int, kill_after: int = 0, attempt: int = 1) -> dict[int, list[float]]:
+        kill_at = f"step {kill_after}/" if kill_after else ""
+        ended = worlds.call(
+            tmp_path / name, "trainers.image:main", [*IMAGE, *flags], ranks=ranks, kill_at=kill_at, attempt=attempt
+        )
+        assert ended.codes == [-signal.SIGKILL if kill_after else 0] * ranks, ended.errors
+        return read_losses(tmp_path / name)
+
+    whole = train("whole", ranks=2)
+    train("broken", ranks=2, kill_after=5)
+    broken = train("broken", ranks=2, attempt=2)
+    assert sorted(broken) == list(range(1, TOTAL + 1))
+    assert all(value == whole[step][0] for step, values in broken.items() for value in values)
+    # Another number of ranks and other micro-batches: the same batches, up to the order of sums.
+    other = train("other", "--train.micro_batch", "5", "--strategy", "fsdp", ranks=3)
+    assert [each[0] for each in other.values()] == pytest.approx([each[0] for each in whole.values()], abs=1e-4)
+
+
+def test_sweep_measures_every_size_once_also_over_a_kill_and_a_notice(worlds: Worlds, tmp_path: Path) -> None:
+    flags = ["--smallest", "64", "--largest", "4K", "--runs", "2", "--collectives", "all_reduce,all_gather"]
+    flags += ["--results", str(tmp_path / RESULTS)]
+    plan = list(iterate_plan(parse_config(flags)))
+    assert plan[:2] == [("all_reduce", 64), ("all_reduce", 256)] and len(plan) == 8
+    # So many runs that the kill comes before the end.
+    slow = [*flags, "--runs", "1000"]
+    ended = worlds.call(tmp_path, "trainers.allreduce:main", slow, ranks=3, kill_at=f"{'all_reduce':<15}{256:>13}")
+    assert ended.codes == [-signal.SIGKILL] * 3
+    before = read_results(tmp_path / RESULTS, parse_config(flags), 3)
+    assert ("all_reduce", 256) in before
+    (tmp_path / RESULTS).write_text((tmp_path / RESULTS).read_text() + '{"collective": "all_ga')  # cut short
+    (tmp_path / "preempted").touch()
+    ended = worlds.call(tmp_path, "trainers.allreduce:main", flags, ranks=3, attempt=2)
+    assert ended.codes == [143] * 3, ended.errors
+    (tmp_path / "preempted").unlink()
+    ended = worlds.call(tmp_path, "trainers.allreduce:main", flags, ranks=3, attempt=3)
+    assert ended.codes == [0] * 3, ended.errors
+    after = read_results(tmp_path / RESULTS, parse_config(flags), 3)
+    assert list(after) == plan and before.items() <= after.items()
+    lines = [json.loads(line) for line in (tmp_path / RESULTS).read_text().splitlines() if line.endswith("}")]
+    assert len(lines) == len(plan) and all(line["wrong"] == 0 and line["time_us"] > 0 for line in lines)
+    last = read_lines(tmp_path)[-1]
+    assert (last["event"], last["step"], last["total"], last["wrong"]) == ("finished", 8, 8, 0)
+
+
+def test_wrong_sums_are_counted(worlds: Worlds, tmp_path: Path) -> None:
+    ended = worlds.call(tmp_path, f"{__name__}:find_planted_errors", [], ranks=2)
+    assert ended.codes == [0, 0], ended.errors
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    def measure(name: str) -> tuple[float, float]:
+        collective = Collective(name=name, size=8_000_000, prepare=list, run=list, count_wrong=lambda: 0)
+        result = describe(collective, 8_000_000, 0.004, 0, "float32", 4)
+        return result.algorithm_gb_s, result.bus_gb_s
+
+    assert measure("all_reduce") == (2.0, 3.0)  # 2 (n - 1) / n
+    assert measure("all_gather") == measure("reduce_scatter") == (2.0, 1.5)  # (n - 1) / n
+    assert measure("broadcast") == (2.0, 2.0)
+    assert find_bus_factor("all_reduce", 8) == 1.75
+
+
+def test_one_rank_alone_and_a_size_that_is_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in ((["--largest", "1T"], "`1T` is no size"), (["--collectives", "all_to_all"], "`all_to_all`")):
+        with pytest.raises(SystemExit) as caught:
+            parse_config(flags)
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_weights_leave_as_safetensors_whatever_strategy_saved_them(
+    worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for strategy, ranks in (("ddp", 1), ("fsdp", 2)):
+        worlds.train(tmp_path / strategy, strategy, *LLAMA, ranks=ranks)
+        flags = [str(tmp_path / f"{strategy}.safetensors"), "--checkpoint", str(tmp_path / strategy / "checkpoints")]
+        assert export.main(flags) == 0
+    found = {name: read_safetensors(tmp_path / f"{name}.safetensors") for name in ("ddp", "fsdp")}
+    assert found["ddp"].keys() == found["fsdp"].keys() and "blocks.1.attention.key.weight" in found["ddp"]
+    assert found["ddp"]["blocks.1.attention.key.weight"].shape == (16, 32)
+    for name, tensor in found["ddp"].items():
+        torch.testing.assert_close(found["fsdp"][name], tensor, rtol=1e-3, atol=1e-4)
+    assert f"weights of step {TOTAL} are in" in capsys.readouterr().out
+    assert export.main([str(tmp_path / "x"), "--checkpoint", str(tmp_path)]) == 1
+    assert "no complete checkpoint is in" in capsys.readouterr().err
+
+
+def test_half_precision_weights_are_rounded_and_the_file_is_aligned(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(3).bfloat16(), "a": torch.arange(6).view(2, 3), "c": torch.tensor(True)}
+    export.write_safetensors(tmp_path / "x", tensors, {"format": "pt"})
+    assert struct.unpack("<Q", (tmp_path / "x").read_bytes()[:8])[0] % 8 == 0
+    found = read_safetensors(tmp_path / "x")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """By the format's description, apart from the writer."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__")["format"] == "pt"
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "BOOL": torch.bool}
+    tensors = {}
+    for name, about in header.items():
+        begin, end = (8 + length + offset for offset in about["data_offsets"])
+        part = torch.frombuffer(bytearray(content[begin:end]), dtype=kinds[about["dtype"]])
+        tensors[name] = part.view(about["shape"])
+    assert end == len(content)
+    return tensors
+
+
+def find_planted_errors(_: list[str]) -> int:
+    """In a world of two ranks: a collective that does nothing is found out, one that works is not."""
+    from trainers.collectives import create_collective
+    from trainers.ranks import join_ranks, leave_ranks
+
+    ranks = join_ranks()
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        collective = create_collective(name, 4096, "float32", ranks)
+        idle = dataclasses.replace(collective, run=lambda: None)
+        is_source = name == "broadcast" and ranks.is_first  # it has what it should have from the beginning
+        assert (idle.check() > 0) != is_source, name
+        assert collective.check() == 0, name
+    leave_ranks()
+    return 0
