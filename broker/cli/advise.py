@@ -175,6 +175,8 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
         _print_options(advice.faster[:5])
     if wish.deadline_hours is None:
         print_line("\nNo `--deadline`: nothing over 30 days is listed")
+    if any(each.layout.recompute == "full" for each in (*advice.options[:top], *advice.faster[:5])):
+        print_line("* activations are computed again in the backward pass")
     print_line(f"Prices of {advice.prices_as_of}; times and dollars are estimates, spot risk included")
 
 
@@ -184,13 +186,15 @@ def _print_options(found: tuple[Option, ...]) -> None:
         placement, layout = each.estimate.placement, each.layout
         count = f"{layout.node_count} x " if layout.node_count > 1 else ""
         rows.append([
-            str(number), f"{count}{layout.hardware.figures.name}:{layout.hardware.accelerators}", layout.strategy,
-            "full" if layout.recompute == "full" else "-", f"~{layout.memory.total / 2**30:.0f}", f"~{layout.mfu:.0%}",
+            str(number), f"{count}{layout.hardware.figures.name}:{layout.hardware.accelerators}",
+            layout.strategy + ("*" if layout.recompute == "full" else ""),
+            f"~{layout.memory.total / 2**30:.0f}", f"~{layout.mfu:.0%}",
             f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}",
             "spot" if placement.is_spot else "od", f"~{show_hours(each.hours)}", f"~{each.usd:,.0f}",
         ])  # fmt: skip
-    columns = ["#", "GPUS", "STRATEGY", "CKPT", "GiB", "MFU", "PLACE", "", "TIME", "USD"]
-    print_table(columns, rows, right=("#", "GiB", "MFU", "TIME", "USD"))
+    columns = ["#", "GPUS", "STRATEGY", "GiB", "MFU", "PLACE", "", "TIME", "USD"]
+    numbers = ("#", "GiB", "MFU", "TIME", "USD")
+    print_table(columns, rows, right=numbers, firm=("GPUS", "STRATEGY", "", *numbers))
 
 
 def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str, object]:

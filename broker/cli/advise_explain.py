@@ -31,7 +31,7 @@ def _show_memory(training: Training, option: Option) -> None:
         ("weights", memory.weights),
         ("gradients", memory.gradients),
         ("optimizer states", memory.optimizer),
-        ("gathered blocks", memory.gathered),
+        ("gathered, copied", memory.gathered),
         ("activations", memory.activations),
         ("total", memory.total),
         (f"usable of {card:g}", usable_bytes(card)),

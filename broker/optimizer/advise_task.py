@@ -63,13 +63,15 @@ def write_command(training: Training, option: Option) -> list[str]:
     rate = max(LEARNING_RATE_MIN, find_learning_rate(shape.parameters))
     every = max(1, round((option.estimate.checkpoint_every_s or CHECKPOINT_S) / layout.step.total_s))
     is_bf16 = training.dtype == "bf16"
+    # Tensor ranks and stages hold the embedding and the output layer in different places.
+    tied = "true" if layout.sharding.tensor == layout.sharding.pipeline == 1 else "false"
     groups = [
         [f"--strategy {strategy}", *([f"--mesh {mesh}"] if mesh else []), *(["--dtype bfloat16"] if is_bf16 else []),
          *(["--fsdp.param_dtype bfloat16"] if is_bf16 and layout.sharding.zero == 3 else []),
          *(["--recompute full"] if layout.recompute == "full" else [])],
         [f"--model.depth {shape.layers}", f"--model.width {shape.width}", f"--model.heads {shape.heads}",
          f"--model.context {training.sequence}"],
-        [f"--model.vocabulary {shape.vocabulary}", "--model.tie_embeddings true", '--data.path "$DATA"'],
+        [f"--model.vocabulary {shape.vocabulary}", f"--model.tie_embeddings {tied}", '--data.path "$DATA"'],
         [f"--train.steps {steps}", f"--train.batch {training.batch}", f"--train.micro_batch {layout.micro_batch}"],
         [f"--train.learning_rate {rate:.2g}", f"--train.learning_rate_min {rate / 10:.2g}",
          f"--train.warmup_steps {max(1, steps // 100)}"],
@@ -82,7 +84,8 @@ def write_command(training: Training, option: Option) -> list[str]:
 def name_strategy(layout: Layout) -> tuple[str, str]:
     """The trainer's `--strategy` and `--mesh`: stages across nodes first, tensor ranks within a node last."""
     shape = layout.sharding
-    data = "fsdp" if shape.zero == 3 else "ddp"
+    # DDP needs the whole model on each rank.
+    data = "fsdp" if shape.zero == 3 else "ddp" if shape.tensor == shape.pipeline == 1 else "allreduce"
     axes = [("pipeline", shape.pipeline), (data, shape.data), ("tensor", shape.tensor)]
     used = [(name, size) for name, size in axes if size > 1] or [("ddp", 1)]
     mesh = "x".join(str(size) for _, size in used) if len(used) > 1 else ""

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from broker.optimizer.memory_model import (
-    BYTES_PER_PARAMETER,
-    Dtype,
-    Memory,
-    Recompute,
-    Sharding,
-    estimate_activations,
-    estimate_memory,
-    usable_bytes,
-)
+from broker.optimizer.memory_model import Dtype, Memory, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
+from broker.optimizer.trainer_memory import estimate_program_memory
 
 # A strategy with more parts must be faster by so much for each part: it is harder to set up and to debug.
 PART_WORTH = 0.03
@@ -91,9 +83,12 @@ def find_smallest_memory(training: Training, hardware: Hardware, node_count: int
 
 
 def list_shardings(training: Training, accelerators: int, node_count: int) -> Iterator[Sharding]:
-    """Tensor ranks stay within a node, and pipelines come once tensor ranks fill it (Narayanan 2021, section 3.2)."""
+    """Tensor ranks stay within a node, and pipelines come once tensor ranks fill it (Narayanan 2021, section 3.2).
+
+    The trainer's tensor ranks share heads and vocabulary evenly.
+    """
     shape, total = training.shape, accelerators * node_count
-    tensors = [t for t in (1, 2, 4, 8) if accelerators % t == 0 and shape.heads % t == 0]
+    tensors = [t for t in (1, 2, 4, 8) if not (accelerators % t or shape.heads % t or shape.vocabulary % t)]
     for tensor in tensors:
         pipelines = (1, *PIPELINES) if tensor == tensors[-1] else (1,)
         for pipeline in pipelines:
@@ -107,33 +102,32 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
 
 
 def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> Memory:
-    """As `estimate_memory`; a rank that accumulates over micro-batches under full sharding keeps whole gradients."""
-    micro_batches = count_micro_batches(training, sharding, micro_batch)
-    memory = estimate_memory(
+    """What the program of `advise_task.write_command` holds."""
+    return estimate_program_memory(
         training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
-        micro_batches=micro_batches, dtype=training.dtype,
+        micro_batches=count_micro_batches(training, sharding, micro_batch), dtype=training.dtype,
     )  # fmt: skip
-    if sharding.zero == 3 and micro_batches > 1:
-        share = training.shape.parameters / (sharding.tensor * sharding.pipeline)
-        return replace(memory, gradients=share * BYTES_PER_PARAMETER[training.dtype][1])
-    return memory
 
 
 def list_activations(training: Training, layout: Layout) -> dict[Recompute, float]:
     """Bytes of activations of a layout under each kind of recomputation."""
-    micro_batches = count_micro_batches(training, layout.sharding, layout.micro_batch)
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     return {
-        each: estimate_activations(
-            training.shape, layout.sharding, sequence=training.sequence, micro_batch=layout.micro_batch,
-            recompute=each, micro_batches=micro_batches, dtype=training.dtype,
-        )
+        each: measure_memory(training, layout.sharding, micro_batch=layout.micro_batch, recompute=each).activations
         for each in kinds
-    }  # fmt: skip
+    }
 
 
 def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int) -> int:
     return max(1, -(-training.batch // (sharding.data * micro_batch)))
+
+
+def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
+    """Whether the batch can be cut so: a pipeline takes equal micro-batches, and at least as many as it has stages."""
+    passes, rest = divmod(training.batch, sharding.data * micro_batch)
+    if sharding.pipeline > 1:
+        return not rest and passes >= sharding.pipeline
+    return micro_batch == 1 or passes >= 1
 
 
 def _try_sharding(training: Training, hardware: Hardware, node_count: int, sharding: Sharding) -> Layout | None:
@@ -143,7 +137,7 @@ def _try_sharding(training: Training, hardware: Hardware, node_count: int, shard
     for recompute in RECOMPUTE:
         tried = 0
         for micro_batch in MICRO_BATCHES:
-            if micro_batch > 1 and micro_batch * sharding.data > training.batch:
+            if not can_split(training, sharding, micro_batch):
                 continue
             memory = measure_memory(training, sharding, micro_batch=micro_batch, recompute=recompute)
             if memory.total > usable:
@@ -151,6 +145,8 @@ def _try_sharding(training: Training, hardware: Hardware, node_count: int, shard
             step = estimate_step(
                 training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
                 micro_batch=micro_batch, recompute=recompute, dtype=training.dtype,
+                gradient_bytes=2 if training.dtype == "fp16" else 4,  # the trainer sums gradients in float32
+                is_overlapped=sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,  # `allreduce` waits
             )  # fmt: skip
             if best is None or step.total_s < best.step.total_s:
                 peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count

@@ -41,7 +41,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest accelerator. `gathered` is what full sharding puts together again for a moment."""
+    """Bytes on the fullest accelerator. `gathered`: put together for a moment by full sharding, and other copies."""
 
     weights: float
     gradients: float

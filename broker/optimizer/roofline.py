@@ -84,8 +84,13 @@ def estimate_step(
     recompute: Recompute,
     dtype: Dtype = "bf16",
     is_flash: bool = True,
+    gradient_bytes: int | None = None,
+    is_overlapped: bool = True,
 ) -> StepTime:
     """`batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through memory.
+
+    Gradients travel in `gradient_bytes` each, those of `dtype` if not given, and under `is_overlapped` while the
+    last backward pass still runs.
 
     The pipeline takes (m + (p - 1) / v) turns for m micro-batches in v chunks a rank: a bubble of (p - 1) / (v m)
     (Narayanan 2021, section 2.2).
@@ -106,7 +111,16 @@ def estimate_step(
         memory_s=memory * micro_batches,
         tensor_s=tensor * micro_batches,
         pipeline_s=pipeline,
-        data_s=_data_s(shape, sharding, hardware, turn, micro_batches, dtype),
+        data_s=_data_s(
+            shape,
+            sharding,
+            hardware,
+            turn,
+            micro_batches,
+            BYTES_PER_PARAMETER[dtype][0],
+            gradient_bytes or BYTES_PER_PARAMETER[dtype][1],
+            is_overlapped=is_overlapped,
+        ),
         update_s=_update_s(shape, sharding, hardware, dtype),
     )
 
@@ -164,26 +178,28 @@ def _tensor_s(
 
 
 def _data_s(
-    shape: ModelShape, sharding: Sharding, hardware: Hardware, turn_s: float, micro_batches: int, dtype: Dtype
-) -> float:
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, turn_s: float, micro_batches: int, weight_bytes: int,
+    gradient_bytes: int, *, is_overlapped: bool,
+) -> float:  # fmt: skip
     """Gradients (and weights under stage 3) between data ranks, less what hides behind compute.
 
-    Stages 0 to 2 send 2 x the bytes once a step, behind the last backward pass; stage 3 sends 3 x (Rajbhandari 2020,
-    section 7.2) for every micro-batch, behind all of it. Rings cross a node's network once, whatever its cards.
+    Stages 0 to 2 send 2 x the gradients once a step, behind the last backward pass; stage 3 gathers the weights twice
+    for every micro-batch and scatters the gradients once a step (Rajbhandari 2020, section 7.2), behind all of it.
+    Rings cross a node's network once, whatever its cards.
     """
     d = sharding.data
     if d == 1:
         return 0.0
-    own = shape.parameters * BYTES_PER_PARAMETER[dtype][1] / (sharding.tensor * sharding.pipeline)
+    own = shape.parameters / (sharding.tensor * sharding.pipeline)
     is_inside = sharding.accelerators <= hardware.accelerators
     rings = min(sharding.tensor * sharding.pipeline, hardware.accelerators)
     gbs = hardware.link_gbs if is_inside else min(hardware.link_gbs, _network_share(hardware, rings))
-    once = own * (d - 1) / d / (gbs * 1e9)
+    byte_s = own * (d - 1) / d / (gbs * 1e9)  # one byte of every parameter once round the ring
     if sharding.zero == 3:
-        sent, hidden = 3 * once * micro_batches, turn_s * micro_batches
+        sent, hidden = byte_s * (2 * weight_bytes * micro_batches + gradient_bytes), turn_s * micro_batches
     else:
-        sent, hidden = 2 * once, turn_s * 2 / 3
-    return max(sent - hidden, sent * EXPOSED_SHARE_MIN)
+        sent, hidden = byte_s * 2 * gradient_bytes, turn_s * 2 / 3
+    return max(sent - hidden, sent * EXPOSED_SHARE_MIN) if is_overlapped else sent
 
 
 def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: Dtype) -> float:

@@ -150,7 +150,7 @@ def test_no_spot_means_none() -> None:
 
 
 def test_a_deadline_takes_more_cards() -> None:
-    relaxed, pressed = ask(), ask(deadline_hours=24.0)
+    relaxed, pressed = ask(), ask(deadline_hours=12.0)
     assert pressed.options[0].gpu_count > relaxed.options[0].gpu_count
     assert all((each.estimate.deadline_chance or 0) >= 0.9 for each in pressed.options)
 

@@ -170,3 +170,17 @@ def test_network_speed_is_that_of_the_longest_beginning() -> None:
     assert network_gbs("aws", "g5.xlarge") == 1.25
     assert network_gbs("nowhere", "x") == DEFAULT_GBITS / 8
     assert all(gbits > 0 for gbits in GBITS.values())
+
+
+def test_gradients_that_hide_behind_nothing_cost_their_whole_way() -> None:
+    # 2 x 7/8 of 4 bytes a parameter over NVLink's 450 GB/s one way, at the stated 75 %.
+    shape, hardware = guess_shape(1e9), Hardware(figures=H100, accelerators=8, network_gbs=400)
+    hidden, bare = (
+        estimate_step(
+            shape, Sharding(data=8), hardware, sequence=2048, batch=64, micro_batch=1, recompute="none",
+            gradient_bytes=4, is_overlapped=is_overlapped,
+        ).data_s
+        for is_overlapped in (True, False)
+    )  # fmt: skip
+    assert bare == pytest.approx(2 * 7 / 8 * 4 * shape.parameters / (450e9 * 0.75))
+    assert hidden < bare
