@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ def exchange_book(
     waits and adds to what the first wrote. Raises StateError; then the old book stands.
     """
     target = name_live_book(cache)
-    aside = target.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    aside = target.with_suffix(f".{os.urandom(8).hex()}.tmp")
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _hold_lock(cache / "prices.lock"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -115,7 +114,7 @@ def _unpack(archive: Path, path: Path) -> None:
     import lzma
 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    aside = path.with_suffix(f".{os.urandom(8).hex()}.tmp")
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(lzma.decompress(archive.read_bytes()))
