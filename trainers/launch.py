@@ -7,6 +7,7 @@ A light torchrun: it imports no torch (torchrun takes 2 s to the worker's first 
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the workers to their end; return 0, or the first failing worker's exit code."""
     workers, command = split_arguments(arguments)
     plan = read_plan(os.environ, workers)
-    port = plan.master_port or (_find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
+    port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     command = [sys.executable, *command]
     if plan.workers == 1:
         os.environ.update(plan.worker_variables(0, port))
@@ -132,11 +133,13 @@ def _send(signal_number: int, pids: set[int]) -> None:
             os.kill(pid, signal_number)
 
 
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def find_free_port() -> int:
+    """Free now, and below the ephemeral ports (Linux: 32768 up), so that no outgoing connection takes it meanwhile."""
+    for port in random.sample(range(20000, 32000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 32000")
 
 
 if __name__ == "__main__":

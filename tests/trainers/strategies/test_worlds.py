@@ -196,4 +196,5 @@ def test_what_cannot_be_shared_is_one_line(
     worlds: Worlds, tmp_path: Path, strategy: str, flags: list[str], reason: str
 ) -> None:
     ended = worlds.call(tmp_path, "trainers.lm:main", ["--strategy", strategy, *flags], ranks=2)
-    assert ended.codes == [1, 1] and reason in ended.errors and "Traceback" not in ended.errors
+    assert ended.codes == [1, 1], ended.errors
+    assert reason in ended.errors and "Traceback" not in ended.errors

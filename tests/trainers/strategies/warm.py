@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -39,9 +38,7 @@ def serve() -> None:
 
 def run_world(order: dict[str, Any]) -> list[int]:
     """Fork the ranks, kill them all once the first says what it should, and wait for every one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = importlib.import_module("trainers.launch").find_free_port()
     reading, writing = os.pipe()
     pids = []
     for rank in range(order["ranks"]):
