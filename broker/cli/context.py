@@ -18,7 +18,7 @@ from broker.errors import UsageError
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
-    from broker.clouds.base import Cloud
+    from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
@@ -55,7 +55,9 @@ class Context:
         """Every cloud that nodes can be made on today."""
         from broker.clouds import CLOUDS
 
-        return {name: load_entry(path)(self.config.local_cloud, clock=self.clock) for name, path in CLOUDS.items()}
+        makers: dict[str, MakeCloud] = {name: load_entry(path) for name, path in CLOUDS.items()}
+        clouds = {name: make(self.config, clock=self.clock) for name, make in makers.items()}
+        return {name: cloud for name, cloud in clouds.items() if cloud is not None}
 
     @cached_property
     def provisioner(self) -> Provisioner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# name -> "module:class", imported on first use
+# name -> "module:maker"; a maker is `broker.clouds.base.MakeCloud`
 CLOUDS: dict[str, str] = {
-    "local": "broker.clouds.local:LocalCloud",
+    "local": "broker.clouds.local:make_cloud",
 }

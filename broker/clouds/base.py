@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
+from broker.clock import Clock
+from broker.config import Config
 from broker.types import Node, NodeRequest
 
 
@@ -28,6 +30,13 @@ class Cloud(Protocol):
 
     async def terminate_nodes(self, ids: Sequence[str]) -> None:
         """Begin to end these nodes; already gone is success. `list_nodes` tells when they are."""
+
+
+class MakeCloud(Protocol):
+    """What stands in the registry, in a module that imports no SDK."""
+
+    def __call__(self, config: Config, *, clock: Clock) -> Cloud | None:
+        """None where a glance at environment and files finds no login; nothing is asked of the cloud itself."""
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, TypeVar
 
 from broker.clock import Clock
 from broker.clouds import local_machine
+from broker.config import Config
 from broker.errors import CapacityError, StateError, UnknownOutcomeError, UsageError
 from broker.types import Node, NodeRequest, NodeState
 
@@ -45,6 +46,11 @@ LEFT_OVERS = (  # of the boot before: a node that starts again has neither lease
 )
 
 Result = TypeVar("Result")
+
+
+def make_cloud(config: Config, *, clock: Clock) -> LocalCloud:
+    """For the registry; this machine needs no login."""
+    return LocalCloud(config.local_cloud, clock=clock)
 
 
 class LocalCloud:
@@ -127,7 +133,7 @@ class LocalCloud:
             "is_spot": placement.is_spot,
             "usd_hour": placement.usd_hour / placement.node_count,
             "created_s": self._clock.now_s(),
-            "labels": dict(request.labels),
+            "labels": dict(request.spec.labels),
             "address": pick_address({node.address for node in self._list() if node.state is not NodeState.TERMINATED}),
             "socket": str(socket_folder() / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.sock"),
         }

@@ -26,7 +26,7 @@ from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Node, NodeRequest, Placement
+from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
 
 CAPACITY_REFUSAL_S = 600.0
 QUOTA_REFUSAL_S = 3600.0
@@ -40,8 +40,7 @@ class Wanted:
     """What `up` was asked for, apart from where."""
 
     cluster: Cluster
-    disk_size_gib: int
-    labels: Mapping[str, str]
+    spec: MachineSpec
     timeout_s: float
     on_event: Callable[[str], None]
 
@@ -64,12 +63,22 @@ def describe(placement: Placement) -> str:
 
 
 class Failover:
-    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str, lister: Lister) -> None:
+    def __init__(
+        self,
+        clouds: Mapping[str, Cloud],
+        store: Store,
+        *,
+        clock: Clock,
+        owner: str,
+        lister: Lister,
+        write_boot: Callable[[NodeRequest], str],
+    ) -> None:
         self._clouds = clouds
         self._store = store
         self._clock = clock
         self._owner = owner
         self._lister = lister
+        self._write_boot = write_boot
 
     async def acquire(self, wanted: Wanted, placements: Sequence[Placement]) -> tuple[Placement, Sequence[Node]]:
         """The first place that gives the whole gang. Raises CapacityError when all refused for now,
@@ -164,8 +173,7 @@ class Failover:
             attempt=cluster.attempt,
             token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
             placement=placement,
-            disk_size_gib=wanted.disk_size_gib,
-            labels=wanted.labels,
+            spec=wanted.spec,
         )
         with self._store.transaction():
             self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
@@ -182,12 +190,13 @@ class Failover:
 
         `is_uncertain`: an earlier call, of a process that is gone, may have worked.
         """
+        bootable = replace(request, boot=self._write_boot(request))
         try:
             for tries in range(CREATE_TRIES_MAX):
                 if not self._store.is_intent_open(request.token):
                     raise UsageError(f"{request.cluster} was taken down while it came up")
                 try:
-                    return await cloud.create_nodes(request)
+                    return await cloud.create_nodes(bootable)
                 except (ThrottledError, TransientError):
                     await self._clock.sleep(draw_backoff_s(tries))
                 except UnknownOutcomeError:

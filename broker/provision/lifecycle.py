@@ -15,19 +15,39 @@ from broker.provision.failover import Failover, Wanted, describe
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
 from broker.state.store import Store
-from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Plan
+from broker.types import (
+    Autostop,
+    Cluster,
+    ClusterStatus,
+    MachineSpec,
+    Node,
+    NodeRequest,
+    NodeState,
+    Placement,
+    Plan,
+    Resources,
+)
 
 STOP_S_MAX = 600.0
 
 
 class Provisioner:
-    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
+    def __init__(
+        self,
+        clouds: Mapping[str, Cloud],
+        store: Store,
+        *,
+        clock: Clock,
+        owner: str,
+        write_boot: Callable[[NodeRequest], str] = lambda request: "",
+    ) -> None:
+        """`write_boot` makes a node's first-start script: for one token the same text, before and after a crash."""
         self._clouds = clouds
         self._store = store
         self._clock = clock
         self._owner = owner
         self._lister = Lister(owner, clock=clock)
-        self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister)
+        self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
         self._collector = Collector(clouds, store, clock=clock, owner=owner, down=self.down)
         self._absences: dict[str, Absence] = {}  # by cloud
 
@@ -61,8 +81,7 @@ class Provisioner:
                 job_id=job_id,
                 autostop=autostop,
             ),
-            disk_size_gib=plan.task.resources[0].disk_size_gib,
-            labels=plan.task.resources[0].labels,
+            spec=make_spec(plan.task.resources[0]),
             timeout_s=timeout_s,
             on_event=on_event or (lambda message: None),
         )
@@ -204,3 +223,15 @@ class Provisioner:
         changed = replace(cluster, status=status)
         self._store.put_cluster(changed)
         return changed
+
+
+def make_spec(resources: Resources) -> MachineSpec:
+    """What a task's resources ask of each node besides its instance type."""
+    return MachineSpec(
+        disk_size_gib=resources.disk_size_gib,
+        disk_tier=resources.disk_tier,
+        network_tier=resources.network_tier,
+        image_id=resources.image_id,
+        ports=resources.ports,
+        labels=resources.labels,
+    )

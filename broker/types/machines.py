@@ -18,16 +18,31 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MachineSpec:
+    """What every node of a gang gets besides its instance type; None leaves the choice to the cloud's adapter."""
+
+    disk_size_gib: int = 256
+    disk_tier: str | None = None
+    network_tier: str | None = None
+    image_id: str | None = None
+    ports: tuple[str, ...] = ()  # "8080" or "8000-8010", open to everybody
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeRequest:
-    """A gang to create. The same `token` gives the same nodes, however often it is asked."""
+    """A gang to create. The same `token` gives the same nodes, however often it is asked.
+
+    `boot` is the script that a node runs as root at its first start; it is the same for one token.
+    """
 
     owner: str
     cluster: str
     attempt: int
     token: str
     placement: Placement
-    disk_size_gib: int = 256
-    labels: Mapping[str, str] = field(default_factory=dict)
+    spec: MachineSpec = MachineSpec()
+    boot: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
