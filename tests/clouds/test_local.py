@@ -15,6 +15,7 @@ from broker.clouds import local_machine
 from broker.clouds.base import CanPreempt, CanStop
 from broker.clouds.local import LocalCloud
 from broker.errors import CapacityError, TransientError
+from broker.runtime.transports.local import exchange
 from broker.types import Node, NodeState
 
 # Three double-forked grandchildren in sessions of their own, deaf to SIGTERM, and one that works on in the foreground.
