@@ -113,12 +113,18 @@ class RefusalRows(Database):
 
     def forgive(self, placement: Placement) -> None:
         """It gave a whole gang: earlier refusals there count no more."""
-        offer = placement.offer
-        self._write(
-            "DELETE FROM refusals WHERE cloud = ? AND region = ? AND zone IN ('', ?) AND instance_type = ? "
-            "AND is_spot = ?",
-            (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot),
-        )
+        self._write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
+
+    def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
+        """Half-open: refusals of this place that have run out hold for everybody else while one try looks again.
+
+        The try's end forgives or refuses anew; a process that dies meanwhile holds the others up for `lasts_s` only.
+        """
+        now_s = self.clock.now_s()
+        where = f"{_COVERING} AND expires_s <= ? AND expires_s > ?"
+        bounds = (*_read_place(placement), now_s, now_s - FORGIVEN_AFTER_S)
+        if self._rows(f"SELECT 1 FROM refusals WHERE {where}", bounds):
+            self._write(f"UPDATE refusals SET expires_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def active_refusals(self, now_s: float) -> Sequence[Refusal]:
         rows = self._rows("SELECT * FROM refusals WHERE expires_s > ? ORDER BY expires_s", (now_s,))
@@ -129,3 +135,12 @@ class RefusalRows(Database):
             )
             for row in rows
         ]  # fmt: skip
+
+
+# As Refusal.covers, in SQL.
+_COVERING = "cloud = ? AND is_spot = ? AND region IN ('', ?) AND zone IN ('', ?) AND instance_type IN ('', ?)"
+
+
+def _read_place(placement: Placement) -> tuple[object, ...]:
+    offer = placement.offer
+    return offer.cloud, placement.is_spot, offer.region, offer.zone or "", offer.instance_type

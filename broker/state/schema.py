@@ -66,4 +66,10 @@ _COMPACTION = (  # still nobody may delete a young event
     "ALTER TABLE refusals ADD COLUMN count INTEGER NOT NULL DEFAULT 1",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION)
+_CALLS = (
+    """CREATE TABLE paces (cloud TEXT NOT NULL, answer TEXT NOT NULL, mean_s REAL NOT NULL, deviation_s REAL NOT NULL,
+       PRIMARY KEY (cloud, answer))""",
+    "CREATE TABLE retry_budgets (cloud TEXT PRIMARY KEY, tokens REAL NOT NULL, at_s REAL NOT NULL)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS)
