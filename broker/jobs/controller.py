@@ -44,6 +44,10 @@ class _Cancelled(Exception):
     """The user asked for the end while something long was under way."""
 
 
+class _Overspent(Exception):
+    """The search for machines has used up what was left of the budget."""
+
+
 class JobController:
     def __init__(
         self,
@@ -119,7 +123,10 @@ class JobController:
                 attempt=number,
                 job_id=job.id,
                 on_event=lambda message: self._tell("failover", message),
+                check_budget=lambda: self._check_budget(job),
             )
+        except _Overspent as error:
+            return self._finish(job, JobStatus.FAILED, str(error))
         except CapacityError as error:
             self._refusals += 1
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
@@ -244,6 +251,10 @@ class JobController:
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
             self._tell("restart", f"no new step for {timeout_s:g} s at step {step}: restarted on new nodes")
         return 0.0
+
+    def _check_budget(self, job: Job) -> None:
+        if failure := self._find_overspending(job):
+            raise _Overspent(failure)
 
     def _find_overspending(self, job: Job) -> str:
         """Why the job may not cost more; empty while it may."""

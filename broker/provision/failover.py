@@ -102,6 +102,7 @@ class _Race:
         self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud or place
         self._reasons: list[str] = []
         self._has_temporary = False
+        self._is_first = True
 
     async def run(self) -> Won:
         while True:
@@ -137,7 +138,8 @@ class _Race:
         if not self._has_cloud(placement):
             return
         late = tuple(self._tries)
-        one = self._asker.begin(self._wanted, placement, rank=rank)
+        one = self._asker.begin(self._wanted, placement, rank=rank, is_first=self._is_first)
+        self._is_first = False
         self._tries.append(one)
         self._tell_begin(one, late)
 

@@ -120,10 +120,10 @@ class Asker:
         self._patience = patience
         self._write_boot = write_boot
 
-    def begin(self, wanted: Wanted, placement: Placement, *, rank: int) -> Try:
+    def begin(self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool) -> Try:
         """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
 
-        Raises what `wanted.check_budget` raises.
+        Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
         """
         known = self.find_intent(wanted.cluster, placement)
         if known is None:
@@ -131,7 +131,7 @@ class Asker:
             self._memory.begin(placement)
         one = Try(
             cloud=self._clouds[placement.offer.cloud],
-            request=known or self._open_intent(wanted, placement),
+            request=known or self._open_intent(wanted, placement, is_first=is_first),
             rank=rank,
             is_resumed=known is not None,
             begun_s=self._clock.now_s(),
@@ -197,7 +197,7 @@ class Asker:
             for node in nodes:
                 self._store.record_node(node)
 
-    def _open_intent(self, wanted: Wanted, placement: Placement) -> NodeRequest:
+    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool) -> NodeRequest:
         cluster = wanted.cluster
         serial = self._store.count_closed_intents(cluster.name)
         request = NodeRequest(
@@ -209,6 +209,10 @@ class Asker:
             spec=wanted.spec,
         )
         with self._store.transaction():
+            current = self._store.get_cluster(cluster.name)
+            is_ours = is_first if current is None else current.created_s == cluster.created_s
+            if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
+                raise _make_down_error(cluster.name)
             self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
             self._store.put_intent(request)
         return request
@@ -251,7 +255,7 @@ class Asker:
         try:
             for tries in range(CREATE_TRIES_MAX):
                 if not self._store.is_intent_open(request.token):
-                    raise UsageError(f"{request.cluster} was taken down while it came up")
+                    raise _make_down_error(request.cluster)
                 if tries:
                     wanted.check_budget()
                 try:
@@ -289,6 +293,10 @@ class Asker:
             if is_whole or self._clock.now_s() - start_s >= cloud.settle_s:
                 return found
             await self._clock.sleep(min(1.0, cloud.settle_s))
+
+
+def _make_down_error(name: str) -> UsageError:
+    return UsageError(f"{name} was taken down while it came up")
 
 
 def _forget_failure(done: asyncio.Task[Sequence[Node]]) -> None:

@@ -95,15 +95,16 @@ class RefusalRows(Database):
         """Empty `region`, `zone` or `instance_type` refuses all of them.
 
         A circuit breaker: each refusal soon after the last one holds twice as long, up to `lasts_s_max`; once it
-        has expired, one try is let through.
+        has expired, one try is let through. What was asked before the last refusal was known counts with it.
         """
         key = (cloud, region, zone or "", instance_type, is_spot)
         where = "cloud = ? AND region = ? AND zone = ? AND instance_type = ? AND is_spot = ?"
         now_s = self.clock.now_s()
         with self.transaction():
             known = self._row(f"SELECT count, expires_s FROM refusals WHERE {where}", key)
-            is_again = known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S
-            count = known["count"] + 1 if known is not None and is_again else 1
+            count = 1
+            if known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S:
+                count = known["count"] + int(now_s >= known["expires_s"])
             held_s = min(lasts_s * 2.0 ** (count - 1), max(lasts_s, lasts_s_max or lasts_s))
             self._execute(
                 "INSERT OR REPLACE INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
@@ -121,13 +122,15 @@ class RefusalRows(Database):
         The try's end forgives or refuses anew; a process that dies meanwhile holds the others up for `lasts_s` only.
         """
         now_s = self.clock.now_s()
-        where = f"{_COVERING} AND expires_s <= ? AND expires_s > ?"
+        where = f"{_COVERING} AND expires_s <= ? AND expires_s > ?"  # run out, and not forgiven for its age yet
         bounds = (*_read_place(placement), now_s, now_s - FORGIVEN_AFTER_S)
         if self._rows(f"SELECT 1 FROM refusals WHERE {where}", bounds):
-            self._write(f"UPDATE refusals SET expires_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
+            self._write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def active_refusals(self, now_s: float) -> Sequence[Refusal]:
-        rows = self._rows("SELECT * FROM refusals WHERE expires_s > ? ORDER BY expires_s", (now_s,))
+        rows = self._rows(
+            "SELECT * FROM refusals WHERE max(expires_s, probed_until_s) > ? ORDER BY expires_s", (now_s,)
+        )
         return [
             Refusal(
                 cloud=row["cloud"], region=row["region"], zone=row["zone"], instance_type=row["instance_type"],

@@ -69,6 +69,7 @@ _COMPACTION = (  # still nobody may delete a young event
 _CALLS = (
     """CREATE TABLE paces (cloud TEXT NOT NULL, answer TEXT NOT NULL, mean_s REAL NOT NULL, deviation_s REAL NOT NULL,
        PRIMARY KEY (cloud, answer))""",
+    "ALTER TABLE refusals ADD COLUMN probed_until_s REAL NOT NULL DEFAULT 0",
     "CREATE TABLE retry_budgets (cloud TEXT PRIMARY KEY, tokens REAL NOT NULL, at_s REAL NOT NULL)",
 )
 
