@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AuthError, BrokerError, CapacityError, CloudError, InvalidRequestError
+from broker.nouns import noun
 from broker.provision.listing import Lister
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import CAPACITY_REFUSAL_S, RefusalMemory
@@ -26,7 +26,7 @@ REASONS_MAX = 5  # in an error's hints
 OTHER_ZONE_AMONG = 16  # a second place is looked for among so many: a zone that hangs, hangs for all its types
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Won:
     """The gang that is kept, and the tries that were still under way: give those back once the gang is recorded."""
 

@@ -5,9 +5,9 @@ The rule of TCP's retransmission timer (RFC 6298): smoothed mean and deviation, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+from broker.nouns import noun
 from broker.state.store import Pace, Store
 
 
@@ -16,7 +16,7 @@ class Answer(StrEnum):
     WHOLE = "whole"  # after that, every node runs
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Limits:
     """Seconds. `prior_s` stands where nothing was learned yet; the others bound what was learned."""
 

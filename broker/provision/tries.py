@@ -23,6 +23,7 @@ from broker.errors import (
     UnknownOutcomeError,
     UsageError,
 )
+from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
 from broker.provision.nodes import confirm_gone, wait_running
@@ -37,7 +38,7 @@ HEDGE = 2
 REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that say: nothing was made
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Wanted:
     """What `up` was asked for, apart from where.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from broker.nouns import noun
 from broker.state.database import Database
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Pace:
     """Smoothed seconds of one kind of answer of one cloud, and how far single answers lie from it."""
 
