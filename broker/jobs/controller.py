@@ -126,6 +126,7 @@ class JobController:
                 attempt=number,
                 job_id=job.id,
                 on_event=lambda message: self._tell("failover", message),
+                hedge=job.hedge,
                 check_budget=lambda: self._check_budget(job),
             )
         except _Overspent as error:

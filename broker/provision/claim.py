@@ -26,7 +26,7 @@ def claim_name(folder: Path, name: str) -> Iterator[None]:
                 "`broker status` shows when it is up; then `broker exec` runs more on it.",
                 "Another name: `-c NAME`.",
             )
-            raise UsageError(f"another command is bringing cluster `{name}` up", hints=hints) from None
+            raise UsageError(f"another command is bringing `{name}` up", hints=hints) from None
         yield
     finally:
         os.close(descriptor)

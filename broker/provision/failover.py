@@ -228,7 +228,7 @@ class _Race:
         return CapacityError(
             f"no place would give {self._wanted.cluster.name} its nodes now",
             scope="cloud",
-            hints=(*self._reasons, "Wait some minutes, or allow more regions or accelerators."),
+            hints=(*self._reasons, "`broker launch -r` asks until a place gives; or allow more regions."),
         )
 
 

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud
-from broker.errors import TransientError, UsageError
+from broker.errors import CapacityError, TransientError, UsageError
+from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
 from broker.provision.failover import HEDGE, Failover, Wanted, describe
@@ -31,6 +33,8 @@ from broker.types import (
 )
 
 STOP_S_MAX = 600.0
+RETRY_BASE_S = 15.0
+RETRY_S_MAX = 300.0
 
 
 class Provisioner:
@@ -68,12 +72,13 @@ class Provisioner:
         on_event: Callable[[str], None] | None = None,
         hedge: int = HEDGE,
         check_budget: Callable[[], None] | None = None,
+        retry_until_up: bool = False,
     ) -> Cluster:
         """The whole gang running, at the first place that gives it. Called again, it takes up where it was left.
 
         While places are late, `hedge` of them may be asked at once; those that are not needed are given back beside
         what the caller does next: `finish` waits for that. `check_budget` is called before each try, and what it
-        raises ends the search.
+        raises ends the search. `retry_until_up`: all places are asked again, later and later, until one gives.
         """
         known = self._store.get_cluster(name)
         if known and known.status is ClusterStatus.UP and known.attempt == attempt:
@@ -102,7 +107,16 @@ class Provisioner:
         # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
         claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
         with claim, self._collector.spare(name):
-            return await self._bring_up(wanted, plan)
+            for tries in count():
+                try:
+                    return await self._bring_up(wanted, plan)
+                except CapacityError as error:
+                    if not retry_until_up:
+                        raise
+                    wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
+                    wanted.on_event(f"{error.message}; trying again in {wait_s:.0f} s")
+                    await self._clock.sleep(wait_s)
+        raise AssertionError("it counts for ever")
 
     async def finish(self) -> None:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
