@@ -6,6 +6,8 @@ The first gang that is whole is kept, the better place where two are at once; al
 from __future__ import annotations
 
 import asyncio
+import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -23,6 +25,7 @@ from broker.types import Node, NodeRequest, Placement
 __all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "Wanted", "Won", "describe", "make_token"]
 
 REASONS_MAX = 5  # in an error's hints
+LAST_RESORT_MAX = 32  # places that refused lately and are asked after all, where there are no others
 OTHER_ZONE_AMONG = 16  # a second place is looked for among so many: a zone that hangs, hangs for all its types
 
 
@@ -102,6 +105,7 @@ class _Race:
         self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud or place
         self._reasons: list[str] = []
         self._has_temporary = False
+        self._last_resort: list[tuple[int, Placement]] = []
         self._is_first = True
 
     async def run(self) -> Won:
@@ -129,10 +133,15 @@ class _Race:
             self._begin(len(self._tries), self._begun.pop(0))
         while len(self._tries) < max(1, self._wanted.hedge) and all(self._measure_left_s(t) <= 0 for t in self._tries):
             found = self._candidates.take(frozenset(_name_zone(one.placement) for one in self._tries))
-            if found is None:
+            if found is not None:
+                if self._may_ask(*found):
+                    self._begin(*found)
+                continue
+            due = next((each for each in self._last_resort if self._memory.measure_reask_s(each[1]) <= 0), None)
+            if due is None:
                 return
-            if self._may_ask(found[1]):
-                self._begin(*found)
+            self._last_resort.remove(due)
+            self._begin(*due)  # nowhere else to go, and it may have room again
 
     def _begin(self, rank: int, placement: Placement) -> None:
         if not self._has_cloud(placement):
@@ -149,22 +158,28 @@ class _Race:
             self._lasting[name] = AuthError(f"cloud {name} is not set up", hints=("Run `broker check`.",))
         return name not in self._lasting
 
-    def _may_ask(self, placement: Placement) -> bool:
+    def _may_ask(self, rank: int, placement: Placement) -> bool:
         if not self._has_cloud(placement) or any(one.placement == placement for one in self._tries):
             return False
         name = placement.offer.cloud
-        known = self._memory.find_reason(placement, self._memory.list_active())
-        if known is not None:
-            known = f"{known} (remembered)"
-        elif wait_s := self._memory.measure_wait_s(name):
-            known = f"{name} has refused too many calls of late; it may be asked again in {wait_s:.0f} s"
-        if known is not None:
-            self._note_reason(placement, known)
-        return known is None
+        if wait_s := self._memory.measure_wait_s(name):
+            self._note_reason(placement, f"{name} has refused too many calls of late; it rests for {wait_s:.0f} s more")
+            return False
+        covering = self._memory.list_covering(placement, self._memory.list_active())
+        if covering:
+            self._note_reason(placement, f"{covering[0].reason} (remembered)")
+            self._keep_in_mind(rank, placement)
+        return not covering
+
+    def _keep_in_mind(self, rank: int, placement: Placement) -> None:
+        if len(self._last_resort) < LAST_RESORT_MAX:
+            insort(self._last_resort, (rank, placement), key=lambda each: each[0])
 
     async def _wait(self) -> None:
-        """Until a try ends, or the next one of them is late."""
+        """Until a try ends or the last of them is late; or a place that refused may be asked again beside late ones."""
         left_s = [s for s in map(self._measure_left_s, self._tries) if s > 0]
+        if not left_s and len(self._tries) < self._wanted.hedge:
+            left_s = [s for _, each in self._last_resort if 0 < (s := self._memory.measure_reask_s(each)) < math.inf]
         timer = asyncio.ensure_future(self._clock.sleep(min(left_s))) if left_s else None
         watched: set[asyncio.Future[object]] = {one.doing for one in self._tries}  # type: ignore[misc]
         try:
@@ -201,6 +216,7 @@ class _Race:
         else:
             self._note_reason(one.placement, error.message)
             self._memory.refuse(one.placement, error)
+            self._keep_in_mind(one.rank, one.placement)
             self._memory.note_failed_call(one.cloud.name)
             self._wanted.on_event(f"{where} refused after {took_s:.1f} s: {error.message}")
 

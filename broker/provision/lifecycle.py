@@ -34,7 +34,7 @@ from broker.types import (
 
 STOP_S_MAX = 600.0
 RETRY_BASE_S = 15.0
-RETRY_S_MAX = 300.0
+RETRY_S_MAX = 60.0
 
 
 class Provisioner:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from broker.errors import CapacityError, CloudError, QuotaError
 from broker.state.store import Refusal, Store
@@ -12,6 +13,8 @@ CAPACITY_REFUSAL_S = 600.0
 QUOTA_REFUSAL_S = 3600.0
 REFUSAL_S_MAX = 4 * 3600.0  # however often a place refuses
 REFUSAL_S_SHORT = 60.0  # a place that answered nothing clear
+REASK_S = 30.0  # all jobs together ask a full place no more often, when there is no other
+REASK_S_MAX = 120.0
 PROBE_S = 120.0  # others wait so long for the one that looks whether a place gives again
 # As the retry quota of AWS SDKs: bursts are free, a storm of ten thousand jobs is not.
 FAILURES_MAX = 60.0
@@ -27,9 +30,15 @@ class RefusalMemory:
     def list_active(self) -> tuple[Refusal, ...]:
         return tuple(self._store.active_refusals(self._store.clock.now_s()))
 
-    def find_reason(self, placement: Placement, active: Iterable[Refusal]) -> str | None:
-        """Why this place is not asked now; None: it may be."""
-        return next((refusal.reason for refusal in active if refusal.covers(placement)), None)
+    def list_covering(self, placement: Placement, active: Iterable[Refusal]) -> Sequence[Refusal]:
+        """Why this place is not asked now; empty: it may be."""
+        return [refusal for refusal in active if refusal.covers(placement)]
+
+    def measure_reask_s(self, placement: Placement) -> float:
+        """Seconds until one who has nowhere else to go may ask it all the same; 0: now, nobody did so lately."""
+        covering = self.list_covering(placement, self.list_active())
+        due_s = max((max(refusal.reask_s, refusal.probed_until_s) for refusal in covering), default=0.0)
+        return max(0.0, due_s - self._store.clock.now_s())
 
     def begin(self, placement: Placement) -> None:
         """A try begins there: where an earlier refusal has just run out, it is everybody's probe."""
@@ -37,9 +46,9 @@ class RefusalMemory:
 
     def refuse(self, placement: Placement, error: CloudError) -> None:
         offer = placement.offer
-        region, zone, lasts_s = offer.region, offer.zone, REFUSAL_S_SHORT
+        region, zone, lasts_s, reask_s = offer.region, offer.zone, REFUSAL_S_SHORT, REASK_S
         if isinstance(error, QuotaError):
-            zone, lasts_s = None, QUOTA_REFUSAL_S
+            zone, lasts_s, reask_s = None, QUOTA_REFUSAL_S, math.inf
         elif isinstance(error, CapacityError):
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
@@ -53,6 +62,8 @@ class RefusalMemory:
             lasts_s,
             error.message,
             lasts_s_max=REFUSAL_S_MAX,
+            reask_after_s=reask_s,
+            reask_after_s_max=REASK_S_MAX if isinstance(error, CapacityError) else math.inf,
         )
 
     def forgive(self, placement: Placement) -> None:

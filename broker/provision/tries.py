@@ -223,6 +223,9 @@ class Asker:
         one.nodes = tuple(await self._create(one, wanted))
         one.created_s = self._clock.now_s()
         self.record(one.nodes)
+        if not self._store.is_intent_open(one.request.token):  # whoever closed it did not see what was on its way
+            await self.bury(one.cloud, one.request, known=one.nodes)
+            raise _make_down_error(one.request.cluster)
         if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
             await self.bury(one.cloud, one.request, known=one.nodes)
             raise CapacityError(f"only {len(one.nodes)} of {one.placement.node_count} nodes were given", scope="zone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from broker.nouns import noun
@@ -35,6 +36,8 @@ class Refusal:
     is_spot: bool
     expires_s: float
     reason: str
+    reask_s: float = 0.0  # from then on it may be asked after all by one who has nowhere else to go
+    probed_until_s: float = 0.0  # somebody does so, and all others wait
 
     def covers(self, placement: Placement) -> bool:
         offer = placement.offer
@@ -91,8 +94,12 @@ class RefusalRows(Database):
         reason: str,
         *,
         lasts_s_max: float | None = None,
+        reask_after_s: float = math.inf,
+        reask_after_s_max: float = math.inf,
     ) -> None:
         """Empty `region`, `zone` or `instance_type` refuses all of them.
+
+        `reask_after_s`: so long after it, growing by half each time, one who has nowhere else to go may ask again.
 
         A circuit breaker: each refusal soon after the last one holds twice as long, up to `lasts_s_max`; once it
         has expired, one try is let through. What was asked before the last refusal was known counts with it.
@@ -101,15 +108,16 @@ class RefusalRows(Database):
         where = "cloud = ? AND region = ? AND zone = ? AND instance_type = ? AND is_spot = ?"
         now_s = self.clock.now_s()
         with self.transaction():
-            known = self._row(f"SELECT count, expires_s FROM refusals WHERE {where}", key)
+            known = self._row(f"SELECT count, expires_s, reask_s FROM refusals WHERE {where}", key)
             count = 1
             if known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S:
-                count = known["count"] + int(now_s >= known["expires_s"])
+                count = known["count"] + int(now_s >= known["reask_s"])
             held_s = min(lasts_s * 2.0 ** (count - 1), max(lasts_s, lasts_s_max or lasts_s))
+            pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
             self._execute(
                 "INSERT OR REPLACE INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
-                "count) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*key, now_s + held_s, reason, count),
+                "count, reask_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*key, now_s + held_s, reason, count, now_s + pause_s),
             )
 
     def forgive(self, placement: Placement) -> None:
@@ -117,13 +125,13 @@ class RefusalRows(Database):
         self._write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
-        """Half-open: refusals of this place that have run out hold for everybody else while one try looks again.
+        """Half-open: refusals of this place hold for everybody else, run out or not, while one try looks again.
 
         The try's end forgives or refuses anew; a process that dies meanwhile holds the others up for `lasts_s` only.
         """
         now_s = self.clock.now_s()
-        where = f"{_COVERING} AND expires_s <= ? AND expires_s > ?"  # run out, and not forgiven for its age yet
-        bounds = (*_read_place(placement), now_s, now_s - FORGIVEN_AFTER_S)
+        where = f"{_COVERING} AND expires_s > ?"
+        bounds = (*_read_place(placement), now_s - FORGIVEN_AFTER_S)
         if self._rows(f"SELECT 1 FROM refusals WHERE {where}", bounds):
             self._write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
@@ -135,6 +143,7 @@ class RefusalRows(Database):
             Refusal(
                 cloud=row["cloud"], region=row["region"], zone=row["zone"], instance_type=row["instance_type"],
                 is_spot=bool(row["is_spot"]), expires_s=row["expires_s"], reason=row["reason"],
+                reask_s=row["reask_s"], probed_until_s=row["probed_until_s"],
             )
             for row in rows
         ]  # fmt: skip
