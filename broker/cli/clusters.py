@@ -62,6 +62,8 @@ def launch(
     secret: options.Secret = None,
     idle: Annotated[int | None, typer.Option("--idle-minutes-to-autostop", "-i", min=0)] = None,
     down: Annotated[bool, typer.Option("--down", help="Take the cluster down when it is idle.")] = False,
+    hedge: options.Hedge = 2,
+    retry_until_up: Annotated[bool, typer.Option("--retry-until-up", "-r", help="Ask until a place gives.")] = False,
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
@@ -95,12 +97,20 @@ def launch(
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
         confirm_price([plan], yes=yes)
-    asyncio.run(_launch(context, wanted, one, plan, autostop))
+    try:
+        asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
+    except KeyboardInterrupt:
+        tell_what_is_left(context, wanted)
+        raise typer.Exit(130) from None
     follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
 
 
-async def _launch(context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None) -> None:
-    cluster = await context.provisioner.up(name, plan, autostop=autostop, on_event=print_note)
+async def _launch(
+    context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None, *, hedge: int, is_patient: bool
+) -> None:
+    cluster = await context.provisioner.up(
+        name, plan, autostop=autostop, on_event=print_note, hedge=hedge, retry_until_up=is_patient
+    )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(
             f"cluster `{name}` has {len(cluster.nodes)} nodes, the task asks for {task.num_nodes}",
@@ -110,6 +120,30 @@ async def _launch(context: Context, name: str, task: Task, plan: Plan, autostop:
     await _submit(context, cluster, task)
     if autostop:
         await context.gang.set_autostop(cluster, autostop)
+    await context.provisioner.finish()  # nobody would wait for it later: this process may be the only one
+
+
+def tell_what_is_left(context: Context, name: str) -> None:
+    """After Ctrl-C: what was begun and goes on costing, and the command that ends it."""
+    from broker.provision.failover import describe
+
+    begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
+    cluster = context.store.get_cluster(name)
+    if cluster is not None and cluster.status is ClusterStatus.UP:
+        lines = [f"interrupted; cluster `{name}` is up at {show_usd(cluster.placement.usd_hour)} USD/h"]
+        lines += [f"  and {describe(each)} is being given back; `broker gc` ends it" for each in begun]
+        lines.append(f"`broker down {name}` ends it, `broker exec {name} TASK.yaml` runs something on it")
+    elif begun:
+        at_stake_usd = sum(each.usd_hour for each in begun)
+        lines = [
+            f"interrupted; this was asked for, and may cost up to {show_usd(at_stake_usd)} USD/h until it is ended:"
+        ]
+        lines += [f"  {describe(each)}" for each in begun]
+        lines.append(f"`broker down {name}` ends it, the same launch with `-c {name}` goes on")
+    else:
+        lines = ["interrupted; nothing was begun"]
+    for line in lines:
+        print_note(line)
 
 
 async def _submit(context: Context, cluster: Cluster, task: Task) -> int:

@@ -44,17 +44,20 @@ def launch(
     env: options.Env = None,
     env_file: options.EnvFile = None,
     secret: options.Secret = None,
-    request_id: Annotated[str | None, typer.Option("--request-id", help="The same id submits only once.")] = None,
+    hedge: options.Hedge = 2,
+    request_id: options.RequestId = None,
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The jobs as data; with --detach-run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The jobs as data; they are not followed.")] = False,
+    output: options.Output = options.Format.TABLE,
 ) -> None:
     """Promise a task: it runs until it succeeds or fails by itself."""
     from broker.cli.clusters import confirm_price, plan_launch
     from broker.jobs.submission import submit_tasks
 
     context = Context()
+    as_json = as_json or output is options.Format.JSON
     overrides = options.Overrides(
         workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
         num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
@@ -68,7 +71,7 @@ def launch(
     if dryrun:
         return
     confirm_price(plans, yes=yes)
-    jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id)
+    jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
     context.ensure_daemon()
     if as_json:
         print_json([jobs_show.describe(each, 0.0) for each in jobs])
@@ -92,6 +95,8 @@ def _check_runnable(tasks: tuple[Task, ...]) -> None:
 def cancel(
     jobs: Annotated[list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every live job.")] = False,
+    as_json: options.AsJson = False,
+    output: options.Output = options.Format.TABLE,
 ) -> None:
     """End jobs and their machines."""
     context = Context()
@@ -101,25 +106,42 @@ def cancel(
         wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
     if not wanted and not everything:
         raise UsageError("no job was named", hints=["`broker jobs cancel ID`, or `--all`"])
+    as_json = as_json or output is options.Format.JSON
+    told = []
     for job in wanted:
-        if context.store.request_cancel(job.id):
+        is_live = context.store.request_cancel(job.id)
+        if as_json:
+            told.append({"id": job.id, "name": job.name, "status": job.status.value, "is_cancelling": is_live})
+        elif is_live:
             print_line(f"Job {job.id} ({job.name}) is being cancelled")
         else:
             print_line(f"Job {job.id} ({job.name}) has ended already: {job.status.value}")
     if wanted:
         context.ensure_daemon()
+    if as_json:
+        print_json(told)
 
 
 @app.command()
-def retry(job: JobName, secret: options.Secret = None, detach: options.Detach = False) -> None:
+def retry(
+    job: JobName,
+    secret: options.Secret = None,
+    request_id: options.RequestId = None,
+    detach: options.Detach = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The new job as data; it is not followed.")] = False,
+    output: options.Output = options.Format.TABLE,
+) -> None:
     """Submit an ended job again: it goes on with its checkpoints."""
     from broker.jobs.submission import retry_job
     from broker.types import Secret
 
     context = Context()
     secrets = {name: Secret(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
-    again = retry_job(context.store, find_job(context, job), secrets=secrets)
+    again = retry_job(context.store, find_job(context, job), secrets=secrets, request_id=request_id)
     context.ensure_daemon()
+    if as_json or output is options.Format.JSON:
+        print_json(jobs_show.describe(again, 0.0))
+        return
     print_line(f"Managed job {again.id} ({again.name}) goes on where job {job} ended")
     if not detach:
         follow_job(context, again.id)
@@ -130,6 +152,8 @@ def wait(
     job: JobName,
     state: Annotated[str, typer.Option("--for", help="A status, such as RUNNING or SUCCEEDED.")] = "SUCCEEDED",
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds; 0 waits as long as it takes.")] = 0,
+    as_json: options.AsJson = False,
+    output: options.Output = options.Format.TABLE,
 ) -> None:
     """Wait until a job is in a state; it fails when the job ends in another one, or at the timeout."""
     context = Context()
@@ -143,8 +167,13 @@ def wait(
     while True:
         found = context.store.get_job(job_id)
         assert found is not None
+        if found.status is wanted or found.status.is_terminal:
+            if as_json or output is options.Format.JSON:
+                spent_usd = context.store.spend_usd(job_id=job_id, now_s=context.clock.now_s())
+                print_json(jobs_show.describe(found, spent_usd))
+            elif found.status is wanted:
+                print_line(f"Job {job_id} ({found.name}) is {wanted.value}")
         if found.status is wanted:
-            print_line(f"Job {job_id} ({found.name}) is {wanted.value}")
             return
         if found.status.is_terminal:
             reason = f": {found.failure}" if found.failure else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from typing import Annotated
@@ -42,9 +43,11 @@ def queue(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also ended jobs of long ago.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")] = False,
     as_json: options.AsJson = False,
+    output: options.Output = options.Format.TABLE,
 ) -> None:
     """List managed jobs, newest first."""
     context = Context()
+    as_json = as_json or output is options.Format.JSON
     try:
         while True:
             if as_json:
@@ -106,28 +109,31 @@ def describe(job: Job, spent_usd: float) -> dict[str, object]:
 def logs(
     job: JobName,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the job ends.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Each line as data on a line of its own.")] = False,
+    output: options.Output = options.Format.TABLE,
 ) -> None:
     """Show what a job prints, across its recoveries."""
     context = Context()
     found = find_job(context, job)
+    as_json = as_json or output is options.Format.JSON
     if follow:
-        follow_job(context, found.id)
+        follow_job(context, found.id, as_json=as_json)
     else:
-        _print_log(context, found.id, 0)
+        _print_log(context, found.id, 0, as_json=as_json)
 
 
-def events(job: JobName, as_json: options.AsJson = False) -> None:
+def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """List what happened to a job."""
     context = Context()
     found = context.store.list_events(job_id=find_job(context, job).id)
-    if as_json:
+    if as_json or output is options.Format.JSON:
         print_json(plain(list(found)))
         return
     for event in found:
         print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
 
 
-def why(job: JobName, as_json: options.AsJson = False) -> None:
+def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Tell the story of a job: where it is, how it came there, what it cost."""
     from broker.jobs.summary import summarize
 
@@ -136,7 +142,7 @@ def why(job: JobName, as_json: options.AsJson = False) -> None:
     paid = context.store.spend_usd(job_id=found.id, now_s=now_s)
     summary = summarize(found, found.attempts, context.store.list_steps(found.id), paid_usd=paid, now_s=now_s)
     story = context.store.list_events(job_id=found.id)
-    if as_json:
+    if as_json or output is options.Format.JSON:
         print_json({**describe(found, paid), "events": plain(list(story)), "summary": plain(summary)})
         return
     reason = f": {found.failure}" if found.failure else ""
@@ -166,7 +172,7 @@ def find_job(context: Context, text: str) -> Job:
     return job or named[-1]
 
 
-def follow_job(context: Context, job_id: int) -> None:
+def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
     """Print the log as it grows, until the job ends; its failure is this command's."""
     offset = 0
     try:
@@ -175,9 +181,9 @@ def follow_job(context: Context, job_id: int) -> None:
             assert job is not None
             if not job.status.is_terminal:
                 context.ensure_daemon()  # whoever killed it, the one who waits brings it back
-            offset = _print_log(context, job_id, offset)
+            offset = _print_log(context, job_id, offset, as_json=as_json)
             if job.status.is_terminal:
-                offset = _print_log(context, job_id, offset)
+                offset = _print_log(context, job_id, offset, as_json=as_json)
                 break
             asyncio.run(context.clock.sleep(LOOK_S))
     except KeyboardInterrupt:
@@ -188,7 +194,7 @@ def follow_job(context: Context, job_id: int) -> None:
         raise RunFailedError(f"job {job_id} ended {job.status.value}", returncode=1)
 
 
-def _print_log(context: Context, job_id: int, offset: int) -> int:
+def _print_log(context: Context, job_id: int, offset: int, *, as_json: bool = False) -> int:
     path = context.config.logs / "jobs" / f"{job_id}.log"
     if not path.exists():
         return offset
@@ -197,7 +203,7 @@ def _print_log(context: Context, job_id: int, offset: int) -> int:
         chunk = file.read()
     complete = chunk[: chunk.rfind(b"\n") + 1]
     for line in complete.decode(errors="replace").splitlines():
-        print_line(clean(line))
+        print_line(json.dumps({"job": job_id, "line": clean(line)}) if as_json else clean(line))
     sys.stdout.flush()
     return offset + len(complete)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,12 @@ import typer
 from broker.errors import UsageError
 from broker.nouns import noun
 from broker.types import Task
+
+
+class Format(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
 
 Entrypoint = Annotated[
     list[str], typer.Argument(metavar="TASK.yaml | COMMAND...", help="A task file, or a command.", show_default=False)
@@ -32,6 +39,9 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")]
 Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As data.")]
+Output = Annotated[Format, typer.Option("--output", "-o", help="`json` is what --json gives.")]
+Hedge = Annotated[int, typer.Option("--hedge", min=1, help="Places asked at once while some are late; 1: one by one.")]
+RequestId = Annotated[str | None, typer.Option("--request-id", help="The same id submits only once.")]
 
 
 @noun

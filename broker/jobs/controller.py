@@ -34,14 +34,19 @@ FAILED_OUTCOME = "failed"
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
 STALLED_OUTCOME = "stalled"
+OVERSPENT_OUTCOME = "out of budget"
 GRACE_S = 30.0  # for a program that is stopped at its budget
 STALLS_MAX = 3  # at one step: then it is the program, not the machines
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 T = TypeVar("T")
 
 
-class _Cancelled(Exception):
-    """The user asked for the end while something long was under way."""
+class _Interrupted(Exception):
+    """While something long was under way, the user asked for the end, or the money ran out."""
+
+
+class _Overspent(Exception):
+    """The search for machines has used up what was left of the budget."""
 
 
 class JobController:
@@ -81,14 +86,16 @@ class JobController:
             if live is None:
                 if wait_s := self._wait_for_others(job):
                     return wait_s
-                return await self._until_cancelled(self._bring_up(job))
+                return await self._until_unwanted(job, self._bring_up(job))
             if live.outcome:
                 await self._undertaker.bury(live)
                 return 0.0
             if live.running_s is None:
-                return await self._until_cancelled(self._start(job, live))
+                if failure := self._find_overspending(job):
+                    return await self._end(job, live, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+                return await self._until_unwanted(job, self._start(job, live))
             return await self._look(job, live)
-        except _Cancelled:
+        except _Interrupted:
             return 0.0
 
     def _wait_for_others(self, job: Job) -> float:
@@ -119,7 +126,11 @@ class JobController:
                 attempt=number,
                 job_id=job.id,
                 on_event=lambda message: self._tell("failover", message),
+                hedge=job.hedge,
+                check_budget=lambda: self._check_budget(job),
             )
+        except _Overspent as error:
+            return self._finish(job, JobStatus.FAILED, str(error))
         except CapacityError as error:
             self._refusals += 1
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
@@ -230,7 +241,7 @@ class JobController:
         now_s = self._clock.now_s()
         if failure := self._find_overspending(job):
             await self._undertaker.end_program(cluster, grace_s=GRACE_S)
-            return await self._end(job, attempt, JobStatus.FAILED, "out of budget", failure)
+            return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
         timeout_s = get_recovery(job.task).stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
             return POLL_S
@@ -244,6 +255,10 @@ class JobController:
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
             self._tell("restart", f"no new step for {timeout_s:g} s at step {step}: restarted on new nodes")
         return 0.0
+
+    def _check_budget(self, job: Job) -> None:
+        if failure := self._find_overspending(job):
+            raise _Overspent(failure)
 
     def _find_overspending(self, job: Job) -> str:
         """Why the job may not cost more; empty while it may."""
@@ -324,22 +339,25 @@ class JobController:
             self._finish(job, JobStatus.CANCELLED, "")
         return 0.0
 
-    async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        """Give up long work when a cancel is asked for; what it leaves half done is found by its intents."""
+    async def _until_unwanted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
+        """Give up long work when a cancel is asked for, or when nodes that only boot have used up the budget.
+
+        What it leaves half done is found by its intents.
+        """
         doing = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._wait_for_cancel())
+        watching = asyncio.ensure_future(self._wait_until_unwanted(job))
         try:
             await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                raise _Cancelled
+                raise _Interrupted
             return doing.result()
         finally:
             doing.cancel()
             watching.cancel()
             await asyncio.gather(doing, watching, return_exceptions=True)
 
-    async def _wait_for_cancel(self) -> None:
-        while not self._store.is_cancel_requested(self.job_id):
+    async def _wait_until_unwanted(self, job: Job) -> None:
+        while not self._store.is_cancel_requested(self.job_id) and not self._find_overspending(job):
             await self._clock.sleep(POLL_S)
 
     async def _renew_lease(self, watch: Watch, cluster: Cluster) -> None:

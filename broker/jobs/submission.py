@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from broker.errors import UsageError
 from broker.optimizer.dag_order import find_needs, name_tasks, order_indexes
+from broker.provision.failover import HEDGE
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Secret, Task
 
 
 def submit_tasks(
-    store: Store, tasks: Sequence[Task], *, name: str | None = None, request_id: str | None = None
+    store: Store, tasks: Sequence[Task], *, name: str | None = None, request_id: str | None = None, hedge: int = HEDGE
 ) -> Sequence[Job]:
     """All or none, in an order that can run; the same `request_id` submits nothing twice.
 
@@ -20,7 +21,7 @@ def submit_tasks(
     Raises UsageError for needs that go in a circle or name no task.
     """
     if len(tasks) == 1:
-        return [store.add_job(name or tasks[0].name or "job", tasks[0], request_id)]
+        return [store.add_job(name or tasks[0].name or "job", tasks[0], request_id, hedge=hedge)]
     needs = _find_needs(tasks)
     names = name_tasks(tasks)
     jobs: dict[int, Job] = {}
@@ -33,6 +34,7 @@ def submit_tasks(
                 f"{request_id}/{index}" if request_id else None,
                 needs=[jobs[other].id for other in needs[index]],
                 pipeline=pipeline,
+                hedge=hedge,
             )
     return [jobs[index] for index in sorted(jobs)]
 
@@ -43,8 +45,13 @@ def _find_needs(tasks: Sequence[Task]) -> Sequence[Sequence[int]]:
     return [[index - 1] if index else [] for index in range(len(tasks))]
 
 
-def retry_job(store: Store, job: Job, *, secrets: Mapping[str, Secret]) -> Job:
-    """A new job with the old one's task, checkpoints and attempt numbers. Raises UsageError."""
+def retry_job(store: Store, job: Job, *, secrets: Mapping[str, Secret], request_id: str | None = None) -> Job:
+    """A new job with the old one's task, checkpoints and attempt numbers; the same `request_id` makes one only.
+
+    Raises UsageError.
+    """
+    if known := store.find_request(request_id):
+        return known
     if not job.status.is_terminal:
         raise UsageError(
             f"job {job.id} is {job.status.value}, not ended", hints=[f"`broker jobs cancel {job.id}` first"]
@@ -65,4 +72,6 @@ def retry_job(store: Store, job: Job, *, secrets: Mapping[str, Secret]) -> Job:
         flags = " ".join(f"--secret {name}" for name in missing)
         raise UsageError(f"job {job.id} needs its secrets again", hints=[f"`broker jobs retry {job.id} {flags}`"])
     task = replace(job.task, secrets={name: secrets[name] for name in job.task.secrets})
-    return store.add_job(job.name, task, needs=job.needs, pipeline=job.pipeline, resumes=job)
+    return store.add_job(
+        job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
+    )

@@ -22,7 +22,10 @@ def claim_name(folder: Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            hints = ("`broker status` shows when it is up; then `broker exec` runs more on it.",)
+            hints = (
+                "`broker status` shows when it is up; then `broker exec` runs more on it.",
+                "Another name: `-c NAME`.",
+            )
             raise UsageError(f"another command is bringing `{name}` up", hints=hints) from None
         yield
     finally:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import CloudError
+from broker.provision.returns import Returns
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Node, NodeState
+from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +29,16 @@ class Collector:
         clock: Clock,
         owner: str,
         down: Callable[[str], Awaitable[None]],
+        bury: Callable[[NodeRequest], Awaitable[None]],
+        returns: Returns,
     ) -> None:
         self._clouds = clouds
         self._store = store
         self._clock = clock
         self._owner = owner
         self._down = down
+        self._bury = bury
+        self._returns = returns
         self._spared: Counter[str] = Counter()
 
     @contextmanager
@@ -47,7 +52,8 @@ class Collector:
 
     async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
         """What `collect` would end now: nodes that nobody records, and names of dead clusters. Raises CloudError."""
-        nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud)]
+        left = {request.token for request in self._find_leftovers()}
+        nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud, left)]
         return nodes, self._find_dead_names()
 
     async def collect(self) -> int:
@@ -57,6 +63,12 @@ class Collector:
                 count += await self._collect_nodes(cloud)
             except CloudError as error:
                 log.warning("%s cannot be swept now: %s", cloud.name, error.message)
+        for request in self._find_leftovers():
+            try:
+                await self._bury(request)
+                count += 1
+            except CloudError as error:
+                log.warning("a gang of %s cannot be given back now: %s", request.cluster, error.message)
         for name in self._find_dead_names():
             try:
                 await self._down(name)
@@ -74,11 +86,14 @@ class Collector:
                 self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
         return len(lost)
 
-    async def _find_lost_nodes(self, cloud: Cloud) -> Sequence[Node]:
-        """The list is read before the records, so that a node recorded in between is never mistaken for lost."""
+    async def _find_lost_nodes(self, cloud: Cloud, left: Collection[str] = ()) -> Sequence[Node]:
+        """The list is read before the records, so that a node recorded in between is never mistaken for lost.
+
+        `left`: tokens whose open intents save nobody.
+        """
         listed: Sequence[Node] = await cloud.list_nodes(self._owner)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
-        tokens = {intent.request.token for intent in self._store.list_open_intents()}
+        tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
         return [
             node
@@ -88,6 +103,17 @@ class Collector:
             and node.created_s < oldest_s
             and node.token not in tokens
             and not _is_recorded(node, clusters.get(node.cluster))
+        ]
+
+    def _find_leftovers(self) -> Sequence[NodeRequest]:
+        """Asked for by a search that has found its gang elsewhere, in a process that died before they were ended."""
+        status = {cluster.name: cluster.status for cluster in self._store.list_clusters()}
+        return [
+            intent.request
+            for intent in self._store.list_open_intents()
+            if status.get(intent.request.cluster) in (ClusterStatus.UP, ClusterStatus.STOPPED)
+            and intent.request.token not in self._returns.tokens
+            and intent.request.placement.offer.cloud in self._clouds
         ]
 
     def _find_dead_names(self) -> Sequence[str]:
@@ -101,11 +127,12 @@ class Collector:
             or cluster.status is ClusterStatus.TERMINATING
             or (cluster.status is ClusterStatus.INIT and not cluster.job_id and now_s - cluster.created_s > UP_S_MAX)
         }
-        jobs_by_name = {cluster.name: cluster.job_id for cluster in self._store.list_clusters()}
+        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         for intent in self._store.list_open_intents():
-            name = intent.request.cluster
-            if jobs_by_name.get(name) is None and now_s - intent.created_s > UP_S_MAX:
-                names.add(name)
+            cluster = clusters.get(intent.request.cluster)
+            is_coming_up = cluster is None or (cluster.job_id is None and cluster.status is ClusterStatus.INIT)
+            if is_coming_up and now_s - intent.created_s > UP_S_MAX:
+                names.add(intent.request.cluster)
         return sorted(name for name in names if not self._spared[name])
 
 

@@ -1,66 +1,41 @@
-"""The only failover loop: it follows the plan's order, remembers refusals, and never creates a gang twice.
+"""The only failover loop: it follows the plan's order, and asks the next place too while those before are late.
 
-An intent is committed before each create call; its token makes a repeat harmless; an unknown outcome is looked up.
+The first gang that is whole is kept, the better place where two are at once; all others are given back.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import asyncio
+import math
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
-from broker.errors import (
-    AuthError,
-    CapacityError,
-    CloudError,
-    InvalidRequestError,
-    QuotaError,
-    ThrottledError,
-    TransientError,
-    UnknownOutcomeError,
-    UsageError,
-)
+from broker.errors import AuthError, BrokerError, CapacityError, CloudError, InvalidRequestError
 from broker.nouns import noun
-from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
-from broker.provision.nodes import confirm_gone, wait_running
+from broker.provision.patience import Answer, Patience
+from broker.provision.refusals import CAPACITY_REFUSAL_S, RefusalMemory
+from broker.provision.tries import HEDGE, Asker, Try, Wanted, describe, make_token
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
+from broker.types import Node, NodeRequest, Placement
 
-CAPACITY_REFUSAL_S = 600.0
-QUOTA_REFUSAL_S = 3600.0
-REFUSAL_S_MAX = 4 * 3600.0  # however often a place refuses
-REFUSAL_S_SHORT = 60.0  # a place that answered nothing clear
-CREATE_TRIES_MAX = 6
+__all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "Wanted", "Won", "describe", "make_token"]
+
+REASONS_MAX = 5  # in an error's hints
+LAST_RESORT_MAX = 32  # places that refused lately and are asked after all, where there are no others
+OTHER_ZONE_AMONG = 16  # a second place is looked for among so many: a zone that hangs, hangs for all its types
 
 
 @noun
-class Wanted:
-    """What `up` was asked for, apart from where."""
+class Won:
+    """The gang that is kept, and the tries that were still under way: give those back once the gang is recorded."""
 
-    cluster: Cluster
-    spec: MachineSpec
-    timeout_s: float
-    on_event: Callable[[str], None]
-
-
-def make_token(owner: str, cluster: str, attempt: int, placement: Placement, serial: int) -> str:
-    """The same try gives the same token, before and after a crash. `serial` counts this name's settled tries:
-
-    a cloud answers a token whose nodes have ended with those dead nodes, so a later try needs another."""
-    offer = placement.offer
-    place = (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot, placement.node_count)
-    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, serial))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def describe(placement: Placement) -> str:
-    offer = placement.offer
-    pricing = "spot" if placement.is_spot else "on-demand"
-    where = offer.zone or offer.region
-    return f"{placement.node_count} x {offer.instance_type} {pricing} in {where} ({offer.cloud})"
+    placement: Placement
+    nodes: Sequence[Node]
+    others: tuple[Try, ...]
 
 
 class Failover:
@@ -75,173 +50,220 @@ class Failover:
         write_boot: Callable[[NodeRequest], str],
     ) -> None:
         self._clouds = clouds
-        self._store = store
         self._clock = clock
-        self._owner = owner
-        self._lister = lister
-        self._write_boot = write_boot
-
-    async def acquire(self, wanted: Wanted, placements: Sequence[Placement]) -> tuple[Placement, Sequence[Node]]:
-        """The first place that gives the whole gang. Raises CapacityError when all refused for now,
-        the AuthError or InvalidRequestError itself when no place would ever answer otherwise."""
-        lasting: dict[str, CloudError] = {}
-        reasons: list[str] = []
-        has_temporary = False
-        for placement in placements:
-            cloud_name = placement.offer.cloud
-            if cloud_name in lasting:
-                continue
-            cloud = self._clouds.get(cloud_name)
-            if cloud is None:
-                lasting[cloud_name] = AuthError(f"cloud {cloud_name} is not set up", hints=("Run `broker check`.",))
-                continue
-            known = self._find_refusal(placement)
-            if known and self._find_intent(wanted.cluster, placement) is None:  # what was begun there is seen to
-                has_temporary = True
-                reasons.append(f"{describe(placement)}: {known} (remembered)")
-                continue
-            try:
-                nodes = await self._try_place(cloud, wanted, placement)
-                self._store.forgive(placement)
-                return placement, nodes
-            except AuthError as error:
-                lasting[cloud_name] = error
-                wanted.on_event(f"{cloud_name} skipped: {error.message}")
-            except InvalidRequestError as error:
-                lasting[describe(placement)] = error
-                wanted.on_event(f"{describe(placement)} skipped: {error.message}")
-            except CloudError as error:
-                has_temporary = True
-                reasons.append(f"{describe(placement)}: {error.message}")
-                self._refuse(placement, error)
-                wanted.on_event(f"{describe(placement)} refused: {error.message}")
-        if lasting and not has_temporary:
-            raise next(iter(lasting.values()))
-        raise CapacityError(
-            f"no place would give {wanted.cluster.name} its nodes now",
-            scope="cloud",
-            hints=(*reasons[:5], "Wait some minutes, or allow more regions or accelerators."),
+        self._memory = RefusalMemory(store)
+        self._patience = Patience(store)
+        self.asker = Asker(
+            clouds,
+            store,
+            clock=clock,
+            owner=owner,
+            lister=lister,
+            memory=self._memory,
+            patience=self._patience,
+            write_boot=write_boot,
         )
 
-    async def bury(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> None:
-        """End whatever this intent made, confirm it, and only then close the intent."""
-        gone = await confirm_gone(
-            cloud,
-            self._lister,
-            known=known,
-            is_ours=lambda node: node.token == request.token,
-            expected_count=request.placement.node_count,
-            clock=self._clock,
-        )
-        with self._store.transaction():
-            self.record(gone)
-            self._store.close_intent(request.token, "terminated")
+    async def acquire(self, wanted: Wanted, placements: Iterable[Placement], *, begun: Sequence[Placement] = ()) -> Won:
+        """The first whole gang, best place first; places `begun` by an earlier process all go on at once.
 
-    def record(self, nodes: Sequence[Node]) -> None:
-        with self._store.transaction():
-            for node in nodes:
-                self._store.record_node(node)
-
-    async def _try_place(self, cloud: Cloud, wanted: Wanted, placement: Placement) -> Sequence[Node]:
-        request, is_resumed = self._open_intent(wanted, placement)
-        created = await self._create(cloud, request, is_uncertain=is_resumed)
-        self.record(created)
-        nodes = await wait_running(
-            cloud,
-            self._lister,
-            token=request.token,
-            created=created,
-            node_count=placement.node_count,
-            timeout_s=wanted.timeout_s,
-            clock=self._clock,
-            on_look=self.record,
-        )
-        if nodes is None:
-            await self.bury(cloud, request, known=created)
-            raise CapacityError("the gang did not come up whole", scope="zone")
-        return nodes
-
-    def _open_intent(self, wanted: Wanted, placement: Placement) -> tuple[NodeRequest, bool]:
-        """Commit what is about to be made; an intent left open by a crash is taken up, token and all."""
-        cluster = wanted.cluster
-        known = self._find_intent(cluster, placement)
-        if known is not None:
-            return known, True
-        serial = self._store.count_closed_intents(cluster.name)
-        request = NodeRequest(
-            owner=self._owner,
-            cluster=cluster.name,
-            attempt=cluster.attempt,
-            token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
-            placement=placement,
-            spec=wanted.spec,
-        )
-        with self._store.transaction():
-            self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
-            self._store.put_intent(request)
-        return request, False
-
-    def _find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
-        requests = [intent.request for intent in self._store.list_open_intents(cluster.name)]
-        same = (each for each in requests if each.placement == placement and each.attempt == cluster.attempt)
-        return next(same, None)
-
-    async def _create(self, cloud: Cloud, request: NodeRequest, *, is_uncertain: bool) -> Sequence[Node]:
-        """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.
-
-        `is_uncertain`: an earlier call, of a process that is gone, may have worked.
+        Raises CapacityError when all refused for now, the AuthError or InvalidRequestError itself when no place would
+        ever answer otherwise, and what `wanted.check_budget` raises. On a CloudError nothing is left; on any other
+        end what was begun stays as open intents.
         """
-        bootable = replace(request, boot=self._write_boot(request))
+        race = _Race(wanted, placements, begun, self._clouds, self.asker, self._memory, self._patience, self._clock)
         try:
-            for tries in range(CREATE_TRIES_MAX):
-                if not self._store.is_intent_open(request.token):
-                    raise UsageError(f"{request.cluster} was taken down while it came up")
-                try:
-                    return await cloud.create_nodes(bootable)
-                except (ThrottledError, TransientError):
-                    await self._clock.sleep(draw_backoff_s(tries))
-                except UnknownOutcomeError:
-                    is_uncertain = True
-                    adopted = await self._look_for(cloud, request)
-                    if adopted:
-                        return adopted
-            raise TransientError(f"{cloud.name} gave no clear answer in {CREATE_TRIES_MAX} tries")
-        except CloudError as error:
-            is_refused = isinstance(error, CapacityError | QuotaError | AuthError | InvalidRequestError)
-            if is_uncertain or not is_refused:
-                await self.bury(cloud, request)
-            self._store.close_intent(request.token, f"refused: {error.message}")
+            return await race.run()
+        except BaseException:
+            await race.drop()
             raise
 
-    async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
-        """Nodes carrying this token, waited for until the list has settled; empty: ask again."""
-        start_s = self._clock.now_s()
+
+class _Race:
+    """One search for a gang."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        placements: Iterable[Placement],
+        begun: Sequence[Placement],
+        clouds: Mapping[str, Cloud],
+        asker: Asker,
+        memory: RefusalMemory,
+        patience: Patience,
+        clock: Clock,
+    ) -> None:
+        self._wanted = wanted
+        self._clouds = clouds
+        self._asker = asker
+        self._memory = memory
+        self._patience = patience
+        self._clock = clock
+        self._candidates = _Candidates(placements)
+        self._begun = list(begun)
+        self._tries: list[Try] = []
+        self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud or place
+        self._reasons: list[str] = []
+        self._has_temporary = False
+        self._last_resort: list[tuple[int, Placement]] = []
+        self._is_first = True
+
+    async def run(self) -> Won:
         while True:
-            found = (await self._lister.list(cloud)).by_token.get(request.token, [])
-            if found or self._clock.now_s() - start_s >= cloud.settle_s:
-                return found
-            await self._clock.sleep(min(1.0, cloud.settle_s))
+            self._begin_due()
+            if not self._tries:
+                raise self._explain()
+            await self._wait()
+            ended = sorted((one for one in self._tries if one.doing.done()), key=lambda one: one.rank)
+            whole = next((one for one in ended if one.doing.exception() is None), None)
+            if whole is not None:
+                return self._win(whole)
+            for one in ended:
+                self._tries.remove(one)
+                self._note_failure(one)
 
-    def _find_refusal(self, placement: Placement) -> str | None:
-        refusals = self._store.active_refusals(self._clock.now_s())
-        return next((refusal.reason for refusal in refusals if refusal.covers(placement)), None)
+    async def drop(self) -> None:
+        """Stop here, as if the process had ended: intents stay open."""
+        tasks = [task for one in self._tries for task in one.cancel()]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _refuse(self, placement: Placement, error: CloudError) -> None:
-        offer = placement.offer
-        region, zone, lasts_s = offer.region, offer.zone, REFUSAL_S_SHORT
-        if isinstance(error, QuotaError):
-            zone, lasts_s = None, QUOTA_REFUSAL_S
-        elif isinstance(error, CapacityError):
-            lasts_s = CAPACITY_REFUSAL_S
-            region = "" if error.scope == "cloud" else region
-            zone = zone if error.scope == "zone" else None
-        self._store.add_refusal(
-            offer.cloud,
-            region,
-            zone,
-            offer.instance_type,
-            placement.is_spot,
-            lasts_s,
-            error.message,
-            lasts_s_max=REFUSAL_S_MAX,
+    def _begin_due(self) -> None:
+        """What an earlier process began goes on at once; further places only while all before are late."""
+        while self._begun:
+            self._begin(len(self._tries), self._begun.pop(0))
+        while len(self._tries) < max(1, self._wanted.hedge) and all(self._measure_left_s(t) <= 0 for t in self._tries):
+            found = self._candidates.take(frozenset(_name_zone(one.placement) for one in self._tries))
+            if found is not None:
+                if self._may_ask(*found):
+                    self._begin(*found)
+                continue
+            due = next((each for each in self._last_resort if self._memory.measure_reask_s(each[1]) <= 0), None)
+            if due is None:
+                return
+            self._last_resort.remove(due)
+            self._begin(*due)  # nowhere else to go, and it may have room again
+
+    def _begin(self, rank: int, placement: Placement) -> None:
+        if not self._has_cloud(placement):
+            return
+        late = tuple(self._tries)
+        one = self._asker.begin(self._wanted, placement, rank=rank, is_first=self._is_first)
+        self._is_first = False
+        self._tries.append(one)
+        self._tell_begin(one, late)
+
+    def _has_cloud(self, placement: Placement) -> bool:
+        name = placement.offer.cloud
+        if name not in self._clouds and name not in self._lasting:
+            self._lasting[name] = AuthError(f"cloud {name} is not set up", hints=("Run `broker check`.",))
+        return name not in self._lasting
+
+    def _may_ask(self, rank: int, placement: Placement) -> bool:
+        if not self._has_cloud(placement) or any(one.placement == placement for one in self._tries):
+            return False
+        name = placement.offer.cloud
+        if wait_s := self._memory.measure_wait_s(name):
+            self._note_reason(placement, f"{name} has refused too many calls of late; it rests for {wait_s:.0f} s more")
+            return False
+        covering = self._memory.list_covering(placement, self._memory.list_active())
+        if covering:
+            self._note_reason(placement, f"{covering[0].reason} (remembered)")
+            self._keep_in_mind(rank, placement)
+        return not covering
+
+    def _keep_in_mind(self, rank: int, placement: Placement) -> None:
+        if len(self._last_resort) < LAST_RESORT_MAX:
+            insort(self._last_resort, (rank, placement), key=lambda each: each[0])
+
+    async def _wait(self) -> None:
+        """Until a try ends or the last of them is late; or a place that refused may be asked again beside late ones."""
+        left_s = [s for s in map(self._measure_left_s, self._tries) if s > 0]
+        if not left_s and len(self._tries) < self._wanted.hedge:
+            left_s = [s for _, each in self._last_resort if 0 < (s := self._memory.measure_reask_s(each)) < math.inf]
+        timer = asyncio.ensure_future(self._clock.sleep(min(left_s))) if left_s else None
+        watched: set[asyncio.Future[object]] = {one.doing for one in self._tries}  # type: ignore[misc]
+        try:
+            await asyncio.wait(watched | ({timer} if timer else set()), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _measure_left_s(self, one: Try) -> float:
+        """Seconds until this try is later than is usual for its cloud; not above 0: it is late."""
+        since_s, answer = (one.begun_s, Answer.CREATED) if one.created_s is None else (one.created_s, Answer.WHOLE)
+        return since_s + self._patience.measure_s(one.cloud.name, answer) - self._clock.now_s()
+
+    def _win(self, whole: Try) -> Won:
+        self._memory.forgive(whole.placement)
+        took_s = self._clock.now_s() - whole.begun_s
+        self._wanted.on_event(f"{describe(whole.placement)} is whole after {took_s:.1f} s")
+        others = tuple(one for one in self._tries if one is not whole)
+        return Won(placement=whole.placement, nodes=whole.doing.result(), others=others)
+
+    def _note_failure(self, one: Try) -> None:
+        """Raises what is no cloud's answer: a cluster taken down meanwhile, a spent budget, a fault of ours."""
+        error = one.doing.exception()
+        if not isinstance(error, CloudError):
+            assert error is not None, "only tries that failed come here"
+            raise error
+        where, took_s = describe(one.placement), self._clock.now_s() - one.begun_s
+        if isinstance(error, AuthError):
+            self._lasting[one.cloud.name] = error
+            self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
+        elif isinstance(error, InvalidRequestError):
+            self._lasting[where] = error
+            self._wanted.on_event(f"{where} skipped: {error.message}")
+        else:
+            self._note_reason(one.placement, error.message)
+            self._memory.refuse(one.placement, error)
+            self._keep_in_mind(one.rank, one.placement)
+            self._memory.note_failed_call(one.cloud.name)
+            self._wanted.on_event(f"{where} refused after {took_s:.1f} s: {error.message}")
+
+    def _note_reason(self, placement: Placement, reason: str) -> None:
+        self._has_temporary = True
+        if len(self._reasons) < REASONS_MAX:
+            self._reasons.append(f"{describe(placement)}: {reason}")
+
+    def _tell_begin(self, one: Try, late: Sequence[Try]) -> None:
+        verb = "going on with" if one.is_resumed else "asking for"
+        text = f"{verb} {describe(one.placement)} at {one.placement.usd_hour:.2f} USD/h"
+        if late and not one.is_resumed:
+            first = min(late, key=lambda each: each.rank)
+            waited_s = self._clock.now_s() - first.begun_s
+            at_stake_usd = sum(each.placement.usd_hour for each in self._tries)
+            text = (
+                f"{describe(first.placement)} is late after {waited_s:.0f} s: {text} too, "
+                f"{at_stake_usd:.2f} USD/h at stake"
+            )
+        self._wanted.on_event(text)
+
+    def _explain(self) -> BrokerError:
+        if self._lasting and not self._has_temporary:
+            return next(iter(self._lasting.values()))
+        return CapacityError(
+            f"no place would give {self._wanted.cluster.name} its nodes now",
+            scope="cloud",
+            hints=(*self._reasons, "`broker launch -r` asks until a place gives; or allow more regions."),
         )
+
+
+class _Candidates:
+    """Places in the plan's order, each looked at when its turn comes: a plan may hold thousands."""
+
+    def __init__(self, placements: Iterable[Placement]) -> None:
+        self._source: Iterator[tuple[int, Placement]] = enumerate(placements)
+        self._ahead: list[tuple[int, Placement]] = []
+
+    def take(self, zones: frozenset[tuple[str, str]]) -> tuple[int, Placement] | None:
+        """The best place that is left, in none of `zones` if one of the next few is; None: there is none left."""
+        if not zones:
+            return self._ahead.pop(0) if self._ahead else next(self._source, None)
+        self._ahead += islice(self._source, max(0, OTHER_ZONE_AMONG - len(self._ahead)))
+        elsewhere = (i for i, (_, placement) in enumerate(self._ahead) if _name_zone(placement) not in zones)
+        return self._ahead.pop(next(elsewhere, 0)) if self._ahead else None
+
+
+def _name_zone(placement: Placement) -> tuple[str, str]:
+    offer = placement.offer
+    return offer.cloud, offer.zone or offer.region

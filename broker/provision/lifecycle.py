@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud
-from broker.errors import TransientError, UsageError
+from broker.errors import CapacityError, TransientError, UsageError
+from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
-from broker.provision.failover import Failover, Wanted, describe
+from broker.provision.failover import HEDGE, Failover, Wanted, describe
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
+from broker.provision.returns import Returns
 from broker.state.store import Store
 from broker.types import (
     Autostop,
@@ -29,6 +33,8 @@ from broker.types import (
 )
 
 STOP_S_MAX = 600.0
+RETRY_BASE_S = 15.0
+RETRY_S_MAX = 60.0
 
 
 class Provisioner:
@@ -48,7 +54,10 @@ class Provisioner:
         self._owner = owner
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
-        self._collector = Collector(clouds, store, clock=clock, owner=owner, down=self.down)
+        self._returns = Returns(self._failover.asker, clock=clock)
+        self._collector = Collector(
+            clouds, store, clock=clock, owner=owner, down=self.down, bury=self._bury, returns=self._returns
+        )
         self._absences: dict[str, Absence] = {}  # by cloud
 
     async def up(
@@ -61,8 +70,16 @@ class Provisioner:
         autostop: Autostop | None = None,
         timeout_s: float = 600,
         on_event: Callable[[str], None] | None = None,
+        hedge: int = HEDGE,
+        check_budget: Callable[[], None] | None = None,
+        retry_until_up: bool = False,
     ) -> Cluster:
-        """The whole gang running, at the first place that gives it. Called again, it takes up where it was left."""
+        """The whole gang running, at the first place that gives it. Called again, it takes up where it was left.
+
+        While places are late, `hedge` of them may be asked at once; those that are not needed are given back beside
+        what the caller does next: `finish` waits for that. `check_budget` is called before each try, and what it
+        raises ends the search. `retry_until_up`: all places are asked again, later and later, until one gives.
+        """
         known = self._store.get_cluster(name)
         if known and known.status is ClusterStatus.UP and known.attempt == attempt:
             return await self.refresh(known)
@@ -84,11 +101,26 @@ class Provisioner:
             spec=make_spec(plan.task.resources[0]),
             timeout_s=timeout_s,
             on_event=on_event or (lambda message: None),
+            hedge=hedge,
+            check_budget=check_budget or (lambda: None),
         )
         # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
         claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
         with claim, self._collector.spare(name):
-            return await self._bring_up(wanted, plan)
+            for tries in count():
+                try:
+                    return await self._bring_up(wanted, plan)
+                except CapacityError as error:
+                    if not retry_until_up:
+                        raise
+                    wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
+                    wanted.on_event(f"{error.message}; trying again in {wait_s:.0f} s")
+                    await self._clock.sleep(wait_s)
+        raise AssertionError("it counts for ever")
+
+    async def finish(self) -> None:
+        """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
+        await self._returns.finish()
 
     async def refresh(self, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
         """The cluster with its nodes as the cloud lists them; a lost part of a gang shows as TERMINATED nodes.
@@ -101,7 +133,7 @@ class Provisioner:
         refreshed = replace(cluster, nodes=nodes)
         if nodes != cluster.nodes:
             with self._store.transaction():
-                self._failover.record(nodes)
+                self._failover.asker.record(nodes)
                 if self._store.get_cluster(cluster.name) is not None:
                     self._store.put_cluster(refreshed)
         return refreshed
@@ -114,9 +146,9 @@ class Provisioner:
             return
         if cluster and cluster.status is not ClusterStatus.TERMINATING:
             self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
-        for intent in intents:
-            cloud = self._clouds[intent.request.placement.offer.cloud]
-            await self._failover.bury(cloud, intent.request)
+        for done in await asyncio.gather(*(self._bury(each.request) for each in intents), return_exceptions=True):
+            if isinstance(done, BaseException):
+                raise done
         if cluster is None:
             return
         gone: Sequence[Node] = ()
@@ -131,7 +163,7 @@ class Provisioner:
                 clock=self._clock,
             )
         with self._store.transaction():
-            self._failover.record(gone)
+            self._failover.asker.record(gone)
             current = self._store.get_cluster(name)
             if current is None or current.created_s != cluster.created_s:
                 return  # somebody else finished this, and the name may already stand for a new cluster
@@ -160,15 +192,22 @@ class Provisioner:
 
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name
-        placements = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        placements += [estimate.placement for estimate in plan.estimates if estimate.placement not in placements]
+        begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
+        ordered = (estimate.placement for estimate in plan.estimates if estimate.placement not in begun)
         try:
-            placement, nodes = await self._failover.acquire(wanted, placements)
+            won = await self._failover.acquire(wanted, ordered, begun=begun)
         except Exception:
             if not self._store.list_open_intents(name):
                 self._store.delete_cluster(name)
             raise
-        return self._enter(wanted, placement, nodes)
+        try:
+            cluster = self._enter(wanted, won.placement, won.nodes)
+        finally:
+            self._returns.begin(won.others, wanted.on_event)
+        return cluster
+
+    async def _bury(self, request: NodeRequest) -> None:
+        await self._failover.asker.bury(self._clouds[request.placement.offer.cloud], request)
 
     def _enter(self, wanted: Wanted, placement: Placement, nodes: Sequence[Node]) -> Cluster:
         """Record and close the intent in one commit: there is no moment when nobody knows these nodes."""
@@ -178,7 +217,7 @@ class Provisioner:
             if not self._store.is_intent_open(nodes[0].token):
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
-            self._failover.record(nodes)
+            self._failover.asker.record(nodes)
             self._store.close_intent(nodes[0].token, "up")
             self._store.add_event("up", f"{name} is up: {describe(placement)}", cluster=name, job_id=cluster.job_id)
         return cluster

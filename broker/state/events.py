@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from broker.nouns import noun
@@ -35,6 +36,8 @@ class Refusal:
     is_spot: bool
     expires_s: float
     reason: str
+    reask_s: float = 0.0  # from then on it may be asked after all by one who has nowhere else to go
+    probed_until_s: float = 0.0  # somebody does so, and all others wait
 
     def covers(self, placement: Placement) -> bool:
         offer = placement.offer
@@ -91,41 +94,65 @@ class RefusalRows(Database):
         reason: str,
         *,
         lasts_s_max: float | None = None,
+        reask_after_s: float = math.inf,
+        reask_after_s_max: float = math.inf,
     ) -> None:
         """Empty `region`, `zone` or `instance_type` refuses all of them.
 
+        `reask_after_s`: so long after it, growing by half each time, one who has nowhere else to go may ask again.
+
         A circuit breaker: each refusal soon after the last one holds twice as long, up to `lasts_s_max`; once it
-        has expired, one try is let through.
+        has expired, one try is let through. What was asked before the last refusal was known counts with it.
         """
         key = (cloud, region, zone or "", instance_type, is_spot)
         where = "cloud = ? AND region = ? AND zone = ? AND instance_type = ? AND is_spot = ?"
         now_s = self.clock.now_s()
         with self.transaction():
-            known = self._row(f"SELECT count, expires_s FROM refusals WHERE {where}", key)
-            is_again = known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S
-            count = known["count"] + 1 if known is not None and is_again else 1
+            known = self._row(f"SELECT count, expires_s, reask_s FROM refusals WHERE {where}", key)
+            count = 1
+            if known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S:
+                count = known["count"] + int(now_s >= known["reask_s"])
             held_s = min(lasts_s * 2.0 ** (count - 1), max(lasts_s, lasts_s_max or lasts_s))
+            pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
             self._execute(
                 "INSERT OR REPLACE INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
-                "count) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*key, now_s + held_s, reason, count),
+                "count, reask_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*key, now_s + held_s, reason, count, now_s + pause_s),
             )
 
     def forgive(self, placement: Placement) -> None:
         """It gave a whole gang: earlier refusals there count no more."""
-        offer = placement.offer
-        self._write(
-            "DELETE FROM refusals WHERE cloud = ? AND region = ? AND zone IN ('', ?) AND instance_type = ? "
-            "AND is_spot = ?",
-            (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot),
-        )
+        self._write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
+
+    def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
+        """Half-open: refusals of this place hold for everybody else, run out or not, while one try looks again.
+
+        The try's end forgives or refuses anew; a process that dies meanwhile holds the others up for `lasts_s` only.
+        """
+        now_s = self.clock.now_s()
+        where = f"{_COVERING} AND expires_s > ?"
+        bounds = (*_read_place(placement), now_s - FORGIVEN_AFTER_S)
+        if self._rows(f"SELECT 1 FROM refusals WHERE {where}", bounds):
+            self._write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def active_refusals(self, now_s: float) -> Sequence[Refusal]:
-        rows = self._rows("SELECT * FROM refusals WHERE expires_s > ? ORDER BY expires_s", (now_s,))
+        rows = self._rows(
+            "SELECT * FROM refusals WHERE max(expires_s, probed_until_s) > ? ORDER BY expires_s", (now_s,)
+        )
         return [
             Refusal(
                 cloud=row["cloud"], region=row["region"], zone=row["zone"], instance_type=row["instance_type"],
                 is_spot=bool(row["is_spot"]), expires_s=row["expires_s"], reason=row["reason"],
+                reask_s=row["reask_s"], probed_until_s=row["probed_until_s"],
             )
             for row in rows
         ]  # fmt: skip
+
+
+# As Refusal.covers, in SQL.
+_COVERING = "cloud = ? AND is_spot = ? AND region IN ('', ?) AND zone IN ('', ?) AND instance_type IN ('', ?)"
+
+
+def _read_place(placement: Placement) -> tuple[object, ...]:
+    offer = placement.offer
+    return offer.cloud, placement.is_spot, offer.region, offer.zone or "", offer.instance_type

@@ -59,6 +59,7 @@ class JobRows(Database):
         needs: Sequence[int] = (),
         pipeline: str = "",
         resumes: Job | None = None,
+        hedge: int = 2,
     ) -> Job:
         """The same `request_id` is the same job: a repeated submit adds nothing."""
         with self.transaction():
@@ -67,7 +68,7 @@ class JobRows(Database):
                 return self._must_get(known["id"])
             cursor = self._execute(
                 "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s, needs, pipeline, "
-                "resumes, first_attempt) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "resumes, first_attempt, hedge) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     name,
                     JobStatus.PENDING.value,
@@ -79,6 +80,7 @@ class JobRows(Database):
                     pipeline,
                     (resumes.resumes or resumes.id) if resumes else None,
                     resumes.next_attempt if resumes else 1,
+                    hedge,
                 ),
             )
             job_id = cursor.lastrowid
@@ -86,6 +88,11 @@ class JobRows(Database):
             if task.secrets:
                 self._write_secrets(job_id, {name: secret.value for name, secret in task.secrets.items()})
             return self._must_get(job_id)
+
+    def find_request(self, request_id: str | None) -> Job | None:
+        """The job that was submitted with this request id."""
+        row = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
+        return self.get_job(row["id"]) if row else None
 
     def get_job(self, job_id: int) -> Job | None:
         row = self._row("SELECT * FROM jobs WHERE id = ?", (job_id,))
@@ -213,6 +220,7 @@ class JobRows(Database):
             pipeline=row["pipeline"],
             resumes=row["resumes"],
             first_attempt=row["first_attempt"],
+            hedge=row["hedge"],
         )
 
     def _secrets_path(self, job_id: int) -> Path:

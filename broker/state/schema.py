@@ -66,4 +66,13 @@ _COMPACTION = (  # still nobody may delete a young event
     "ALTER TABLE refusals ADD COLUMN count INTEGER NOT NULL DEFAULT 1",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION)
+_CALLS = (
+    """CREATE TABLE paces (cloud TEXT NOT NULL, answer TEXT NOT NULL, mean_s REAL NOT NULL, deviation_s REAL NOT NULL,
+       PRIMARY KEY (cloud, answer))""",
+    "ALTER TABLE refusals ADD COLUMN probed_until_s REAL NOT NULL DEFAULT 0",
+    "ALTER TABLE refusals ADD COLUMN reask_s REAL NOT NULL DEFAULT 0",
+    "ALTER TABLE jobs ADD COLUMN hedge INTEGER NOT NULL DEFAULT 2",
+    "CREATE TABLE retry_budgets (cloud TEXT PRIMARY KEY, tokens REAL NOT NULL, at_s REAL NOT NULL)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS)

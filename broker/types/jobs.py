@@ -83,6 +83,7 @@ class Job:
     pipeline: str = ""  # name of the pipeline it is part of
     resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it goes on with
     first_attempt: int = 1
+    hedge: int = 2  # places that may be asked for its machines at once
 
     @property
     def next_attempt(self) -> int:

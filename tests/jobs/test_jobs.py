@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
+from broker.clouds.simulated import FaultRates
 from broker.config import Config
 from broker.errors import CloudError, FencedError, InvalidRequestError, NoOfferError, StateError, TransientError
 from broker.jobs.controller import JobController
@@ -177,6 +178,27 @@ def test_a_job_never_costs_more_than_its_budget_and_one_look(tmp_path: Path) -> 
     assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
     spent_usd = world.store.spend_usd(job_id=job.id, now_s=world.clock.now_s())
     assert 0.02 <= spent_usd < 0.02 + 2.0 * 40 / 3600
+    assert not world.list_live_nodes()
+
+
+def test_nodes_that_never_boot_cost_no_more_than_the_budget(tmp_path: Path) -> None:
+    world = World(tmp_path, faults=FaultRates(never_boots=1.0))
+    world.job_id = world.store.add_job("dear", replace(world.task, goal=Goal(budget_usd=0.02))).id
+    run_to_end(world, "plain")
+    job = world.get_job()
+    assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
+    assert world.cloud.bill_usd() < 0.02 + 2.0 * 10 / 3600  # one look, and the end of two nodes
+    assert len([node for node in world.cloud.observe() if node.owner == OWNER]) == 2, "no second gang was asked for"
+    assert not world.list_live_nodes()
+
+
+def test_a_gang_that_cannot_be_started_costs_no_more_than_the_budget(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.gang.start_error = TransientError("no route to host")
+    world.job_id = world.store.add_job("dear", replace(world.task, goal=Goal(budget_usd=0.04))).id
+    run_to_end(world, "plain")
+    assert world.get_job().status is JobStatus.FAILED
+    assert world.cloud.bill_usd() < 0.04 + 2.0 * 10 / 3600
     assert not world.list_live_nodes()
 
 

@@ -67,6 +67,8 @@ class Process:
             return
         self.is_alive = False
         self.was_killed = True
+        for connection in self.connections:
+            connection.abandon()  # at once: whoever writes next finds no lock of the dead
         self.resume()
         self.loop.call_world(0.0, self._bury)
 
@@ -158,6 +160,10 @@ class SimulatedConnection:
     def close(self) -> None:
         self._connection.close()
 
+    def abandon(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.rollback()
+
     def _commit(self) -> sqlite3.Cursor:
         self._process.pass_by("commit:before")
         cursor = self._connection.execute("COMMIT")
@@ -191,4 +197,6 @@ class SimulatedStore(Store):
 
     def _open(self) -> Any:
         self._process.check()
-        return SimulatedConnection(super()._open(), self._process, self._on_commit)
+        connection = super()._open()
+        connection.execute("PRAGMA busy_timeout=0")  # nobody waits here, so nobody may be locked out but by a fault
+        return SimulatedConnection(connection, self._process, self._on_commit)

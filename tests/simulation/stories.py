@@ -139,7 +139,7 @@ def command(universe: Universe) -> None:
         universe.begin(run_command(universe, "gc", lambda process: collect(universe, process)))
     elif name == "launch":
         for each in ("launch-1", "launch-2"):
-            universe.begin(run_command(universe, each, lambda process: launch(universe, process)))
+            universe.begin(use_cluster(universe, each))
     elif known:
         index, job_id = universe.random.choice(known)
         if name == "cancel" and universe.random.random() < 0.3:
@@ -157,14 +157,27 @@ async def collect(universe: Universe, process: Process) -> None:
     await universe.make_provisioner(universe.open_store(process)).collect()
 
 
-async def launch(universe: Universe, process: Process) -> None:
-    """`broker launch` of a cluster called dev, and `broker down` when it has come up."""
-    provisioner = universe.make_provisioner(universe.open_store(process))
-    plan = make_plan(replace(universe.mix.jobs[0].task, goal=None))
-    await provisioner.up("dev", plan, timeout_s=120)
+async def use_cluster(universe: Universe, name: str) -> None:
+    """`broker launch` of a cluster called dev, and `broker down` until it works; now and then somebody forgets."""
+    await run_command(universe, name, lambda process: launch(universe, process))
     await asyncio.sleep(5.0)
+    is_recorded = bool(universe.read("SELECT 1 FROM clusters WHERE name = 'dev' AND json_extract(body, '$.nodes[0]')"))
+    if not is_recorded and universe.random.random() < 0.1:
+        return  # `up` was cut short: the collector ends what it began
     universe.asked_down.add("dev")
-    await provisioner.down("dev")
+    for _ in range(DOWN_TRIES):
+        if await run_command(universe, "down-dev", lambda process: down(universe, process, "dev")):
+            return
+        await asyncio.sleep(universe.random.uniform(1.0, 20.0))
+
+
+async def launch(universe: Universe, process: Process) -> None:
+    plan = make_plan(replace(universe.mix.jobs[0].task, goal=None))
+    await universe.make_provisioner(universe.open_store(process)).up("dev", plan, timeout_s=120)
+
+
+async def down(universe: Universe, process: Process, name: str) -> None:
+    await universe.make_provisioner(universe.open_store(process)).down(name)
 
 
 async def take_down(universe: Universe, process: Process, job_id: int) -> None:

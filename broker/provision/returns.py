@@ -1,0 +1,48 @@
+"""Gangs on their way back: what a search began and does not need is ended beside the work, and told when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from broker.clock import Clock
+from broker.errors import BrokerError
+from broker.provision.tries import Asker, Try, describe
+
+log = logging.getLogger(__name__)
+
+
+class Returns:
+    """Their intents stay open until the cloud confirms; a process that dies leaves them to the collector."""
+
+    def __init__(self, asker: Asker, *, clock: Clock) -> None:
+        self._asker = asker
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """Of intents that this process is about to close."""
+        return frozenset(self._tasks)
+
+    def begin(self, tries: Sequence[Try], on_event: Callable[[str], None]) -> None:
+        for one in tries:
+            task = asyncio.ensure_future(self._give_back(one, on_event))
+            self._tasks[one.request.token] = task
+            task.add_done_callback(lambda _, token=one.request.token: self._tasks.pop(token, None))  # type: ignore[misc]
+
+    async def finish(self) -> None:
+        """Wait for all that are under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    async def _give_back(self, one: Try, on_event: Callable[[str], None]) -> None:
+        where, begun_s = describe(one.placement), self._clock.now_s()
+        try:
+            on_event(f"{where} is not needed any more and given back")
+            gone = await self._asker.give_back(one)
+            usd = sum(node.usd_hour * ((node.ended_s or begun_s) - node.created_s) / 3600 for node in gone)
+            on_event(f"{where} is confirmed gone after {self._clock.now_s() - begun_s:.1f} s, it cost {usd:.4f} USD")
+        except BrokerError as error:  # the outermost edge of this task; the intent is open, the collector goes on
+            log.warning("%s cannot be given back now: %s", where, error.message)

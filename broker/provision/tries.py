@@ -1,0 +1,309 @@
+"""One place asked for one gang: intent, create, whole gang or nothing. A try can be given back at any moment.
+
+An intent is committed before each create call; its token makes a repeat harmless; an unknown outcome is looked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from broker.clock import Clock
+from broker.clouds.base import Cloud
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+    UsageError,
+)
+from broker.nouns import noun
+from broker.provision.backoff import draw_backoff_s
+from broker.provision.listing import Lister
+from broker.provision.nodes import confirm_gone, wait_running
+from broker.provision.patience import Answer, Patience
+from broker.provision.refusals import RefusalMemory
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
+
+CREATE_TRIES_MAX = 6
+ANSWER_GRACE_S = 60.0  # a place given back while its call is under way: so long for the answer that names its nodes
+HEDGE = 2
+REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that say: nothing was made
+
+
+@noun
+class Wanted:
+    """What `up` was asked for, apart from where.
+
+    `hedge`: places that may be asked at once. `check_budget` is called before each call that may cost money, and
+    raises what ends the search.
+    """
+
+    cluster: Cluster
+    spec: MachineSpec
+    timeout_s: float
+    on_event: Callable[[str], None]
+    hedge: int = HEDGE
+    check_budget: Callable[[], None] = lambda: None
+
+
+@dataclass(kw_only=True, eq=False)
+class Try:
+    """What one place was asked, since when, and what it has made so far."""
+
+    cloud: Cloud
+    request: NodeRequest
+    rank: int  # in the plan's order: 0 is best
+    is_resumed: bool
+    begun_s: float
+    created_s: float | None = None
+    nodes: tuple[Node, ...] = ()
+    call: asyncio.Task[Sequence[Node]] | None = None
+    doing: asyncio.Task[Sequence[Node]] = field(init=False)
+
+    @property
+    def placement(self) -> Placement:
+        return self.request.placement
+
+    def cancel(self) -> Sequence[asyncio.Task[Sequence[Node]]]:
+        """As when this process ends: its intent stays open for whoever comes next."""
+        tasks = [self.doing] if self.call is None else [self.doing, self.call]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+
+def make_token(owner: str, cluster: str, attempt: int, placement: Placement, serial: int) -> str:
+    """The same try gives the same token, before and after a crash. `serial` counts this name's settled tries:
+
+    a cloud answers a token whose nodes have ended with those dead nodes, so a later try needs another."""
+    offer = placement.offer
+    place = (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot, placement.node_count)
+    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, serial))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def describe(placement: Placement) -> str:
+    offer = placement.offer
+    pricing = "spot" if placement.is_spot else "on-demand"
+    where = offer.zone or offer.region
+    return f"{placement.node_count} x {offer.instance_type} {pricing} in {where} ({offer.cloud})"
+
+
+class Asker:
+    """Begins tries, sees them to their end, and ends what they made."""
+
+    def __init__(
+        self,
+        clouds: Mapping[str, Cloud],
+        store: Store,
+        *,
+        clock: Clock,
+        owner: str,
+        lister: Lister,
+        memory: RefusalMemory,
+        patience: Patience,
+        write_boot: Callable[[NodeRequest], str],
+    ) -> None:
+        self._clouds = clouds
+        self._store = store
+        self._clock = clock
+        self._owner = owner
+        self._lister = lister
+        self._memory = memory
+        self._patience = patience
+        self._write_boot = write_boot
+
+    def begin(self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool) -> Try:
+        """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
+
+        Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
+        """
+        known = self.find_intent(wanted.cluster, placement)
+        if known is None:
+            wanted.check_budget()
+            self._memory.begin(placement)
+        one = Try(
+            cloud=self._clouds[placement.offer.cloud],
+            request=known or self._open_intent(wanted, placement, is_first=is_first),
+            rank=rank,
+            is_resumed=known is not None,
+            begun_s=self._clock.now_s(),
+        )
+        one.doing = asyncio.ensure_future(self._see_through(one, wanted))
+        one.doing.add_done_callback(_forget_failure)
+        return one
+
+    def find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
+        requests = [intent.request for intent in self._store.list_open_intents(cluster.name)]
+        same = (each for each in requests if each.placement == placement and each.attempt == cluster.attempt)
+        return next(same, None)
+
+    async def give_back(self, one: Try) -> Sequence[Node]:
+        """End what this try made, confirm it, and return it. A call under way is heard out: its nodes must be known.
+
+        Raises TransientError where the cloud does not confirm; the intent stays open for the collector.
+        """
+        one.doing.cancel()
+        await asyncio.wait([one.doing])
+        refusal = await self._hear_out(one, one.call) if one.call is not None else None
+        is_asked = one.call is not None or one.is_resumed
+        if one.is_resumed or one.nodes or (is_asked and refusal is None):
+            is_open = self._store.is_intent_open(one.request.token)
+            return await self.bury(one.cloud, one.request, known=one.nodes) if is_open else ()
+        self._store.close_intent(one.request.token, f"refused: {refusal.message}" if refusal else "never asked")
+        return ()
+
+    async def _hear_out(self, one: Try, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
+        """The refusal, if that was the answer; the nodes of another one are noted. Silence proves nothing."""
+        if not call.done():
+            grace = asyncio.ensure_future(self._clock.sleep(ANSWER_GRACE_S))
+            try:
+                await asyncio.wait({call, grace}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                grace.cancel()
+                call.cancel()
+            await asyncio.wait([call])
+        if call.cancelled():
+            return None
+        error = call.exception()
+        if error is None:
+            one.nodes = one.nodes or tuple(call.result())
+        return error if isinstance(error, REFUSED) else None
+
+    async def bury(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
+        """End whatever this intent made, confirm it, and only then close the intent; returns what was made."""
+        gone = await confirm_gone(
+            cloud,
+            self._lister,
+            known=known,
+            is_ours=lambda node: node.token == request.token,
+            expected_count=request.placement.node_count,
+            clock=self._clock,
+        )
+        with self._store.transaction():
+            self.record(gone)
+            self._store.close_intent(request.token, "terminated")
+        return gone
+
+    def record(self, nodes: Sequence[Node]) -> None:
+        with self._store.transaction():
+            for node in nodes:
+                self._store.record_node(node)
+
+    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool) -> NodeRequest:
+        cluster = wanted.cluster
+        serial = self._store.count_closed_intents(cluster.name)
+        request = NodeRequest(
+            owner=self._owner,
+            cluster=cluster.name,
+            attempt=cluster.attempt,
+            token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
+            placement=placement,
+            spec=wanted.spec,
+        )
+        with self._store.transaction():
+            current = self._store.get_cluster(cluster.name)
+            is_ours = is_first if current is None else current.created_s == cluster.created_s
+            if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
+                raise _make_down_error(cluster.name)
+            self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
+            self._store.put_intent(request)
+        return request
+
+    async def _see_through(self, one: Try, wanted: Wanted) -> Sequence[Node]:
+        """The whole gang, running; else nothing is left of it and a CloudError says why."""
+        one.nodes = tuple(await self._create(one, wanted))
+        one.created_s = self._clock.now_s()
+        self.record(one.nodes)
+        if not self._store.is_intent_open(one.request.token):  # whoever closed it did not see what was on its way
+            await self.bury(one.cloud, one.request, known=one.nodes)
+            raise _make_down_error(one.request.cluster)
+        if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
+            await self.bury(one.cloud, one.request, known=one.nodes)
+            raise CapacityError(f"only {len(one.nodes)} of {one.placement.node_count} nodes were given", scope="zone")
+        if not one.is_resumed:
+            self._patience.note(one.cloud.name, Answer.CREATED, one.created_s - one.begun_s)
+        nodes = await wait_running(
+            one.cloud,
+            self._lister,
+            token=one.request.token,
+            created=one.nodes,
+            node_count=one.placement.node_count,
+            timeout_s=wanted.timeout_s,
+            clock=self._clock,
+            on_look=self.record,
+        )
+        if nodes is None:
+            await self.bury(one.cloud, one.request, known=one.nodes)
+            raise CapacityError("the gang did not come up whole", scope="zone")
+        if not one.is_resumed:
+            self._patience.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
+        return nodes
+
+    async def _create(self, one: Try, wanted: Wanted) -> Sequence[Node]:
+        """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.
+
+        Uncertain is a resumed try, whose earlier call may have worked, and one whose answer was lost.
+        """
+        request = one.request
+        bootable = replace(request, boot=self._write_boot(request))
+        is_uncertain = one.is_resumed
+        try:
+            for tries in range(CREATE_TRIES_MAX):
+                if not self._store.is_intent_open(request.token):
+                    raise _make_down_error(request.cluster)
+                if tries:
+                    wanted.check_budget()
+                try:
+                    return await self._call(one, bootable)
+                except (ThrottledError, TransientError):
+                    self._memory.note_failed_call(one.cloud.name)
+                    if self._memory.measure_wait_s(one.cloud.name):
+                        break  # all jobs together have asked too often
+                    await self._clock.sleep(draw_backoff_s(tries))
+                except UnknownOutcomeError:
+                    one.is_resumed = is_uncertain = True
+                    self._memory.note_failed_call(one.cloud.name)
+                    adopted = await self._look_for(one.cloud, request)
+                    if len(adopted) == request.placement.node_count:
+                        return adopted
+            raise TransientError(f"{one.cloud.name} gave no clear answer in {tries + 1} tries")
+        except CloudError as error:
+            if is_uncertain or not isinstance(error, REFUSED):
+                await self.bury(one.cloud, request)
+            self._store.close_intent(request.token, f"refused: {error.message}")
+            raise
+
+    async def _call(self, one: Try, request: NodeRequest) -> Sequence[Node]:
+        """In a task of its own: a try that is given back stops waiting, while its answer is still on its way."""
+        one.call = asyncio.ensure_future(one.cloud.create_nodes(request))
+        one.call.add_done_callback(_forget_failure)
+        return await asyncio.shield(one.call)
+
+    async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
+        """Nodes carrying this token, waited for until the list has settled; a part or nothing: ask again."""
+        start_s = self._clock.now_s()
+        while True:
+            found = (await self._lister.list(cloud)).by_token.get(request.token, [])
+            is_whole = len(found) == request.placement.node_count
+            if is_whole or self._clock.now_s() - start_s >= cloud.settle_s:
+                return found
+            await self._clock.sleep(min(1.0, cloud.settle_s))
+
+
+def _make_down_error(name: str) -> UsageError:
+    return UsageError(f"{name} was taken down while it came up")
+
+
+def _forget_failure(done: asyncio.Task[Sequence[Node]]) -> None:
+    """A failure that nobody waits for any more is nobody's."""
+    if not done.cancelled():
+        done.exception()

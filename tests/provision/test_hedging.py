@@ -1,0 +1,323 @@
+"""While a place is late the next one is asked too: one gang is kept, the others are confirmed gone, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.simulated import FaultRates, SimulatedCloud
+from broker.errors import BrokerError, CapacityError, ThrottledError, UnknownOutcomeError
+from broker.provision.lifecycle import Provisioner
+from broker.provision.patience import LIMITS, Answer, bound, learn
+from broker.provision.refusals import FAILURES_MAX, PROBE_S
+from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
+from tests.simulation.test_crashes import check, run_to_end
+from tests.simulation.world import World, make_plan
+
+HANG_S = 300.0
+
+
+class SlowCloud(SimulatedCloud):
+    """Some zones take long to answer a create call: first the wait, then what the zone has to say."""
+
+    slow_zones: dict[str, float]
+    asked: list[tuple[str, float]]
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        zone = str(request.placement.offer.zone)
+        self.asked.append((zone, self.clock.now_s()))
+        await self.clock.sleep(self.slow_zones.get(zone, 0.0))
+        return await super().create_nodes(request)
+
+
+class SlowWorld(World):
+    cloud: SlowCloud
+
+
+def make_world(folder: Path, *, crash_at: int | None = None, slow: dict[str, float] | None = None) -> SlowWorld:
+    world = SlowWorld(folder, crash_at=crash_at)
+    world.cloud.__class__ = SlowCloud
+    world.cloud.slow_zones, world.cloud.asked = slow or {}, []
+    return world
+
+
+def up(world: World, *, hedge: int = 2, name: str = "c", told: list[str] | None = None) -> Cluster:
+    provisioner = world.make_provisioner()
+    on_event = (lambda message: None) if told is None else told.append
+
+    async def scenario() -> Cluster:
+        cluster = await provisioner.up(name, make_plan(world.task), hedge=hedge, on_event=on_event)
+        await provisioner.finish()
+        return cluster
+
+    cluster = world.clock.run(scenario)
+    assert isinstance(cluster, Cluster)
+    return cluster
+
+
+def test_a_place_that_hangs_does_not_hold_up_the_next_one(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": HANG_S})
+    world.cloud.full_zones["east1a"] = float("inf")
+    start_s, told = world.clock.now_s(), []
+    provisioner = world.make_provisioner()
+
+    async def scenario() -> float:
+        cluster = await provisioner.up("c", make_plan(world.task), on_event=told.append)
+        assert cluster.placement.offer.zone == "east1b"
+        up_s = world.clock.now_s() - start_s
+        await provisioner.finish()
+        return up_s
+
+    up_s = world.clock.run(scenario)
+    assert LIMITS[Answer.CREATED].prior_s < up_s < LIMITS[Answer.CREATED].prior_s + 60.0
+    assert [zone for zone, _ in world.cloud.asked] == ["east1a", "east1b"]
+    assert not world.store.list_open_intents()
+    story = "\n".join(told)
+    for words in ("asking for 2 x big spot in east1a", "is late after 20 s", "4.00 USD/h at stake", "is whole after"):
+        assert words in story, story
+
+
+def test_one_at_a_time_waits_for_the_answer(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": HANG_S})
+    world.cloud.full_zones["east1a"] = float("inf")
+    start_s = world.clock.now_s()
+    assert up(world, hedge=1).placement.offer.zone == "east1b"
+    assert world.clock.now_s() - start_s > HANG_S
+    assert world.cloud.asked[1][1] - world.cloud.asked[0][1] > HANG_S
+
+
+def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": 40.0})
+    told: list[str] = []
+    cluster = up(world, told=told)
+    assert cluster.placement.offer.zone == "east1b"
+    assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
+    given = [node for node in world.cloud.observe() if node.zone == "east1a"]
+    assert len(given) == 2 and all(node.state is NodeState.TERMINATED for node in given), "it was made, and ended"
+    assert not world.store.list_open_intents()
+    assert any("east1a" in line and "confirmed gone" in line for line in told)
+    spent_usd = world.store.spend_usd(cluster="c", now_s=world.clock.now_s())
+    assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
+
+
+def test_the_slow_place_wins_if_it_is_whole_first(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": 21.0, "east1b": 100.0})
+    assert up(world).placement.offer.zone == "east1a"
+    assert {node.zone for node in world.list_live_nodes()} == {"east1a"}
+    assert not world.store.list_open_intents()
+
+
+def test_a_gang_whose_node_never_boots_does_not_hold_up_the_next_place(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.cloud.faults = FaultRates(never_boots=1.0)
+    provisioner = world.make_provisioner()
+    start_s = world.clock.now_s()
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
+        await world.clock.sleep(1.0)
+        world.cloud.faults = FaultRates()
+        assert (await coming).placement.offer.zone == "east1b"
+        assert world.clock.now_s() - start_s < LIMITS[Answer.WHOLE].prior_s + 60.0
+        await provisioner.finish()
+
+    world.clock.run(scenario)
+    assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
+
+
+def test_a_part_of_a_gang_is_given_back_at_once(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.cloud.faults = FaultRates(partial=1.0)
+    provisioner = world.make_provisioner()
+    start_s = world.clock.now_s()
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
+        await world.clock.sleep(0.2)
+        world.cloud.faults = FaultRates()
+        assert (await coming).placement.offer.zone == "east1b"
+
+    world.clock.run(scenario)
+    assert world.clock.now_s() - start_s < 90.0, "nobody waits for nodes that will not come"
+    assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
+
+
+def test_tries_beside_each_other_lie_in_different_zones(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": HANG_S})
+    plan = make_plan(world.task, "east1a", "west1a")
+    dear = replace(plan.estimates[0], placement=replace(plan.estimates[0].placement, is_spot=False))
+    plan = replace(plan, estimates=(plan.estimates[0], dear, plan.estimates[1]))
+    provisioner = world.make_provisioner()
+
+    async def scenario() -> Cluster:
+        return await provisioner.up("c", plan)
+
+    assert world.clock.run(scenario).placement.offer.zone == "west1a"
+    assert [zone for zone, _ in world.cloud.asked] == ["east1a", "west1a"]
+
+
+def test_patience_is_learned_from_answers_and_bounded() -> None:
+    limits = LIMITS[Answer.CREATED]
+    assert bound(None, limits) == limits.prior_s
+    pace = None
+    for _ in range(50):
+        pace = learn(pace, 8.0)
+    assert bound(pace, limits) == pytest.approx(8.0, abs=0.1)
+    for _ in range(50):
+        pace = learn(pace, 500.0)
+    assert bound(pace, limits) == limits.most_s
+    assert bound(learn(None, 0.01), limits) == limits.least_s
+
+
+def test_a_quick_cloud_is_late_sooner_the_second_time(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    up(world, name="first")
+    world.cloud.slow_zones = {"east1a": HANG_S}
+    start_s = world.clock.now_s()
+    told: list[str] = []
+    up(world, name="second", told=told)
+    assert world.cloud.asked[-1][1] - start_s == pytest.approx(LIMITS[Answer.CREATED].least_s, abs=0.5)
+
+
+@pytest.mark.parametrize("slow", [{"east1a": 60.0}, {"east1a": HANG_S}])
+def test_killed_at_any_deed_of_a_hedge_the_job_ends_once_and_nothing_is_left(
+    tmp_path: Path, slow: dict[str, float]
+) -> None:
+    (tmp_path / "calm").mkdir()
+    calm = make_world(tmp_path / "calm", slow=slow)
+    run_to_end(calm, "plain")
+    assert len(calm.cloud.asked) > 1, "places are asked beside each other"
+    crashes = 0
+    for crash_at in range(1, calm.points.count + 1):
+        folder = tmp_path / str(crash_at)
+        folder.mkdir()
+        world = make_world(folder, crash_at=crash_at, slow=slow)
+        crashes += run_to_end(world, "plain")
+        try:
+            check_end(world)
+        except AssertionError as error:
+            raise AssertionError(f"replay: slow={slow} crash_at={crash_at}: {error}") from error
+        world.store.close()
+    assert crashes >= calm.points.count * 0.9
+
+
+def check_end(world: World) -> None:
+    from broker.types import JobStatus
+
+    check(world, JobStatus.SUCCEEDED)
+    assert world.gang.starts <= 1 + len(world.get_job().attempts)
+
+
+def test_a_command_killed_while_it_gives_back_leaves_it_to_the_collector_and_the_cluster_stays(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": HANG_S})
+    provisioner = world.make_provisioner()
+
+    async def come_up() -> None:
+        await provisioner.up("c", make_plan(world.task))
+
+    world.clock.run(come_up)  # its loop ends here, as its process would: the call to east1a is still under way
+    (intent,) = world.store.list_open_intents()
+    assert intent.request.placement.offer.zone == "east1a"
+    world.reborn()
+    late = world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud does it after all
+    world.clock.run(lambda: world.clock.sleep(2 * 3600.0))
+    found, names = world.clock.run(lambda: world.make_provisioner().find_lost())
+    assert {node.id for node in found} == set(late) and not names
+    world.clock.run(lambda: world.make_provisioner().collect())
+    assert not world.store.list_open_intents()
+    assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
+    cluster = world.store.get_cluster("c")
+    assert cluster is not None and cluster.status is ClusterStatus.UP, "what is in use is left alone"
+
+
+def test_down_ends_a_search_and_everything_it_had_begun(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": 90.0, "east1b": 90.0})
+    provisioner, other = world.make_provisioner(), world.make_provisioner()
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
+        await world.clock.sleep(60.0)
+        assert len(world.store.list_open_intents()) == 2
+        await other.down("c")
+        with pytest.raises(BrokerError):
+            await coming
+
+    world.clock.run(scenario)
+    world.clock.run(lambda: world.make_provisioner().collect())
+    world.clock.run(lambda: world.clock.sleep(60.0))
+    assert not world.list_live_nodes() and not world.store.list_open_intents()
+
+
+def test_of_two_searches_only_one_probes_a_place_whose_refusal_has_run_out(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.cloud.full_zones["east1a"] = world.clock.now_s() + 5.0
+    up(world, name="first")
+    world.clock.run(lambda: world.clock.sleep(700.0))
+    world.cloud.asked.clear()
+    provisioner = world.make_provisioner()
+
+    async def scenario() -> list[str | None]:
+        both = [provisioner.up(name, make_plan(world.task)) for name in ("second", "third")]
+        return [cluster.placement.offer.zone for cluster in await asyncio.gather(*both)]
+
+    assert sorted(map(str, world.clock.run(scenario))) == ["east1a", "east1b"]
+    assert [zone for zone, _ in world.cloud.asked].count("east1a") == 1
+    assert up(world, name="fourth").placement.offer.zone == "east1a", "it gave: everybody may ask again"
+
+
+def test_a_probe_that_died_holds_nobody_up_for_long(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    placement = make_plan(world.task).choice.placement
+    offer = placement.offer
+    world.store.add_refusal(offer.cloud, offer.region, offer.zone, offer.instance_type, True, 1.0, "full")
+    world.clock.run(lambda: world.clock.sleep(2.0))
+    world.store.begin_probe(placement, lasts_s=PROBE_S)
+    assert up(world, name="one").placement.offer.zone == "east1b"
+    world.clock.run(lambda: world.clock.sleep(PROBE_S))
+    assert up(world, name="two").placement.offer.zone == "east1a"
+
+
+def test_failed_calls_draw_on_one_budget_of_their_cloud_that_time_fills_again(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    calls = 0
+
+    async def throttle(request: NodeRequest) -> Sequence[Node]:
+        nonlocal calls
+        calls += 1
+        raise ThrottledError("slow down")
+
+    create = world.cloud.create_nodes
+    world.cloud.create_nodes = throttle  # type: ignore[method-assign]
+    provisioner: Provisioner = world.make_provisioner()
+
+    async def storm() -> list[object]:
+        searches = [provisioner.up(f"c{n}", make_plan(world.task)) for n in range(100)]
+        return list(await asyncio.gather(*searches, return_exceptions=True))
+
+    errors = world.clock.run(storm)
+    assert all(isinstance(error, CapacityError) for error in errors)
+    assert FAILURES_MAX <= calls < 400, "a hundred searches of three places, six tries each, are not 1,800"
+    world.cloud.create_nodes = create  # type: ignore[method-assign]
+    world.clock.run(lambda: world.clock.sleep(3600.0))
+    assert up(world, name="later").status is ClusterStatus.UP
+
+
+def test_a_lost_answer_that_made_a_part_only_is_not_taken_for_the_gang(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    create, answers = world.cloud.create_nodes, 0
+
+    async def lose(request: NodeRequest) -> Sequence[Node]:
+        nonlocal answers
+        answers += 1
+        nodes = await create(request)
+        if answers == 1:
+            raise UnknownOutcomeError("no answer")
+        return nodes
+
+    world.cloud.create_nodes = lose  # type: ignore[method-assign]
+    cluster = up(world)
+    assert len(cluster.nodes) == 2 and len(world.list_live_nodes()) == 2
