@@ -91,7 +91,7 @@ def draw_mix(random: Random) -> Mix:
         command_every_s=maybe(random.uniform(20.0, 100.0), 0.5),
         is_doubled=random.random() < 0.35,
         restart_s_max=random.choice((1.0, 10.0, 40.0)),
-        poll_s=random.choice((0.5, 1.5, 1.5, 1.5)),
+        poll_s=random.choice((0.5, 2.0, 4.0, 4.0)),
         leaves_broker_dead=random.random() < 0.04,
     )
 

@@ -12,7 +12,7 @@ from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
 from tests.simulation.mixes import JobSpec
 from tests.simulation.processes import SQLITE_FAULTS, Process
-from tests.simulation.universe import L3_S, TICK_S, Universe, make_plan
+from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
 DOWN_TRIES = 40
@@ -31,11 +31,11 @@ async def play(universe: Universe) -> None:
                 heal(universe)
             elif universe.is_healed:
                 if mix.leaves_broker_dead:
-                    if universe.loop.time() > universe.healed_s + L3_S + 2 * TICK_S:
+                    if universe.loop.time() > universe.healed_s + L3_S + 2 * CALM_TICK_S:
                         return
                 elif is_done:
                     return
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(CALM_TICK_S if universe.is_healed else TICK_S)
     finally:
         universe.is_over = True
         for process in universe.processes:

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import math
 import random as global_random
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,12 +25,14 @@ from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan
 from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.processes import Crash, Process, ProcessClock, SimulatedStore, get_process
+from tests.simulation.processes import Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.world import FOREIGN, OWNER, make_offer
 
+OWNERS = frozenset(("jobs", "clusters", "intents"))  # tables that say what is left to do, and whose a node is
 ZONES = ("east1a", "east1b", "west1a", "north1a")
-TICK_S = 2.0
+TICK_S = 2.0  # while faults are played
+CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
 L2_S = 3 * 3600.0  # every job has ended; a place that refused for quota is not asked again for hours
 L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
@@ -122,7 +124,8 @@ class Universe:
         self.trace_lines: list[str] | None = [] if trace else None
         self._kill_random = Random(f"{seed}/kill")
         self._points_to_kill = self._draw_points()
-        self.reader = self._open_reader()
+        self.file = SimulatedFile()
+        self._seen: dict[str, list[Any]] = {}
 
     # -- what the world tells -------------------------------------------------------------------------------------
 
@@ -165,7 +168,13 @@ class Universe:
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
         """What is committed, seen from outside."""
-        return self.reader.execute(sql, parameters).fetchall()
+        return self.file.connection.execute(sql, parameters).fetchall()
+
+    def _see(self, sql: str) -> list[Any]:
+        """As `read`, of the tables in OWNERS: asked again only when one of them was written."""
+        if sql not in self._seen:
+            self._seen[sql] = self.read(sql)
+        return self._seen[sql]
 
     def list_live_nodes(self) -> list[Node]:
         return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
@@ -175,17 +184,18 @@ class Universe:
         live = [node for node in self.list_live_nodes() if math.isinf(self.cloud.get_ending_s(node.id))]
         if not live:
             return []
-        tokens = {token for (token,) in self.read("SELECT token FROM intents WHERE outcome IS NULL")}
-        bodies = b"".join(body for (body,) in self.read("SELECT body FROM clusters")).decode()
+        rows = self._see("SELECT token FROM intents WHERE outcome IS NULL UNION ALL SELECT body FROM clusters")
+        tokens = {row[0] for row in rows if isinstance(row[0], str)}
+        bodies = b"".join(row[0] for row in rows if isinstance(row[0], bytes)).decode()
         return [node for node in live if node.token not in tokens and f'"{node.id}"' not in bodies]
 
     def is_quiet(self) -> bool:
         """Nothing is left to do, and nothing left lying about."""
-        return (
-            not self.read(f"SELECT 1 FROM jobs WHERE status NOT IN {TERMINAL} LIMIT 1")
-            and not self.read("SELECT 1 FROM clusters UNION SELECT 1 FROM intents WHERE outcome IS NULL LIMIT 1")
-            and not self.list_live_nodes()
+        rows = self._see(
+            f"SELECT EXISTS (SELECT 1 FROM jobs WHERE status NOT IN {TERMINAL}) "
+            "OR EXISTS (SELECT 1 FROM clusters) OR EXISTS (SELECT 1 FROM intents WHERE outcome IS NULL)"
         )
+        return not rows[0][0] and not self.list_live_nodes()
 
     def are_jobs_in(self) -> bool:
         return len(self.jobs_in) == len(self.mix.jobs)
@@ -241,7 +251,9 @@ class Universe:
         return process
 
     def open_store(self, process: Process) -> SimulatedStore:
-        return SimulatedStore(self.folder / "state.db", clock=self.clock, process=process, on_commit=self._on_commit)
+        return SimulatedStore(
+            self.folder / "state.db", clock=self.clock, process=process, file=self.file, on_commit=self._on_commit
+        )
 
     def make_provisioner(self, store: SimulatedStore) -> Provisioner:
         return Provisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
@@ -273,6 +285,8 @@ class Universe:
             if not (self.mix.leaves_broker_dead and self.is_healed):
                 process = self.spawn(name, self.run_broker)
                 await self.wait_for(process)
+                if not process.was_killed:  # another one leads, or there was nothing to do
+                    await asyncio.sleep(self.random.uniform(1.0, 10.0))
             await asyncio.sleep(self.random.uniform(0.2, 2.0 if self.is_healed else self.mix.restart_s_max))
 
     async def wait_for(self, process: Process) -> BaseException | None:
@@ -320,7 +334,10 @@ class Universe:
         return math.inf if math.isinf(mean) else self._kill_random.expovariate(1 / mean) + 1
 
     def _on_commit(self, process: Process, written: Sequence[str]) -> None:
-        self.emit("commit", written=tuple(find_table(sql) for sql in written))
+        tables = tuple(find_table(sql) for sql in written)
+        if not OWNERS.isdisjoint(tables):
+            self._seen.clear()
+        self.emit("commit", written=tables)
 
     def _preempt(self, node_id: str) -> None:
         if self.is_healed:
@@ -331,19 +348,12 @@ class Universe:
         self.note_fault("preempt", node.cluster)
         self.cloud.preempt([node_id], notice_s=self.mix.notice_s)
 
-    def _open_reader(self) -> sqlite3.Connection:
-        """Through a store opened and closed by nobody, so that the tables are there."""
-        process = Process("maker", self.loop, on_point=lambda process, point: None, on_fault=lambda fault: None)
-        store = SimulatedStore(
-            self.folder / "state.db", clock=self.clock, process=process, on_commit=lambda process, written: None
-        )
-        store.close()
-        reader = sqlite3.connect(self.folder / "state.db", isolation_level=None)
-        reader.execute("PRAGMA query_only=ON")
-        return reader
 
-
+@cache
 def find_table(sql: str) -> str:
+    """Which table it writes; "progress" where that is all of a job that changes, as with every step of a program."""
+    if sql.startswith("UPDATE jobs SET progress ="):
+        return "progress"
     words = sql.split(None, 5)
     return words[1] if words[0] == "UPDATE" else words[words.index("INTO" if words[0] == "INSERT" else "FROM") + 1]
 
@@ -373,7 +383,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
         universe.fail(error)
     finally:
         global_random.setstate(state)
-        universe.reader.close()
+        universe.file.close()
         universe.loop.close()
 
 
