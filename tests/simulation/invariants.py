@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
-BUDGET_SLACK_S = 90.0  # a poll, the program's grace, and the end of its nodes
+CANCEL_S = 15.0  # some polls; a broker that was dead begins with the cancel
 
 
 class Violation(Exception):
@@ -132,10 +132,11 @@ def check_s6_checkpoints_grow(universe: Universe, event: Event) -> None:
     run = event.run
     assert run is not None
     newest = universe.memory.setdefault("S6", {})
-    step, attempt = newest.get(run.job, (0, 0))
+    root = universe.gang.roots.get(run.job, run.job)
+    step, attempt = newest.get(root, (0, 0))
     if event.step < step or run.attempt < attempt:
         raise Violation("S6", f"job {run.job} saved step {event.step} of attempt {run.attempt} after {step}, {attempt}")
-    newest[run.job] = (event.step, run.attempt)
+    newest[root] = (event.step, run.attempt)
 
 
 def check_s7_ends_are_final(universe: Universe, event: Event) -> None:
@@ -160,6 +161,46 @@ def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
     was_stopped = event.process is not None and event.process.was_stopped
     if status in TERMINAL and not was_stopped:
         raise Violation("S7", f"job {event.run.job} is {status} and its program starts on {event.run.cluster}")
+
+
+def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
+    """Whoever was told that the job is being cancelled does not see it start a while later."""
+    run = event.run
+    assert run is not None
+    asked_s = universe.memory.get("cancels", {}).get(run.job, math.inf)
+    was_stopped = event.process is not None and event.process.was_stopped
+    if event.time_s - asked_s > CANCEL_S and not was_stopped:
+        late_s = event.time_s - asked_s
+        raise Violation("S7", f"{run.cluster} starts {late_s:.0f} s after job {run.job} was to be cancelled")
+
+
+def note_cancels(universe: Universe, event: Event) -> None:
+    if "jobs" in event.written:
+        asked = universe.memory.setdefault("cancels", {})
+        for (job_id,) in universe.read("SELECT id FROM jobs WHERE cancel_requested"):
+            asked.setdefault(job_id, event.time_s)
+
+
+def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
+    """A broker that was told of a program's success never calls that attempt lost."""
+    if "attempts" not in event.written:
+        return
+    for cluster, process in universe.gang.told.items():
+        if process is event.process:
+            sql = "SELECT body FROM attempts WHERE json_extract(body, '$.cluster') = ?"
+            rows = universe.read(sql, (cluster,))
+            if rows and '"outcome":"preempted' in rows[0][0]:
+                raise Violation("S7", f"{cluster} has succeeded and counts as lost")
+
+
+def check_whole_gang(universe: Universe, event: Event) -> None:
+    """A program starts on as many nodes as its task asks for, all of one zone."""
+    run = event.run
+    assert run is not None
+    wanted = universe.node_counts.get(run.job, len(run.ids))
+    zones = {node.zone for node in universe.cloud.find(run.ids)}
+    if len(set(run.ids)) != wanted or len(zones) != 1:
+        raise Violation("S2", f"{run.cluster} starts on {len(run.ids)} of {wanted} nodes in {sorted(map(str, zones))}")
 
 
 def check_s8_only_ours(universe: Universe, event: Event) -> None:
@@ -245,12 +286,11 @@ def check_l1_unowned_go(universe: Universe, event: Event) -> None:
 
 def check_l2_jobs_end(universe: Universe, event: Event) -> None:
     """After the last fault, every job ends and nothing of it is left."""
-    from tests.simulation.universe import L2_S
-
-    if event.time_s - universe.healed_s > L2_S and not universe.mix.leaves_broker_dead:
+    late_s = universe.mix.end_s_max
+    if event.time_s - universe.healed_s > late_s and not universe.mix.leaves_broker_dead:
         jobs = universe.read(f"SELECT id, status FROM jobs WHERE status NOT IN {TERMINAL}")
         left = universe.read("SELECT name FROM clusters"), [node.id for node in universe.list_live_nodes()]
-        raise Violation("L2", f"{L2_S / 3600:g} h after the last fault: jobs {jobs}, clusters and nodes {left}")
+        raise Violation("L2", f"{late_s / 3600:g} h after the last fault: jobs {jobs}, clusters and nodes {left}")
 
 
 def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
@@ -258,9 +298,9 @@ def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
     from tests.simulation.universe import L3_S
 
     if universe.mix.leaves_broker_dead and event.time_s - universe.healed_s > L3_S:
-        leased = {node_id for run in universe.gang.runs.values() for node_id in run.lease_s}
+        given = {node_id for run in universe.gang.runs.values() for node_id in run.ids}
         for node in universe.list_live_nodes():
-            if node.id in leased:
+            if node.id in given:
                 raise Violation("L3", f"{node.id} of {node.cluster} runs {L3_S:g} s after its broker's end")
 
 
@@ -278,9 +318,16 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     "create": (check_s1_intent_first, check_s9_budget),
     "created": (check_s2_no_twins,),
     "terminate": (check_s8_only_ours, check_s5_healthy_work_is_kept),
-    "start": (check_s4_one_active_attempt, check_s7_no_start_after_the_end),
+    "start": (
+        check_s4_one_active_attempt,
+        check_s7_no_start_after_the_end,
+        check_s7_no_start_after_a_cancel,
+        check_whole_gang,
+    ),
     "save": (check_s6_checkpoints_grow,),
     "commit": (
+        note_cancels,
+        check_s7_success_is_kept,
         check_s4_stale_writes,
         check_s7_ends_are_final,
         check_ends_are_true,

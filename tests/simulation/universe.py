@@ -34,7 +34,6 @@ ZONES = ("east1a", "east1b", "west1a", "north1a")
 TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
-L2_S = 3 * 3600.0  # every job has ended; a place that refused for quota is not asked again for hours
 L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
 
 
@@ -109,6 +108,7 @@ class Universe:
         self.cells: Counter[tuple[str, str]] = Counter()
         self.unowned_s = 0.0
         self.budgets: dict[int, float] = {}
+        self.node_counts: dict[int, int] = {}
         self.side_tasks: list[asyncio.Task[Any]] = []
         self.unowned_since_s: dict[str, float] = {}
         self.asked_down: set[str] = set()  # clusters that a user took down
@@ -217,6 +217,7 @@ class Universe:
 
     def _expect(self, job_id: int, spec: JobSpec) -> None:
         self.gang.programs[job_id] = spec.program
+        self.node_counts[job_id] = spec.task.num_nodes
         budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
         if budget_usd is not None:
             self.budgets[job_id] = budget_usd
