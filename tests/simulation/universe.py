@@ -9,7 +9,6 @@ import random as global_random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +24,7 @@ from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan
 from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.processes import Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
+from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.world import FOREIGN, OWNER, make_offer
 
@@ -118,6 +117,7 @@ class Universe:
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
         self.is_healed = False
         self.healed_s = math.inf
+        self.is_acting = False  # a scene has not come to its end
         self.is_over = False
         self.failure: BaseException | None = None
         self.digest = hashlib.sha256()
@@ -230,8 +230,10 @@ class Universe:
         return int(rest.partition("-")[0]) if kind == "job" else None
 
     def measure_recorded_usd(self, job_id: int | None) -> float:
+        """Of this job, or of everything there ever was."""
         rows = self.read(
-            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes WHERE job_id = ?2",
+            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes "
+            "WHERE ?2 IS NULL OR job_id = ?2",
             (self.clock.now_s(), job_id),
         )
         return float(rows[0][0])
@@ -313,9 +315,10 @@ class Universe:
             process.pass_by(point)
 
     def _on_point(self, process: Process, point: str) -> None:
-        self.points += 1
         self.say(f"{process.name} {point}")
+        self.points += not point.startswith(TRIFLE)
         if self.points == self.kill_at:
+            self.kill_at = None
             self._kill(process, "kill:point")
             return
         if self.is_healed:
@@ -334,11 +337,10 @@ class Universe:
         mean = self.mix.points_between_kills
         return math.inf if math.isinf(mean) else self._kill_random.expovariate(1 / mean) + 1
 
-    def _on_commit(self, process: Process, written: Sequence[str]) -> None:
-        tables = tuple(find_table(sql) for sql in written)
+    def _on_commit(self, process: Process, tables: Sequence[str]) -> None:
         if not OWNERS.isdisjoint(tables):
             self._seen.clear()
-        self.emit("commit", written=tables)
+        self.emit("commit", written=tuple(tables))
 
     def _preempt(self, node_id: str) -> None:
         if self.is_healed:
@@ -348,15 +350,6 @@ class Universe:
             return
         self.note_fault("preempt", node.cluster)
         self.cloud.preempt([node_id], notice_s=self.mix.notice_s)
-
-
-@cache
-def find_table(sql: str) -> str:
-    """Which table it writes; "progress" where that is all of a job that changes, as with every step of a program."""
-    if sql.startswith("UPDATE jobs SET progress ="):
-        return "progress"
-    words = sql.split(None, 5)
-    return words[1] if words[0] == "UPDATE" else words[words.index("INTO" if words[0] == "INSERT" else "FROM") + 1]
 
 
 def make_plan(task: Task, avoid: Any = None) -> Plan:
