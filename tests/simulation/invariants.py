@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
-CANCEL_S = 15.0  # some polls; a broker that was dead begins with the cancel
 
 
 class Violation(Exception):
@@ -83,11 +82,37 @@ def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
     universe.unowned_s += sum(now_s - last_s for node in unowned if node.id in since_s)
 
 
+def note_end(universe: Universe, event: Event) -> None:
+    """Whether a node was anybody's when it was asked to end."""
+    node = event.node
+    assert node is not None
+    is_owned = node.id not in {each.id for each in universe.list_unowned_nodes()}
+    universe.memory.setdefault("ends", {})[node.id] = (is_owned, event.process)
+
+
+def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> None:
+    """The collector ends nothing that an open intent or a record names."""
+    if "events" not in event.written:
+        return
+    last = universe.memory.get("collected", 0)
+    ends = universe.memory.get("ends", {})
+    for number, message in universe.read(
+        "SELECT id, message FROM events WHERE kind = 'collected' AND id > ? ORDER BY id", (last,)
+    ):
+        universe.memory["collected"] = number
+        is_owned, process = ends.get(message.split()[0], (False, None))
+        if is_owned and process is event.process:
+            raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
+
+
 def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
     """While one attempt of a job works no other starts, and their numbers grow."""
     run = event.run
     assert run is not None
-    for old in universe.gang.runs_by_job[run.job]:
+    roots = universe.gang.roots
+    for old in universe.gang.runs.values():
+        if old is run or roots.get(old.job, old.job) != roots.get(run.job, run.job):
+            continue
         if universe.gang.is_working(old):
             raise Violation("S4", f"{old.cluster} still works while {run.cluster} starts")
         if old.attempt >= run.attempt:
@@ -169,7 +194,7 @@ def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
     assert run is not None
     asked_s = universe.memory.get("cancels", {}).get(run.job, math.inf)
     was_stopped = event.process is not None and event.process.was_stopped
-    if event.time_s - asked_s > CANCEL_S and not was_stopped:
+    if event.time_s - asked_s > universe.mix.poll_s + 1.0 and not was_stopped:  # the next life begins with the cancel
         late_s = event.time_s - asked_s
         raise Violation("S7", f"{run.cluster} starts {late_s:.0f} s after job {run.job} was to be cancelled")
 
@@ -317,7 +342,7 @@ Checker = Callable[["Universe", Event], None]
 CHECKERS: dict[str, tuple[Checker, ...]] = {
     "create": (check_s1_intent_first, check_s9_budget),
     "created": (check_s2_no_twins,),
-    "terminate": (check_s8_only_ours, check_s5_healthy_work_is_kept),
+    "terminate": (note_end, check_s8_only_ours, check_s5_healthy_work_is_kept),
     "start": (
         check_s4_one_active_attempt,
         check_s7_no_start_after_the_end,
@@ -327,6 +352,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     "save": (check_s6_checkpoints_grow,),
     "commit": (
         note_cancels,
+        check_s3_only_the_lost_are_collected,
         check_s7_success_is_kept,
         check_s4_stale_writes,
         check_s7_ends_are_final,

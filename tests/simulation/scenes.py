@@ -14,7 +14,7 @@ from broker.types import Goal, JobRecovery, JobStatus, NodeState, Resources, Tas
 from tests.simulation import stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.universe import Universe
+from tests.simulation.universe import ZONES, Universe
 
 MARKET = Market(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
 Act = Callable[[Universe], None]
@@ -92,6 +92,10 @@ def retry(universe: Universe) -> None:
     universe.begin(stories.insist(universe, "retry", lambda process: stories.retry(universe, process, job_id)))
 
 
+def collect(universe: Universe) -> None:
+    universe.begin(stories.run_command(universe, "gc", lambda process: stories.collect(universe, process)))
+
+
 def use_cluster(universe: Universe) -> None:
     universe.begin(stories.use_cluster(universe, "launch"))
 
@@ -122,11 +126,15 @@ def check_end(universe: Universe, scene: Scene) -> str:
     # The bill of the cloud and ours agree, whoever was killed: a node's end is told by the cloud, to the second.
     ours_usd = universe.measure_recorded_usd(None)
     theirs_usd = universe.cloud.bill_usd()
-    if not wrong and abs(ours_usd - theirs_usd) > 0.05 * theirs_usd + 0.01:
+    if any(node.reason == "lease" for node in universe.cloud.observe()) != scene.mix.leaves_broker_dead:
+        wrong.append("nodes end by their lease when no broker renews it, and only then")
+    if not wrong and not scene.mix.leaves_broker_dead and abs(ours_usd - theirs_usd) > 0.05 * theirs_usd + 0.01:
         wrong.append(f"the bill is {theirs_usd:.4f} USD and the store says {ours_usd:.4f}")
     return "; ".join(wrong)
 
 
+FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
+COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(12))
 STALL = JobRecovery(stall_timeout_s=20.0)
 AGAIN = JobRecovery(max_restarts_on_errors=1)
 CANCELLED = (JobStatus.CANCELLED,)
@@ -142,7 +150,8 @@ SCENES: tuple[Scene, ...] = (
         acts=((5.0, preempt), (6.5, cancel)),
         ends=(*CANCELLED, JobStatus.SUCCEEDED),
     ),
-    Scene(name="full zones", mix=make_mix(), full_zones=("east1a", "east1b")),
+    Scene(name="full zones", mix=make_mix(end_s_max=300.0), full_zones=("east1a", "east1b")),
+    Scene(name="all zones full for a minute", mix=make_mix(end_s_max=3600.0), full_zones=ZONES),
     Scene(name="lost answers", mix=make_mix(cloud=FaultRates(unknown_after=0.7)), seed=11),
     Scene(name="part of a gang", mix=make_mix(cloud=FaultRates(partial=0.7)), seed=1),
     Scene(name="late nodes", mix=make_mix(cloud=FaultRates(late=0.7)), seed=1),
@@ -159,5 +168,12 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
     Scene(name="taken down by a user", mix=make_mix(), acts=((5.0, take_down),)),
     Scene(name="a cluster beside a job", mix=make_mix(make_job(nodes=1)), acts=((1.0, use_cluster),)),
+    Scene(name="collecting while nodes come up", mix=make_mix(market=FAST), acts=((3.0, preempt), *COLLECTING)),
+    Scene(name="long program", mix=make_mix(make_job(nodes=1, steps=1000), poll_s=10.0)),
+    Scene(
+        name="no broker any more",
+        mix=make_mix(make_job(steps=5000), heal_s=30.0, leaves_broker_dead=True),
+        ends=tuple(JobStatus),
+    ),
     Scene(name="two brokers", mix=make_mix(make_job(nodes=1), is_doubled=True), acts=((5.0, preempt),)),
 )

@@ -14,7 +14,6 @@ from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
 from broker.state.database import Database
 from broker.state.jobs import JobRows
 from broker.types import Job, JobStatus, RunStatus
-from tests.simulation.machines import MachineGang
 
 Patches = Sequence[Any]
 
@@ -99,7 +98,14 @@ def budget_unchecked() -> Patches:
 
 def lease_never_given() -> Patches:
     """Nodes do not end by themselves when there is no broker left."""
-    return (patch.object(MachineGang, "_renew", lambda self, cluster, lease_s: None),)
+    return (patch.object(controller, "LEASE_S", None),)
+
+
+def lease_never_renewed() -> Patches:
+    async def renew(self: Any, watch: Any, cluster: Any) -> None:
+        return
+
+    return (patch.object(JobController, "_renew_lease", renew),)
 
 
 def request_id_ignored() -> Patches:

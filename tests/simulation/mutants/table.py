@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
 from tests.simulation.mutants import jobs, provisioning
-from tests.simulation.runner import play_scene, play_seed
+from tests.simulation.runner import Result, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
 SEEDS_MAX = 400
+KILLS_MAX = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         jobs.cancel_forgotten_in_recovery,
         jobs.budget_unchecked,
         jobs.lease_never_given,
+        jobs.lease_never_renewed,
         jobs.request_id_ignored,
         jobs.retry_counts_attempts_anew,
     )
@@ -83,14 +86,22 @@ MUTANTS: tuple[Mutant, ...] = tuple(
 def hunt(mutant: Mutant, seeds: Iterable[int], *, is_collector_off: bool = False) -> Catch | None:
     """The first scene or seed that tells."""
     with _planted(mutant, is_collector_off=is_collector_off):
-        if mutant.scene:
-            scene = next(scene for scene in SCENES if scene.name == mutant.scene)
-            if failure := play_scene(scene).failure:
-                return Catch(where=f"scene {mutant.scene}", failure=failure, tries=1)
+        for tries, (where, play) in enumerate(_list_scenes(mutant.scene), 1):
+            if failure := play().failure:
+                return Catch(where=where, failure=failure, tries=tries)
         for tries, seed in enumerate(seeds, 1):
             if failure := play_seed(seed).failure:
                 return Catch(where=f"seed {seed}", failure=failure, tries=tries)
     return None
+
+
+def _list_scenes(name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """The scene undisturbed, then with a kill at each deed."""
+    for scene in SCENES:
+        if scene.name == name:
+            yield f"scene {name}", partial(play_scene, scene)
+            for kill_at in range(1, KILLS_MAX):
+                yield f"scene {name}, killed at {kill_at}", partial(play_scene, scene, kill_at=kill_at)
 
 
 @contextmanager
