@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulation.runner import play_seed
+from tests.simulation.runner import Result, play_scene, play_seed
+from tests.simulation.scenes import SCENES
 
 
 def main() -> int:
@@ -14,20 +17,47 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="this one only")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at work")
+    parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
+    parser.add_argument("--kill-at", type=int, help="the deed of a scene to be killed at")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
-    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
-    begun_s, failing = time.perf_counter(), 0
-    for seed in seeds:
-        result = play_seed(seed, trace=options.trace)
-        for line in result.trace:
-            print(line)
+    if options.scene:
+        scene = next(scene for scene in SCENES if scene.name == options.scene)
+        return show(play_scene(scene, kill_at=options.kill_at, trace=options.trace))
+    if options.seed is not None:
+        return show(play_seed(options.seed, trace=options.trace))
+    return play_seeds(range(options.first, options.first + options.seeds), options.jobs)
+
+
+def show(result: Result) -> int:
+    for line in result.trace:
+        print(line)
+    print(f"{result.virtual_s:.0f} s, {result.points} deeds, {result.kills} kills: {result.failure or 'all is well'}")
+    return int(bool(result.failure))
+
+
+def play_seeds(seeds: range, jobs: int) -> int:
+    begun_s, failing, unowned_s, hours = time.perf_counter(), 0, 0.0, 0.0
+    for result in play_all(seeds, jobs):
+        unowned_s += result.unowned_s
+        hours += result.virtual_s / 3600
         if result.failure:
             failing += 1
-            print(f"seed {seed}: {result.failure}\n  python -m tests.simulation --seed {seed} --trace", flush=True)
+            print(f"seed {result.seed}: {result.failure}\n  python -m tests.simulation --seed {result.seed} --trace")
+            sys.stdout.flush()
     took_s = time.perf_counter() - begun_s
-    print(f"{len(seeds)} seeds, {failing} failing, {len(seeds) / took_s:.1f} seeds/s")
+    print(f"{len(seeds)} seeds, {failing} failing; {hours:.0f} simulated hours, {len(seeds) / took_s:.1f} seeds/s")
+    print(f"{unowned_s / len(seeds):.1f} s a seed that a node of ours ran and nobody knew of it")
     return int(failing > 0)
+
+
+def play_all(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
+    if jobs == 1:
+        yield from map(play_seed, seeds)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(play_seed, seeds, chunksize=10)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
-BUDGET_SLACK_S = 90.0  # a poll, the program's grace, and the end of its nodes
 
 
 class Violation(Exception):
@@ -83,11 +82,37 @@ def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
     universe.unowned_s += sum(now_s - last_s for node in unowned if node.id in since_s)
 
 
+def note_end(universe: Universe, event: Event) -> None:
+    """Whether a node was anybody's when it was asked to end."""
+    node = event.node
+    assert node is not None
+    is_owned = node.id not in {each.id for each in universe.list_unowned_nodes()}
+    universe.memory.setdefault("ends", {})[node.id] = (is_owned, event.process)
+
+
+def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> None:
+    """The collector ends nothing that an open intent or a record names."""
+    if "events" not in event.written:
+        return
+    last = universe.memory.get("collected", 0)
+    ends = universe.memory.get("ends", {})
+    for number, message in universe.read(
+        "SELECT id, message FROM events WHERE kind = 'collected' AND id > ? ORDER BY id", (last,)
+    ):
+        universe.memory["collected"] = number
+        is_owned, process = ends.get(message.split()[0], (False, None))
+        if is_owned and process is event.process:
+            raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
+
+
 def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
     """While one attempt of a job works no other starts, and their numbers grow."""
     run = event.run
     assert run is not None
-    for old in universe.gang.runs_by_job[run.job]:
+    roots = universe.gang.roots
+    for old in universe.gang.runs.values():
+        if old is run or roots.get(old.job, old.job) != roots.get(run.job, run.job):
+            continue
         if universe.gang.is_working(old):
             raise Violation("S4", f"{old.cluster} still works while {run.cluster} starts")
         if old.attempt >= run.attempt:
@@ -132,10 +157,11 @@ def check_s6_checkpoints_grow(universe: Universe, event: Event) -> None:
     run = event.run
     assert run is not None
     newest = universe.memory.setdefault("S6", {})
-    step, attempt = newest.get(run.job, (0, 0))
+    root = universe.gang.roots.get(run.job, run.job)
+    step, attempt = newest.get(root, (0, 0))
     if event.step < step or run.attempt < attempt:
         raise Violation("S6", f"job {run.job} saved step {event.step} of attempt {run.attempt} after {step}, {attempt}")
-    newest[run.job] = (event.step, run.attempt)
+    newest[root] = (event.step, run.attempt)
 
 
 def check_s7_ends_are_final(universe: Universe, event: Event) -> None:
@@ -143,15 +169,14 @@ def check_s7_ends_are_final(universe: Universe, event: Event) -> None:
     if "jobs" not in event.written:
         return
     ended = universe.memory.setdefault("S7", {})
-    for job_id, *end in universe.read(
-        f"SELECT id, status, failure, ended_s FROM jobs WHERE status IN {TERMINAL} OR is_terminal"
+    for job_id, status, is_terminal, *rest in universe.read(
+        "SELECT id, status, is_terminal, failure, ended_s FROM jobs"
     ):
-        if ended.setdefault(job_id, end) != end:
+        end = (status, *rest)
+        if is_terminal or status in TERMINAL:
+            ended.setdefault(job_id, end)
+        if ended.get(job_id, end) != end:
             raise Violation("S7", f"job {job_id} was {ended[job_id]} and is {end}")
-    alive = universe.read(f"SELECT id, status FROM jobs WHERE status NOT IN {TERMINAL}")
-    for job_id, status in alive:
-        if job_id in ended:
-            raise Violation("S7", f"job {job_id} was {ended[job_id]} and is {status}")
 
 
 def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
@@ -161,6 +186,46 @@ def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
     was_stopped = event.process is not None and event.process.was_stopped
     if status in TERMINAL and not was_stopped:
         raise Violation("S7", f"job {event.run.job} is {status} and its program starts on {event.run.cluster}")
+
+
+def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
+    """Whoever was told that the job is being cancelled does not see it start a while later."""
+    run = event.run
+    assert run is not None
+    asked_s = universe.memory.get("cancels", {}).get(run.job, math.inf)
+    was_stopped = event.process is not None and event.process.was_stopped
+    if event.time_s - asked_s > universe.mix.poll_s + 1.0 and not was_stopped:  # the next life begins with the cancel
+        late_s = event.time_s - asked_s
+        raise Violation("S7", f"{run.cluster} starts {late_s:.0f} s after job {run.job} was to be cancelled")
+
+
+def note_cancels(universe: Universe, event: Event) -> None:
+    if "jobs" in event.written:
+        asked = universe.memory.setdefault("cancels", {})
+        for (job_id,) in universe.read("SELECT id FROM jobs WHERE cancel_requested"):
+            asked.setdefault(job_id, event.time_s)
+
+
+def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
+    """A broker that was told of a program's success never calls that attempt lost."""
+    if "attempts" not in event.written:
+        return
+    for cluster, process in universe.gang.told.items():
+        if process is event.process:
+            sql = "SELECT body FROM attempts WHERE json_extract(body, '$.cluster') = ?"
+            rows = universe.read(sql, (cluster,))
+            if rows and '"outcome":"preempted' in rows[0][0]:
+                raise Violation("S7", f"{cluster} has succeeded and counts as lost")
+
+
+def check_whole_gang(universe: Universe, event: Event) -> None:
+    """A program starts on as many nodes as its task asks for, all of one zone."""
+    run = event.run
+    assert run is not None
+    wanted = universe.node_counts.get(run.job, len(run.ids))
+    zones = {node.zone for node in universe.cloud.find(run.ids)}
+    if len(set(run.ids)) != wanted or len(zones) != 1:
+        raise Violation("S2", f"{run.cluster} starts on {len(run.ids)} of {wanted} nodes in {sorted(map(str, zones))}")
 
 
 def check_s8_only_ours(universe: Universe, event: Event) -> None:
@@ -196,8 +261,7 @@ def check_s12_one_effect_a_request(universe: Universe, event: Event) -> None:
     """The same request twice is one job."""
     if "jobs" not in event.written:
         return
-    rows = universe.read("SELECT count(*), count(DISTINCT name || submitted_s || task || id) FROM jobs")
-    count = rows[0][0]
+    count = universe.read("SELECT count(*) FROM jobs")[0][0]
     if count > universe.requests_made:
         raise Violation("S12", f"{universe.requests_made} requests made {count} jobs")
 
@@ -247,12 +311,11 @@ def check_l1_unowned_go(universe: Universe, event: Event) -> None:
 
 def check_l2_jobs_end(universe: Universe, event: Event) -> None:
     """After the last fault, every job ends and nothing of it is left."""
-    from tests.simulation.universe import L2_S
-
-    if event.time_s - universe.healed_s > L2_S and not universe.mix.leaves_broker_dead:
+    late_s = universe.mix.end_s_max
+    if event.time_s - universe.healed_s > late_s and not universe.mix.leaves_broker_dead:
         jobs = universe.read(f"SELECT id, status FROM jobs WHERE status NOT IN {TERMINAL}")
         left = universe.read("SELECT name FROM clusters"), [node.id for node in universe.list_live_nodes()]
-        raise Violation("L2", f"{L2_S / 3600:g} h after the last fault: jobs {jobs}, clusters and nodes {left}")
+        raise Violation("L2", f"{late_s / 3600:g} h after the last fault: jobs {jobs}, clusters and nodes {left}")
 
 
 def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
@@ -260,9 +323,9 @@ def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
     from tests.simulation.universe import L3_S
 
     if universe.mix.leaves_broker_dead and event.time_s - universe.healed_s > L3_S:
-        leased = {node_id for run in universe.gang.runs.values() for node_id in run.lease_s}
+        given = {node_id for run in universe.gang.runs.values() for node_id in run.ids}
         for node in universe.list_live_nodes():
-            if node.id in leased:
+            if node.id in given:
                 raise Violation("L3", f"{node.id} of {node.cluster} runs {L3_S:g} s after its broker's end")
 
 
@@ -279,10 +342,18 @@ Checker = Callable[["Universe", Event], None]
 CHECKERS: dict[str, tuple[Checker, ...]] = {
     "create": (check_s1_intent_first, check_s9_budget),
     "created": (check_s2_no_twins,),
-    "terminate": (check_s8_only_ours, check_s5_healthy_work_is_kept),
-    "start": (check_s4_one_active_attempt, check_s7_no_start_after_the_end),
+    "terminate": (note_end, check_s8_only_ours, check_s5_healthy_work_is_kept),
+    "start": (
+        check_s4_one_active_attempt,
+        check_s7_no_start_after_the_end,
+        check_s7_no_start_after_a_cancel,
+        check_whole_gang,
+    ),
     "save": (check_s6_checkpoints_grow,),
     "commit": (
+        note_cancels,
+        check_s3_only_the_lost_are_collected,
+        check_s7_success_is_kept,
         check_s4_stale_writes,
         check_s7_ends_are_final,
         check_ends_are_true,

@@ -13,7 +13,7 @@ from random import Random
 from broker.clouds.simulated import SimulatedCloud
 from broker.errors import TransientError
 from broker.types import Cluster, Node, NodeState, Progress, RunStatus, Task
-from tests.simulation.processes import ProcessClock
+from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
 
 SAVE_EVERY = 10
@@ -79,6 +79,7 @@ class MachineGang:
         self._on_save = on_save
         self.runs: dict[str, MachineRun] = {}
         self.runs_by_job: dict[int, list[MachineRun]] = {}
+        self.told: dict[str, Process | None] = {}  # cluster -> who was told of its program's success
         self.programs: dict[int, Program] = {}
         self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it goes on with
         self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
@@ -111,6 +112,8 @@ class MachineGang:
             return Report(status=status, returncode=None, unreachable=silent, progress=None)
         self.save(run)
         step, status, code = self.measure(run)
+        if status is RunStatus.SUCCEEDED:
+            self.told[cluster.name] = get_process()
         progress = None
         if 0 not in silent and step > run.first_step:
             skew_s = self.skews.get(run.ids[0], 0.0)

@@ -19,6 +19,9 @@ CLOUD_RATES_MAX = {
 assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
 
 
+END_S_MAX = 3 * 3600.0  # a place that refused for quota is not asked again for hours
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     submit_s: float
@@ -50,6 +53,7 @@ class Mix:
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0
     poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
+    end_s_max: float = END_S_MAX  # after the last fault every job has ended and nothing is left
     leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
 
 
@@ -91,7 +95,7 @@ def draw_mix(random: Random) -> Mix:
         command_every_s=maybe(random.uniform(20.0, 100.0), 0.5),
         is_doubled=random.random() < 0.35,
         restart_s_max=random.choice((1.0, 10.0, 40.0)),
-        poll_s=random.choice((0.5, 1.5, 1.5, 1.5)),
+        poll_s=random.choice((0.5, 2.0, 4.0, 4.0)),
         leaves_broker_dead=random.random() < 0.04,
     )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from broker.clock import SystemClock
 from broker.state.store import Store
 from tests.simulation.shuffled import CURRENT, ShuffledLoop
 
@@ -16,6 +19,11 @@ SQLITE_FAULTS = {
     "sqlite:full": "database or disk is full",
     "sqlite:ioerr": "disk I/O error",
 }
+
+
+FREQUENT = {"UPDATE jobs SET progress =": "progress", "UPDATE leader SET beat_s =": "beat"}
+TRIFLES = frozenset(("progress", "beat", "attempt_steps", "log_offsets"))  # what is seen again anyway
+TRIFLE = "trifle"
 
 
 class Crash(BaseException):
@@ -96,8 +104,6 @@ class Process:
         self.tasks = [task for task in self.tasks if not task.done()]
 
     def _bury(self) -> None:
-        for connection in self.connections:
-            connection.close()  # SQLite rolls back what was open, as for a process that is gone
         for task in self.tasks:
             task.cancel()
         if not self.dead.done():
@@ -127,11 +133,60 @@ class ProcessClock:
         await asyncio.sleep(duration_s)
 
 
-class SimulatedConnection:
-    """A connection of one process to the store's file: counts statements, fails the chosen one, tells of commits."""
+class SimulatedFile:
+    """The store's file: one database in memory, which every process sees.
 
-    def __init__(self, connection: sqlite3.Connection, process: Process, on_commit: Callable[..., None]) -> None:
-        self._connection = connection
+    Nobody waits inside a transaction, so one at a time is open; the dead one's is rolled back at once, as SQLite
+    does for a process that is gone. No power cut is played, so nothing needs a disk.
+    """
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=512)
+        self.connection.deserialize(_make_empty())
+        self.connection.row_factory = sqlite3.Row
+        self.writer: Process | None = None  # whose transaction is open
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def begin(self, process: Process) -> None:
+        other = self.writer
+        assert not self.connection.in_transaction, f"{other.name if other else 'nobody'} waits in its transaction"
+        self.writer = process
+
+    def abandon(self, process: Process) -> None:
+        if self.writer is process and self.connection.in_transaction:
+            self.connection.rollback()
+
+
+@cache
+def _make_empty() -> bytes:
+    """The tables, as the product makes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.db"
+        Store(path, clock=SystemClock()).close()
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log beside it
+        connection.close()
+        return path.read_bytes()
+
+
+@cache
+def find_table(sql: str) -> str:
+    """Which table it writes; "progress" and "beat" are the columns that change all the time."""
+    for prefix, name in FREQUENT.items():
+        if sql.startswith(prefix):
+            return name
+    words = sql.split(None, 5)
+    return words[1] if words[0] == "UPDATE" else words[words.index("INTO" if words[0] == "INSERT" else "FROM") + 1]
+
+
+class SimulatedConnection:
+    """A process's connection to the store's file: counts statements, fails the chosen one, tells of commits."""
+
+    def __init__(self, file: SimulatedFile, process: Process, on_commit: Callable[..., None]) -> None:
+        self._file = file
+        self._connection = file.connection
         self._process = process
         self._on_commit = on_commit
         self._written: list[str] = []
@@ -139,17 +194,19 @@ class SimulatedConnection:
 
     @property
     def in_transaction(self) -> bool:
-        return self._process.is_alive and self._connection.in_transaction
+        return self._process.is_alive and self._connection.in_transaction and self._file.writer is self._process
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         process = self._process
         process.check()
         if process.statements_left is not None and sql != "ROLLBACK":
             self._maybe_fail(process)
-        if sql.startswith("PRAGMA synchronous"):
-            sql = "PRAGMA synchronous=OFF"  # no power cut is played, and nothing else needs the disk to answer
+        if sql.startswith("SELECT"):
+            return self._connection.execute(sql, parameters)
         if sql == "COMMIT":
             return self._commit()
+        if sql.startswith("BEGIN"):
+            self._file.begin(process)
         cursor = self._connection.execute(sql, parameters)
         if sql.startswith(("UPDATE", "INSERT", "DELETE")):
             self._written.append(sql)
@@ -158,19 +215,21 @@ class SimulatedConnection:
         return cursor
 
     def close(self) -> None:
-        self._connection.close()
+        """The file stays open for the others."""
+        assert not self.in_transaction
 
     def abandon(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.rollback()
+        self._file.abandon(self._process)
 
     def _commit(self) -> sqlite3.Cursor:
-        self._process.pass_by("commit:before")
+        tables = tuple(find_table(sql) for sql in self._written)
+        self._written = []
+        point = TRIFLE if TRIFLES.issuperset(tables) else "commit"
+        self._process.pass_by(f"{point}:before")
         cursor = self._connection.execute("COMMIT")
-        written, self._written = self._written, []
-        if written:
-            self._on_commit(self._process, written)
-        self._process.pass_by("commit:after")
+        if tables:
+            self._on_commit(self._process, tables)
+        self._process.pass_by(f"{point}:after")
         return cursor
 
     def _maybe_fail(self, process: Process) -> None:
@@ -188,15 +247,21 @@ class SimulatedConnection:
 
 
 class SimulatedStore(Store):
-    """The store itself, on a connection that belongs to a process."""
+    """The store itself, on a connection that belongs to a process. Nothing lies at `path` but what is beside it."""
 
-    def __init__(self, path: Path, *, clock: ProcessClock, process: Process, on_commit: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: ProcessClock,
+        process: Process,
+        file: SimulatedFile,
+        on_commit: Callable[..., None],
+    ) -> None:
+        self._make_connection = lambda: SimulatedConnection(file, process, on_commit)
         self._process = process
-        self._on_commit = on_commit
         super().__init__(path, clock=clock)
 
     def _open(self) -> Any:
         self._process.check()
-        connection = super()._open()
-        connection.execute("PRAGMA busy_timeout=0")  # nobody waits here, so nobody may be locked out but by a fault
-        return SimulatedConnection(connection, self._process, self._on_commit)
+        return self._make_connection()

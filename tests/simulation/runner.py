@@ -6,15 +6,17 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from broker.errors import BrokerError
+from tests.simulation.invariants import Violation
 from tests.simulation.mixes import Mix, draw_mix
 from tests.simulation.processes import Crash
+from tests.simulation.scenes import Scene, act_out, check_end
 from tests.simulation.stories import play
 from tests.simulation.universe import Universe, run_universe
 
@@ -30,17 +32,41 @@ class Result:
     kills: int
     virtual_s: float
     cells: Counter[tuple[str, str]] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 def play_seed(seed: int, *, trace: bool = False) -> Result:
     return play_mix(seed, draw_mix(Random(f"{seed}/mix")), trace=trace)
 
 
-def play_mix(seed: int, mix: Mix, *, kill_at: int | None = None, trace: bool = False) -> Result:
+def play_mix(seed: int, mix: Mix, *, trace: bool = False) -> Result:
+    return _play(seed, mix, play, trace=trace)
+
+
+def play_scene(scene: Scene, *, kill_at: int | None = None, trace: bool = False) -> Result:
+    """One scene; with `kill_at`, whoever comes to that deed or commit is killed there."""
+
+    async def act(universe: Universe) -> None:
+        universe.begin(act_out(universe, scene))
+        await play(universe)
+        if wrong := check_end(universe, scene):
+            universe.fail(Violation("S11", wrong))
+
+    return _play(scene.seed, scene.mix, act, kill_at=kill_at, trace=trace)
+
+
+def _play(
+    seed: int,
+    mix: Mix,
+    story: Callable[[Universe], Awaitable[None]],
+    *,
+    kill_at: int | None = None,
+    trace: bool = False,
+) -> Result:
     with make_folder() as folder:
         universe = Universe(folder, seed, mix, kill_at=kill_at, trace=trace)
         with watch_log(universe):
-            run_universe(universe, play)
+            run_universe(universe, story)
         return Result(
             seed=seed,
             failure=f"{universe.failure!s}" if universe.failure else "",
@@ -51,6 +77,7 @@ def play_mix(seed: int, mix: Mix, *, kill_at: int | None = None, trace: bool = F
             kills=universe.kills,
             virtual_s=universe.loop.time() - universe.start_s,
             cells=universe.cells,
+            faults=universe.cloud.fault_counts,
         )
 
 

@@ -12,10 +12,10 @@ from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
 from tests.simulation.mixes import JobSpec
 from tests.simulation.processes import SQLITE_FAULTS, Process
-from tests.simulation.universe import L3_S, TICK_S, Universe, make_plan
+from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
-DOWN_TRIES = 40
+TRIES_MAX = 40
 
 
 async def play(universe: Universe) -> None:
@@ -26,16 +26,16 @@ async def play(universe: Universe) -> None:
         while universe.failure is None:
             universe.emit("tick")
             now_s = universe.loop.time() - universe.start_s
-            is_done = universe.is_quiet()
+            is_done = universe.is_quiet() and not universe.is_acting
             if not universe.is_healed and (now_s >= mix.heal_s or (is_done and universe.are_jobs_in())):
                 heal(universe)
             elif universe.is_healed:
                 if mix.leaves_broker_dead:
-                    if universe.loop.time() > universe.healed_s + L3_S + 2 * TICK_S:
+                    if universe.loop.time() > universe.healed_s + L3_S + 2 * CALM_TICK_S:
                         return
                 elif is_done:
                     return
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(CALM_TICK_S if universe.is_healed else TICK_S)
     finally:
         universe.is_over = True
         for process in universe.processes:
@@ -131,6 +131,14 @@ async def run_command(universe: Universe, name: str, work: Callable[[Process], A
     return is_whole
 
 
+async def insist(universe: Universe, name: str, work: Callable[[Process], Awaitable[None]]) -> None:
+    """Once more until it worked."""
+    for _ in range(TRIES_MAX):
+        if await run_command(universe, name, work):
+            return
+        await asyncio.sleep(universe.random.uniform(1.0, 10.0))
+
+
 def command(universe: Universe) -> None:
     name = universe.random.choice(COMMANDS)
     known = sorted(universe.jobs_in.items())
@@ -165,10 +173,7 @@ async def use_cluster(universe: Universe, name: str) -> None:
     if not is_recorded and universe.random.random() < 0.1:
         return  # `up` was cut short: the collector ends what it began
     universe.asked_down.add("dev")
-    for _ in range(DOWN_TRIES):
-        if await run_command(universe, "down-dev", lambda process: down(universe, process, "dev")):
-            return
-        await asyncio.sleep(universe.random.uniform(1.0, 20.0))
+    await insist(universe, "down-dev", lambda process: down(universe, process, "dev"))
 
 
 async def launch(universe: Universe, process: Process) -> None:

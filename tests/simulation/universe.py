@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import math
 import random as global_random
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +24,15 @@ from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan
 from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.processes import Crash, Process, ProcessClock, SimulatedStore, get_process
+from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.world import FOREIGN, OWNER, make_offer
 
+OWNERS = frozenset(("jobs", "clusters", "intents"))  # tables that say what is left to do, and whose a node is
 ZONES = ("east1a", "east1b", "west1a", "north1a")
-TICK_S = 2.0
+TICK_S = 2.0  # while faults are played
+CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
-L2_S = 3 * 3600.0  # every job has ended; a place that refused for quota is not asked again for hours
 L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
 
 
@@ -107,6 +107,7 @@ class Universe:
         self.cells: Counter[tuple[str, str]] = Counter()
         self.unowned_s = 0.0
         self.budgets: dict[int, float] = {}
+        self.node_counts: dict[int, int] = {}
         self.side_tasks: list[asyncio.Task[Any]] = []
         self.unowned_since_s: dict[str, float] = {}
         self.asked_down: set[str] = set()  # clusters that a user took down
@@ -116,13 +117,15 @@ class Universe:
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
         self.is_healed = False
         self.healed_s = math.inf
+        self.is_acting = False  # a scene has not come to its end
         self.is_over = False
         self.failure: BaseException | None = None
         self.digest = hashlib.sha256()
         self.trace_lines: list[str] | None = [] if trace else None
         self._kill_random = Random(f"{seed}/kill")
         self._points_to_kill = self._draw_points()
-        self.reader = self._open_reader()
+        self.file = SimulatedFile()
+        self._seen: dict[str, list[Any]] = {}
 
     # -- what the world tells -------------------------------------------------------------------------------------
 
@@ -165,7 +168,13 @@ class Universe:
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
         """What is committed, seen from outside."""
-        return self.reader.execute(sql, parameters).fetchall()
+        return self.file.connection.execute(sql, parameters).fetchall()
+
+    def _see(self, sql: str) -> list[Any]:
+        """As `read`, of the tables in OWNERS: asked again only when one of them was written."""
+        if sql not in self._seen:
+            self._seen[sql] = self.read(sql)
+        return self._seen[sql]
 
     def list_live_nodes(self) -> list[Node]:
         return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
@@ -175,17 +184,18 @@ class Universe:
         live = [node for node in self.list_live_nodes() if math.isinf(self.cloud.get_ending_s(node.id))]
         if not live:
             return []
-        tokens = {token for (token,) in self.read("SELECT token FROM intents WHERE outcome IS NULL")}
-        bodies = b"".join(body for (body,) in self.read("SELECT body FROM clusters")).decode()
+        rows = self._see("SELECT token FROM intents WHERE outcome IS NULL UNION ALL SELECT body FROM clusters")
+        tokens = {row[0] for row in rows if isinstance(row[0], str)}
+        bodies = b"".join(row[0] for row in rows if isinstance(row[0], bytes)).decode()
         return [node for node in live if node.token not in tokens and f'"{node.id}"' not in bodies]
 
     def is_quiet(self) -> bool:
         """Nothing is left to do, and nothing left lying about."""
-        return (
-            not self.read(f"SELECT 1 FROM jobs WHERE status NOT IN {TERMINAL} LIMIT 1")
-            and not self.read("SELECT 1 FROM clusters UNION SELECT 1 FROM intents WHERE outcome IS NULL LIMIT 1")
-            and not self.list_live_nodes()
+        rows = self._see(
+            f"SELECT EXISTS (SELECT 1 FROM jobs WHERE status NOT IN {TERMINAL}) "
+            "OR EXISTS (SELECT 1 FROM clusters) OR EXISTS (SELECT 1 FROM intents WHERE outcome IS NULL)"
         )
+        return not rows[0][0] and not self.list_live_nodes()
 
     def are_jobs_in(self) -> bool:
         return len(self.jobs_in) == len(self.mix.jobs)
@@ -207,6 +217,7 @@ class Universe:
 
     def _expect(self, job_id: int, spec: JobSpec) -> None:
         self.gang.programs[job_id] = spec.program
+        self.node_counts[job_id] = spec.task.num_nodes
         budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
         if budget_usd is not None:
             self.budgets[job_id] = budget_usd
@@ -219,8 +230,10 @@ class Universe:
         return int(rest.partition("-")[0]) if kind == "job" else None
 
     def measure_recorded_usd(self, job_id: int | None) -> float:
+        """Of this job, or of everything there ever was."""
         rows = self.read(
-            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes WHERE job_id = ?2",
+            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes "
+            "WHERE ?2 IS NULL OR job_id = ?2",
             (self.clock.now_s(), job_id),
         )
         return float(rows[0][0])
@@ -241,7 +254,9 @@ class Universe:
         return process
 
     def open_store(self, process: Process) -> SimulatedStore:
-        return SimulatedStore(self.folder / "state.db", clock=self.clock, process=process, on_commit=self._on_commit)
+        return SimulatedStore(
+            self.folder / "state.db", clock=self.clock, process=process, file=self.file, on_commit=self._on_commit
+        )
 
     def make_provisioner(self, store: SimulatedStore) -> Provisioner:
         return Provisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
@@ -273,6 +288,8 @@ class Universe:
             if not (self.mix.leaves_broker_dead and self.is_healed):
                 process = self.spawn(name, self.run_broker)
                 await self.wait_for(process)
+                if not process.was_killed:  # another one leads, or there was nothing to do
+                    await asyncio.sleep(self.random.uniform(1.0, 10.0))
             await asyncio.sleep(self.random.uniform(0.2, 2.0 if self.is_healed else self.mix.restart_s_max))
 
     async def wait_for(self, process: Process) -> BaseException | None:
@@ -298,9 +315,10 @@ class Universe:
             process.pass_by(point)
 
     def _on_point(self, process: Process, point: str) -> None:
-        self.points += 1
         self.say(f"{process.name} {point}")
+        self.points += not point.startswith(TRIFLE)
         if self.points == self.kill_at:
+            self.kill_at = None
             self._kill(process, "kill:point")
             return
         if self.is_healed:
@@ -319,8 +337,10 @@ class Universe:
         mean = self.mix.points_between_kills
         return math.inf if math.isinf(mean) else self._kill_random.expovariate(1 / mean) + 1
 
-    def _on_commit(self, process: Process, written: Sequence[str]) -> None:
-        self.emit("commit", written=tuple(find_table(sql) for sql in written))
+    def _on_commit(self, process: Process, tables: Sequence[str]) -> None:
+        if not OWNERS.isdisjoint(tables):
+            self._seen.clear()
+        self.emit("commit", written=tuple(tables))
 
     def _preempt(self, node_id: str) -> None:
         if self.is_healed:
@@ -330,22 +350,6 @@ class Universe:
             return
         self.note_fault("preempt", node.cluster)
         self.cloud.preempt([node_id], notice_s=self.mix.notice_s)
-
-    def _open_reader(self) -> sqlite3.Connection:
-        """Through a store opened and closed by nobody, so that the tables are there."""
-        process = Process("maker", self.loop, on_point=lambda process, point: None, on_fault=lambda fault: None)
-        store = SimulatedStore(
-            self.folder / "state.db", clock=self.clock, process=process, on_commit=lambda process, written: None
-        )
-        store.close()
-        reader = sqlite3.connect(self.folder / "state.db", isolation_level=None)
-        reader.execute("PRAGMA query_only=ON")
-        return reader
-
-
-def find_table(sql: str) -> str:
-    words = sql.split(None, 5)
-    return words[1] if words[0] == "UPDATE" else words[words.index("INTO" if words[0] == "INSERT" else "FROM") + 1]
 
 
 def make_plan(task: Task, avoid: Any = None) -> Plan:
@@ -373,7 +377,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
         universe.fail(error)
     finally:
         global_random.setstate(state)
-        universe.reader.close()
+        universe.file.close()
         universe.loop.close()
 
 

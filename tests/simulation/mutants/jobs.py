@@ -1,0 +1,129 @@
+"""Bugs planted into jobs, their daemon and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from broker.jobs import controller, daemon
+from broker.jobs.controller import JobController
+from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
+from broker.state.database import Database
+from broker.state.jobs import JobRows
+from broker.types import Job, JobStatus, RunStatus
+
+Patches = Sequence[Any]
+
+
+def controller_death_fails_the_job() -> Patches:
+    """SkyPilot #10061: a job whose controller died is FAILED_CONTROLLER."""
+    start = daemon._Daemon.run
+
+    async def run(self: Any) -> None:
+        for job_id in self._store.list_live_job_ids():
+            if self._store.list_attempts(job_id):
+                self._store.set_job_status(job_id, JobStatus.FAILED_CONTROLLER, "its controller died")
+        await start(self)
+
+    return (patch.object(daemon._Daemon, "run", run),)
+
+
+def terminal_state_overwritten() -> Patches:
+    """A daemon that starts takes every job that has something left for one that runs."""
+    start = daemon._Daemon.run
+
+    async def run(self: Any) -> None:
+        self._store._execute("DROP TRIGGER IF EXISTS jobs_terminal")
+        for job_id in self._store.list_unfinished_job_ids():
+            if self._store.list_attempts(job_id):
+                self._store._write(
+                    "UPDATE jobs SET status = 'RECOVERING', is_terminal = 0, ended_s = NULL WHERE id = ?", (job_id,)
+                )
+        await start(self)
+
+    return (patch.object(daemon._Daemon, "run", run),)
+
+
+def stale_epoch_writes() -> Patches:
+    """A leader that slept through its replacement goes on."""
+    return (patch.object(Database, "_check_epoch", lambda self: None),)
+
+
+def two_leaders() -> Patches:
+    """Without a lock, every daemon leads."""
+
+    @contextmanager
+    def hold(config: Any) -> Iterator[bool]:
+        yield True
+
+    return (patch.object(daemon, "_hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
+
+
+def outcome_ignored() -> Patches:
+    """SkyPilot #6133: a lost node makes a recovery of a program that has succeeded."""
+
+    def judge_nodes_first(signs: Signs) -> Verdict:
+        return Verdict.LOST if list_lost_ranks(signs.nodes) or signs.unreachable else judge(signs)
+
+    return (patch.object(controller, "judge", judge_nodes_first),)
+
+
+def lost_node_is_the_users_failure() -> Patches:
+    def judge_program_first(signs: Signs) -> Verdict:
+        return Verdict.FAILED if signs.status is RunStatus.FAILED else judge(signs)
+
+    return (patch.object(controller, "judge", judge_program_first),)
+
+
+def cancel_forgotten_in_recovery() -> Patches:
+    get = JobRows.get_job
+
+    def get_without_cancel(self: Any, job_id: int) -> Job | None:
+        job = get(self, job_id)
+        is_recovering = job is not None and job.attempts and job.attempts[-1].outcome
+        return replace(job, cancel_requested=False) if job and is_recovering else job
+
+    return (
+        patch.object(JobRows, "get_job", get_without_cancel),
+        patch.object(JobRows, "is_cancel_requested", lambda self, job_id: False),
+    )
+
+
+def budget_unchecked() -> Patches:
+    return (patch.object(JobController, "_find_overspending", lambda self, job: ""),)
+
+
+def lease_never_given() -> Patches:
+    """Nodes do not end by themselves when there is no broker left."""
+    return (patch.object(controller, "LEASE_S", None),)
+
+
+def lease_never_renewed() -> Patches:
+    async def renew(self: Any, watch: Any, cluster: Any) -> None:
+        return
+
+    return (patch.object(JobController, "_renew_lease", renew),)
+
+
+def request_id_ignored() -> Patches:
+    add = JobRows.add_job
+
+    def add_anew(self: Any, name: str, task: Any, request_id: str | None = None, **more: Any) -> Any:
+        return add(self, name, task, None, **more)
+
+    return (patch.object(JobRows, "add_job", add_anew),)
+
+
+def retry_counts_attempts_anew() -> Patches:
+    """A retried job's attempts look older than those whose checkpoints it goes on with."""
+    add = JobRows.add_job
+
+    def add_from_one(self: Any, *arguments: Any, resumes: Any = None, **more: Any) -> Any:
+        job = add(self, *arguments, resumes=resumes, **more)
+        self._write("UPDATE jobs SET first_attempt = 1 WHERE id = ?", (job.id,))
+        return replace(job, first_attempt=1)
+
+    return (patch.object(JobRows, "add_job", add_from_one),)

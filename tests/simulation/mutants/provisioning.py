@@ -1,0 +1,256 @@
+"""Bugs planted into asking for nodes, believing lists, ending nodes and collecting what is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from broker.errors import CloudError, TransientError, UnknownOutcomeError
+from broker.jobs import judgement, watch
+from broker.jobs.burial import Undertaker
+from broker.provision import failover, lifecycle, nodes
+from broker.provision.collection import Collector
+from broker.provision.failover import Failover
+from broker.provision.lifecycle import Provisioner
+from broker.state.clusters import IntentRows
+from broker.state.events import Refusal
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Node, NodeState
+from tests.simulation.world import FOREIGN
+
+Patches = Sequence[Any]
+
+
+# -- asking for nodes ---------------------------------------------------------------------------------------------
+
+
+def effect_before_intent() -> Patches:
+    """The record is written when the nodes are there."""
+    create = Failover._create
+
+    def open_intent(self: Any, wanted: Any, placement: Any) -> Any:
+        with patch.object(IntentRows, "put_intent"):
+            return open_as_usual(self, wanted, placement)
+
+    async def create_then_write(self: Any, cloud: Any, request: Any, *, is_uncertain: bool) -> Any:
+        made = await create(self, cloud, request, is_uncertain=is_uncertain)
+        self._store.put_intent(request)
+        return made
+
+    open_as_usual = Failover._open_intent
+    return (
+        patch.object(Failover, "_open_intent", open_intent),
+        patch.object(Failover, "_create", create_then_write),
+        patch.object(IntentRows, "is_intent_open", lambda self, token: True),
+    )
+
+
+def fresh_token_after_a_crash() -> Patches:
+    """A new life does not look for what the last one began (`_find_intent` finds nothing)."""
+    count = itertools.count()
+    make_token = failover.make_token
+
+    def make_fresh(*arguments: Any) -> str:
+        return make_token(*arguments[:-1], f"{arguments[-1]}/{next(count)}")  # type: ignore[arg-type]
+
+    return (
+        patch.object(Failover, "_find_intent", lambda self, cluster, placement: None),
+        patch.object(failover, "make_token", make_fresh),
+    )
+
+
+def fresh_token_on_retry() -> Patches:
+    """As botocore fills one in for each call: an unanswered call is made again with another token."""
+
+    async def create(self: Any, cloud: Any, request: Any, *, is_uncertain: bool) -> Any:
+        for serial in range(6):
+            try:
+                return await cloud.create_nodes(request)
+            except UnknownOutcomeError:
+                self._store.close_intent(request.token, "no answer")
+                request = replace(request, token=f"{request.token[:24]}/{serial}")
+                self._store.put_intent(request)
+            except CloudError as error:
+                self._store.close_intent(request.token, f"refused: {error.message}")
+                raise
+        raise TransientError("no clear answer")
+
+    return (patch.object(Failover, "_create", create),)
+
+
+def forget_unanswered_intent() -> Patches:
+    """No answer counts as a refusal."""
+
+    async def create(self: Any, cloud: Any, request: Any, *, is_uncertain: bool) -> Any:
+        try:
+            return await cloud.create_nodes(request)
+        except CloudError as error:
+            self._store.close_intent(request.token, f"refused: {error.message}")
+            raise
+
+    return (patch.object(Failover, "_create", create),)
+
+
+def intent_closed_before_the_record() -> Patches:
+    """Two commits where one is needed: between them nobody knows the nodes."""
+
+    def enter(self: Any, wanted: Any, placement: Any, nodes: Any) -> Any:
+        self._store.close_intent(nodes[0].token, "up")
+        with patch.object(IntentRows, "is_intent_open", lambda self, token: True):
+            return enter_as_usual(self, wanted, placement, nodes)
+
+    enter_as_usual = Provisioner._enter
+    return (patch.object(Provisioner, "_enter", enter),)
+
+
+def part_of_a_gang_accepted() -> Patches:
+    wait_running = nodes.wait_running
+
+    async def wait(*arguments: Any, **named: Any) -> Any:
+        return await wait_running(*arguments, **{**named, "node_count": max(1, len(named["created"]))})
+
+    return (patch.object(failover, "wait_running", wait),)
+
+
+def refusal_of_another_zone_believed() -> Patches:
+    """One zone is full, so all are."""
+    return (patch.object(Refusal, "covers", lambda self, placement: self.cloud == placement.offer.cloud),)
+
+
+def refusal_for_ever() -> Patches:
+    add = Store.add_refusal
+
+    def add_for_ever(self: Any, *arguments: Any, **named: Any) -> None:
+        add(self, *arguments[:5], 1e6, *arguments[6:], **{**named, "lasts_s_max": 1e6})
+
+    return (patch.object(Store, "add_refusal", add_for_ever),)
+
+
+# -- believing lists ----------------------------------------------------------------------------------------------
+
+
+def one_miss_believed() -> Patches:
+    """SkyPilot #4443: not in the list is gone."""
+    return (patch.object(nodes.Absence, "note", lambda self, node_id, *, is_listed, now_s: not is_listed),)
+
+
+def absence_by_time_only() -> Patches:
+    return (patch.object(nodes, "MISSES_MIN", 1), patch.object(nodes, "MISSING_S_MIN", 15.0))
+
+
+def absence_by_count_only() -> Patches:
+    return (patch.object(nodes, "MISSING_S_MIN", 0.0),)
+
+
+def empty_list_trusted() -> Patches:
+    """SkyPilot #7854: an empty list means that all nodes are gone."""
+    refresh = Provisioner.refresh
+
+    async def refresh_trusting(self: Any, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
+        cloud = self._clouds[cluster.placement.offer.cloud]
+        if (await self._lister.list(cloud)).nodes:
+            return await refresh(self, cluster, age_s_max=age_s_max)
+        now_s = self._clock.now_s()
+        return replace(
+            cluster, nodes=tuple(replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in cluster.nodes)
+        )
+
+    return (patch.object(Provisioner, "refresh", refresh_trusting),)
+
+
+def silence_believed_at_once() -> Patches:
+    """SkyPilot #10155: one poll without an answer recovers a healthy job."""
+    return (
+        patch.object(judgement, "UNREACHABLE_S_MIN", 0.0),
+        patch.object(judgement, "MISSES_MIN", 1),
+        patch.object(watch, "UNREACHABLE_S_MIN", 0.0),
+    )
+
+
+# -- ending nodes -------------------------------------------------------------------------------------------------
+
+
+def dead_on_request_accepted() -> Patches:
+    """A terminate that was accepted counts as done."""
+
+    async def confirm(cloud: Any, lister: Any, *, known: Any, is_ours: Any, clock: Any, **rest: Any) -> Any:
+        listing = await lister.list(cloud)
+        seen = {node.id: node for node in [*known, *(node for node in listing.nodes if is_ours(node))]}
+        await cloud.terminate_nodes(sorted(seen))
+        now_s = clock.now_s()
+        return [replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in seen.values()]
+
+    return (patch.object(failover, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
+
+
+def failed_burial_forgotten() -> Patches:
+    """SkyPilot #2990: a teardown that fails is reported, and the record is dropped."""
+    confirm = nodes.confirm_gone
+
+    async def confirm_or_forget(*arguments: Any, **named: Any) -> Any:
+        try:
+            await arguments[0].terminate_nodes([node.id for node in named["known"]])
+        except CloudError:
+            return named["known"]
+        return await confirm(*arguments, **named)
+
+    return (
+        patch.object(failover, "confirm_gone", confirm_or_forget),
+        patch.object(lifecycle, "confirm_gone", confirm_or_forget),
+    )
+
+
+def relaunch_without_confirmed_end() -> Patches:
+    """The next attempt starts while the last one's nodes are still to be ended."""
+
+    async def bury(self: Any, attempt: Any) -> None:
+        cluster = self._store.get_cluster(attempt.cluster)
+        if cluster is not None:
+            self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+        self.close(attempt)  # the collector ends what is left
+
+    return (patch.object(Undertaker, "bury", bury),)
+
+
+def collector_ends_foreign_nodes() -> Patches:
+    """A node that nobody here records is lost, whoever owns it."""
+    find = Collector._find_lost_nodes
+
+    async def find_any(self: Any, cloud: Any) -> Sequence[Node]:
+        foreign = await cloud.list_nodes(FOREIGN.owner)
+        return [*await find(self, cloud), *(node for node in foreign if node.state is NodeState.RUNNING)]
+
+    return (patch.object(Collector, "_find_lost_nodes", find_any),)
+
+
+# -- collecting ---------------------------------------------------------------------------------------------------
+
+
+def collector_reads_records_first() -> Patches:
+    """Without the grace of young nodes, which hides it: what is recorded while the list is read counts as lost."""
+
+    async def find(self: Any, cloud: Any) -> Sequence[Node]:
+        recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
+        tokens = {intent.request.token for intent in self._store.list_open_intents()}
+        await self._clock.sleep(4.0)
+        return [
+            node
+            for node in await cloud.list_nodes(self._owner)
+            if node.id not in recorded and node.token not in tokens and node.state is not NodeState.TERMINATED
+        ]
+
+    return (patch.object(Collector, "_find_lost_nodes", find),)
+
+
+def collector_blind_to_intents() -> Patches:
+    """Nor does it spare young nodes: what is in no record is lost, though an intent to make it is open."""
+
+    async def find(self: Any, cloud: Any) -> Sequence[Node]:
+        recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
+        listed = await cloud.list_nodes(self._owner)
+        return [node for node in listed if node.id not in recorded and node.state is not NodeState.TERMINATED]
+
+    return (patch.object(Collector, "_find_lost_nodes", find),)

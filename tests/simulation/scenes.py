@@ -1,0 +1,179 @@
+"""Small worlds with one thing happening in each, played without chance: for killing a broker at its every deed.
+
+A scene's acts are timed from the first start of a program, so that they hit the same moment whoever was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from broker.clouds.simulated import FaultRates, Market
+from broker.types import Goal, JobRecovery, JobStatus, NodeState, Resources, Task
+from tests.simulation import stories
+from tests.simulation.machines import Program
+from tests.simulation.mixes import JobSpec, Mix
+from tests.simulation.universe import ZONES, Universe
+
+MARKET = Market(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
+Act = Callable[[Universe], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """`acts`: seconds after the first start, and what happens then. `ends`: how each job may end."""
+
+    name: str
+    mix: Mix
+    acts: tuple[tuple[float, Act], ...] = ()
+    full_zones: tuple[str, ...] = ()
+    ends: tuple[JobStatus, ...] = (JobStatus.SUCCEEDED,)
+    seed: int = 0
+
+
+def make_job(
+    *,
+    nodes: int = 2,
+    steps: int = 12,
+    exit_codes: tuple[int, ...] = (),
+    hangs: int = 0,
+    budget_usd: float | None = None,
+    recovery: JobRecovery = JobRecovery(),
+    submit_s: float = 0.5,
+) -> JobSpec:
+    task = Task(
+        name="train",
+        run="python train.py",
+        num_nodes=nodes,
+        resources=(Resources(job_recovery=recovery),),
+        goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+    )
+    program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs)
+    return JobSpec(submit_s=submit_s, task=task, program=program)
+
+
+def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: Market = MARKET, **more: object) -> Mix:
+    mix = Mix(jobs=jobs or (make_job(),), cloud=cloud, market=market, heal_s=60.0, poll_s=2.0, end_s_max=7200.0)
+    return replace(mix, **more)  # type: ignore[arg-type]
+
+
+# -- what happens in them -----------------------------------------------------------------------------------------
+
+
+def preempt(universe: Universe) -> None:
+    """The newest node of a program that works."""
+    working = [run for run in universe.gang.runs.values() if universe.gang.is_working(run)]
+    if working:
+        universe.note_fault("preempt", working[-1].cluster)
+        universe.cloud.preempt([working[-1].ids[-1]])
+
+
+def partition(universe: Universe) -> None:
+    """The head of every program answers nobody for four minutes."""
+    now_s = universe.loop.time()
+    for run in universe.gang.runs.values():
+        universe.gang.unreachable.setdefault(run.ids[0], []).append((now_s, now_s + 240.0))
+
+
+def cancel(universe: Universe) -> None:
+    universe.begin(
+        stories.insist(universe, "cancel", lambda process: stories.cancel_job(universe, process, 0)),
+    )
+
+
+def take_down(universe: Universe) -> None:
+    job_id = universe.jobs_in[0]
+    universe.begin(stories.insist(universe, "down", lambda process: stories.take_down(universe, process, job_id)))
+
+
+def retry(universe: Universe) -> None:
+    job_id = universe.jobs_in[0]
+    universe.begin(stories.insist(universe, "retry", lambda process: stories.retry(universe, process, job_id)))
+
+
+def collect(universe: Universe) -> None:
+    universe.begin(stories.run_command(universe, "gc", lambda process: stories.collect(universe, process)))
+
+
+def use_cluster(universe: Universe) -> None:
+    universe.begin(stories.use_cluster(universe, "launch"))
+
+
+async def act_out(universe: Universe, scene: Scene) -> None:
+    """Acts in turn; without any program started within a while, they happen all the same."""
+    universe.is_acting = True
+    for zone in scene.full_zones:
+        universe.cloud.full_zones[zone] = float("inf")
+    begun_s = universe.loop.time()
+    while not universe.gang.runs and universe.loop.time() < begun_s + 30.0:
+        await asyncio.sleep(0.5)
+    started_s = universe.loop.time()
+    for after_s, act in scene.acts:
+        await asyncio.sleep(max(0.0, started_s + after_s - universe.loop.time()))
+        act(universe)
+    await asyncio.gather(*universe.side_tasks[1:])  # but for this one
+    universe.is_acting = False
+
+
+def check_end(universe: Universe, scene: Scene) -> str:
+    """What is wrong with the end; empty when all is well."""
+    rows = universe.read("SELECT id, status, failure FROM jobs")
+    wrong = [f"job {job_id} is {status} ({failure})" for job_id, status, failure in rows if status not in scene.ends]
+    foreign = universe.cloud.find(["foreign-1"])[0]
+    if foreign.state is not NodeState.RUNNING:
+        wrong.append("somebody else's node was ended")
+    # The bill of the cloud and ours agree, whoever was killed: a node's end is told by the cloud, to the second.
+    ours_usd = universe.measure_recorded_usd(None)
+    theirs_usd = universe.cloud.bill_usd()
+    if any(node.reason == "lease" for node in universe.cloud.observe()) != scene.mix.leaves_broker_dead:
+        wrong.append("nodes end by their lease when no broker renews it, and only then")
+    if not wrong and not scene.mix.leaves_broker_dead and abs(ours_usd - theirs_usd) > 0.05 * theirs_usd + 0.01:
+        wrong.append(f"the bill is {theirs_usd:.4f} USD and the store says {ours_usd:.4f}")
+    return "; ".join(wrong)
+
+
+FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
+COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(12))
+STALL = JobRecovery(stall_timeout_s=20.0)
+AGAIN = JobRecovery(max_restarts_on_errors=1)
+CANCELLED = (JobStatus.CANCELLED,)
+SCENES: tuple[Scene, ...] = (
+    Scene(name="plain", mix=make_mix()),
+    Scene(name="two jobs at once", mix=make_mix(make_job(nodes=1), make_job(nodes=1, submit_s=3.0))),
+    Scene(name="preemption", mix=make_mix(), acts=((5.0, preempt),)),
+    Scene(name="two preemptions", mix=make_mix(make_job(nodes=1, steps=20)), acts=((4.0, preempt), (20.0, preempt))),
+    Scene(name="cancel", mix=make_mix(), acts=((5.0, cancel),), ends=(*CANCELLED, JobStatus.SUCCEEDED)),
+    Scene(
+        name="cancel in recovery",
+        mix=make_mix(),
+        acts=((5.0, preempt), (6.5, cancel)),
+        ends=(*CANCELLED, JobStatus.SUCCEEDED),
+    ),
+    Scene(name="full zones", mix=make_mix(end_s_max=300.0), full_zones=("east1a", "east1b")),
+    Scene(name="all zones full for a minute", mix=make_mix(end_s_max=3600.0), full_zones=ZONES),
+    Scene(name="lost answers", mix=make_mix(cloud=FaultRates(unknown_after=0.7)), seed=11),
+    Scene(name="part of a gang", mix=make_mix(cloud=FaultRates(partial=0.7)), seed=1),
+    Scene(name="late nodes", mix=make_mix(cloud=FaultRates(late=0.7)), seed=1),
+    Scene(name="blank lists", mix=make_mix(cloud=FaultRates(blank=0.5)), acts=((5.0, preempt),)),
+    Scene(name="program fails once", mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=AGAIN))),
+    Scene(name="program fails", mix=make_mix(make_job(nodes=1, exit_codes=(3,))), ends=(JobStatus.FAILED,)),
+    Scene(
+        name="retry of a failed job",
+        mix=make_mix(make_job(nodes=1, exit_codes=(3,)), heal_s=90.0),
+        acts=((60.0, retry),),
+        ends=(JobStatus.FAILED, JobStatus.SUCCEEDED),
+    ),
+    Scene(name="hung program", mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL))),
+    Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
+    Scene(name="taken down by a user", mix=make_mix(), acts=((5.0, take_down),)),
+    Scene(name="a cluster beside a job", mix=make_mix(make_job(nodes=1)), acts=((1.0, use_cluster),)),
+    Scene(name="collecting while nodes come up", mix=make_mix(market=FAST), acts=((3.0, preempt), *COLLECTING)),
+    Scene(name="long program", mix=make_mix(make_job(nodes=1, steps=1000), poll_s=10.0)),
+    Scene(
+        name="no broker any more",
+        mix=make_mix(make_job(steps=5000), heal_s=30.0, leaves_broker_dead=True),
+        ends=tuple(JobStatus),
+    ),
+    Scene(name="two brokers", mix=make_mix(make_job(nodes=1), is_doubled=True), acts=((5.0, preempt),)),
+)

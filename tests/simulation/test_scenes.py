@@ -1,0 +1,25 @@
+"""Killed at any deed or commit of any scene, the broker's next life ends the job as an undisturbed one would."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.runner import play_scene
+from tests.simulation.scenes import SCENES, Scene
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_a_kill_at_any_deed_changes_nothing_about_the_end(scene: Scene) -> None:
+    calm = play_scene(scene)
+    assert not calm.failure, calm.failure
+    hit = {fault.rpartition(":")[2] for fault in calm.faults}
+    assert {name for name, rate in vars(scene.mix.cloud).items() if rate} <= hit, "the scene plays its fault"
+    assert calm.points > 30
+    kills = 0
+    for kill_at in range(1, calm.points + 1):
+        result = play_scene(scene, kill_at=kill_at)
+        assert not result.failure, (
+            f"{result.failure}\n  python -m tests.simulation --scene '{scene.name}' --kill-at {kill_at} --trace"
+        )
+        kills += result.kills
+    assert kills == calm.points
