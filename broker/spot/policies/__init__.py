@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 POLICIES: dict[str, str] = {
     "on-demand": "broker.spot.policies.on_demand:decide",
     "greedy": "broker.spot.policies.greedy:decide",
+    "uniform-progress": "broker.spot.policies.uniform_progress:decide",
+    "next-spot": "broker.spot.policies.uniform_progress:decide_next_spot",
 }
+# Policies that are told the future in a replay: bounds to compare with, of no use on a real market.
+ORACLES = frozenset({"next-spot"})
 
 
 def load_policy(name: str) -> SpotPolicy:
