@@ -1,4 +1,4 @@
-"""The gang of a rehearsal: runs the program as it is on processes here, sets the clock's pace, and keeps what it said."""
+"""The gang of a rehearsal: runs the program as it is, sets the clock's pace, and keeps what the program said."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from broker.cli.rehearse_report import Line, read_newest_line
 from broker.clock import SystemClock
 from broker.clouds.rehearsed import Pace
-from broker.types import Cluster, Progress, Resources, Task
+from broker.types import Cluster, Resources, Task
 
 if TYPE_CHECKING:
     from broker.jobs.gang import Gang, GangReport
@@ -26,7 +27,8 @@ class Watched:
 
     number: int
     started_s: float
-    progress_file: Path
+    source: Path  # the progress file in the head's folder, which goes with the node
+    progress_file: Path  # a second name for it
     looks: list[tuple[float, int]] = field(default_factory=list)  # when, and the step that was the newest then
 
 
@@ -55,22 +57,20 @@ class RehearsedGang:
         """With no accelerators: this machine stands in for those that have them."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._folder / f"progress-{cluster.attempt}.jsonl"
-        self.attempts.setdefault(cluster.attempt, Watched(cluster.attempt, self._real.now_s(), file))
+        head = min(cluster.nodes, key=lambda node: node.rank)
+        source = Path(head.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
+        self.attempts.setdefault(cluster.attempt, Watched(cluster.attempt, self._real.now_s(), source, file))
         offer = replace(cluster.placement.offer, accelerator=None, accelerator_count=0)
         bare = replace(cluster, placement=replace(cluster.placement, offer=offer))
-        await self._gang.start(
-            bare, replace(task, resources=(Resources(),)), run_id=run_id, envs=envs, lease_s=lease_s
-        )
+        await self._gang.start(bare, replace(task, resources=(Resources(),)), run_id=run_id, envs=envs, lease_s=lease_s)
         self._leased_s = self._real.now_s()
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        self._keep_progress(cluster, run_id)
         report = await self._gang.poll(cluster, run_id)
-        self._keep_progress(cluster, run_id)
         if report.status.is_terminal or report.unreachable:
             self._pace.start()
-        elif report.progress is not None:
-            self._note_step(cluster, report.progress)
+        else:
+            self.look(cluster)
         return report
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
@@ -86,25 +86,26 @@ class RehearsedGang:
             await self._gang.renew_lease(cluster, lease_s=lease_s)
             self._leased_s = self._real.now_s()
 
-    def _note_step(self, cluster: Cluster, progress: Progress) -> None:
+    def look(self, cluster: Cluster) -> Line | None:
+        """The newest line of the attempt's progress file, as it is now; sets the pace by it."""
         watched = self.attempts.get(cluster.attempt)
         if watched is None:
-            return
-        if not watched.looks or watched.looks[-1][1] != progress.step:
-            watched.looks.append((self._real.now_s(), progress.step))
+            return None
+        if not watched.progress_file.exists():
+            with contextlib.suppress(OSError):
+                os.link(watched.source, watched.progress_file)
+        line = read_newest_line(watched.progress_file)
+        if line is not None:
+            if not watched.looks or watched.looks[-1][1] != line.step:
+                watched.looks.append((self._real.now_s(), line.step))
+            self._set_pace(cluster, watched, line)
+        return line
+
+    def _set_pace(self, cluster: Cluster, watched: Watched, line: Line) -> None:
         (first_s, first), (last_s, last) = watched.looks[0], watched.looks[-1]
         if last <= first:
             return
-        work_s = self._work_s_of(cluster) if self._work_s_of and progress.total else None
-        if work_s and progress.total:
-            self._pace.speed = max(1.0, work_s / progress.total / ((last_s - first_s) / (last - first)))
+        work_s = self._work_s_of(cluster) if self._work_s_of and line.total else None
+        if work_s and line.total:
+            self._pace.speed = max(1.0, work_s / line.total / ((last_s - first_s) / (last - first)))
         self._pace.step()
-
-    def _keep_progress(self, cluster: Cluster, run_id: int) -> None:
-        """A second name for the head's progress file: a node that is taken away takes its folder with it."""
-        watched = self.attempts.get(cluster.attempt)
-        head = min(cluster.nodes, key=lambda node: node.rank)
-        if watched is None or watched.progress_file.exists():
-            return
-        with contextlib.suppress(OSError):
-            os.link(Path(head.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl", watched.progress_file)

@@ -95,9 +95,7 @@ class RehearsedCloud:
         for node in nodes:
             self._machines.setdefault(
                 node.id,
-                _Machine(
-                    offer=placement.offer, is_spot=placement.is_spot, created_s=now_s, running_s=now_s + BOOT_S
-                ),
+                _Machine(offer=placement.offer, is_spot=placement.is_spot, created_s=now_s, running_s=now_s + BOOT_S),
             )
         return [self._translate(node) for node in nodes]
 
@@ -152,7 +150,9 @@ class RehearsedCloud:
 
     async def _end_noticed(self) -> None:
         """A warned gang goes together: when its program has ended on any of them, or when time is up."""
-        warned = [(node_id, each) for node_id, each in self._machines.items() if each.notice_real_s and not each.ended_s]
+        warned = [
+            (node_id, each) for node_id, each in self._machines.items() if each.notice_real_s and not each.ended_s
+        ]
         if not warned:
             return
         is_over = self._system.now_s() >= max(each.notice_real_s or 0.0 for _, each in warned)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from broker.spot.hazard import hazard_per_node_hour
+from broker.spot.traces import Trace
 from broker.types import Offer
 
 FULL_SHARE = 0.2  # of places, at the start; recorded zones stand between 0.02 and 0.89
@@ -40,7 +44,6 @@ class SeededMarket:
     """
 
     seed: int
-    hazard_of: Mapping[float | None, float] = field(default_factory=dict)  # interruption band -> an hour, of a node
     full_share: float = FULL_SHARE
     full_hours: float = FULL_HOURS
     _spells: dict[tuple[str, ...], list[Spell]] = field(default_factory=dict)
@@ -59,57 +62,45 @@ class SeededMarket:
         return next(each for each in reversed(spells) if each.start_s <= at_s)
 
     def _draw_spell(self, offer: Offer, draw: random.Random, start_s: float, *, is_open: bool) -> Spell:
-        hazard = self.hazard_of.get(offer.interruption_band, 0.0)
+        hazard = hazard_per_node_hour(offer.interruption_band)
         mean_hours = (1 / hazard if hazard > 0 else math.inf) if is_open else self.full_hours
         hours = draw.expovariate(1 / mean_hours) if mean_hours < math.inf else math.inf
         return Spell(start_s=start_s, end_s=start_s + max(hours * 3600, 60.0), is_open=is_open)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
-    """Availability of one zone as somebody recorded it: so many nodes every `gap_s`, played again from its start."""
-
-    zone: str
-    gap_s: float
-    counts: Sequence[int]
-
-    def find_spell(self, at_s: float, *, node_count: int, offset: int = 0) -> Spell:
-        """`offset` is the tick that stands at the market's start. `node_count` nodes make a place open."""
-        size = len(self.counts)
-        tick = int(at_s // self.gap_s)
-        is_open = self._is_open(tick + offset, node_count)
-        first = last = tick
-        while first > 0 and tick - first < size and self._is_open(first - 1 + offset, node_count) == is_open:
-            first -= 1
-        while last - tick < size and self._is_open(last + 1 + offset, node_count) == is_open:
-            last += 1
-        end_s = math.inf if last - tick >= size else (last + 1) * self.gap_s
-        return Spell(start_s=first * self.gap_s, end_s=end_s, is_open=is_open)
-
-    def _is_open(self, tick: int, node_count: int) -> bool:
-        return self.counts[tick % len(self.counts)] >= node_count
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecordedMarket:
-    """Recordings by zone. A zone that nobody recorded is lent one: always the same, and started elsewhere in it."""
+    """Recordings, played again and again. A zone that nobody recorded is lent one, and always the same."""
 
-    recordings: Sequence[Recording]
-    node_count: int = 1
+    traces: Sequence[Trace]
     seed: int = 0
 
     def find_spell(self, offer: Offer, at_s: float) -> Spell:
-        recording, is_own = self.find_recording(offer)
-        draw = random.Random(f"{self.seed}:{'/'.join(name_place(offer))}")
-        offset = draw.randrange(len(recording.counts)) if not is_own or self.seed else 0
-        most = max(recording.counts)
-        return recording.find_spell(at_s, node_count=min(self.node_count, most), offset=offset)
+        trace, begin_hours = self.find_recording(offer)
+        hour = begin_hours + at_s / 3600
+        cycle = hour // trace.hours
+        start, end, is_open = _find_change(trace, hour - cycle * trace.hours)
+        offset = cycle * trace.hours - begin_hours
+        return Spell(start_s=(start + offset) * 3600, end_s=(end + offset) * 3600, is_open=is_open)
 
-    def find_recording(self, offer: Offer) -> tuple[Recording, bool]:
-        """And whether it was recorded in the offer's own zone."""
-        own = [each for each in self.recordings if each.zone and each.zone == offer.zone]
-        draw = random.Random(f"lent:{self.seed}:{'/'.join(name_place(offer))}")
-        return draw.choice(own or list(self.recordings)), bool(own)
+    def find_recording(self, offer: Offer) -> tuple[Trace, float]:
+        """And the hour of it at which the market starts: 0 in the zone's own recording, so that zones keep step."""
+        own = [each for each in self.traces if offer.zone and offer.zone in re.split(r"[^a-z0-9-]", each.name)]
+        draw = random.Random(f"{self.seed}:{'/'.join(name_place(offer))}")
+        trace = draw.choice(own or list(self.traces))
+        return trace, draw.uniform(0, trace.hours) if not own or self.seed else 0.0
+
+
+def _find_change(trace: Trace, hour: float) -> tuple[float, float, bool]:
+    """Start and end of the spell that holds at `hour`, and whether it is open; one that never ends is infinite."""
+    changes = trace.changes
+    if len(changes) == 1:
+        return 0.0, math.inf, changes[0][1]
+    index = bisect_right(changes, (hour, True)) - 1
+    end = changes[index + 1][0] if index + 1 < len(changes) else trace.hours
+    if end == trace.hours and changes[0][1] == changes[index][1]:
+        end += changes[1][0]  # it goes on where the recording begins again
+    return changes[index][0], end, changes[index][1]
 
 
 def name_place(offer: Offer) -> tuple[str, ...]:
