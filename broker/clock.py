@@ -63,6 +63,13 @@ class ScaledClock:
         self._rate, self._floor_s = rate, floor_s
         self._wake_all()
 
+    def advance(self, duration_s: float) -> None:
+        """So much simulated time passes at once, even while somebody holds the clock."""
+        assert duration_s >= 0
+        self.now_s()
+        self._now_s += duration_s
+        self._wake_all()
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Simulated time stands still inside: what is done there takes none of it."""

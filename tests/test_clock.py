@@ -62,3 +62,15 @@ def test_time_never_runs_backwards_over_changes_of_rate() -> None:
         seen.append(clock.now_s())
         clock.set_rate(rate)
     assert seen == sorted(seen)
+
+
+def test_an_advanced_clock_wakes_those_who_slept_for_less() -> None:
+    clock = ScaledClock(rate=1e-6)
+
+    async def play() -> None:
+        sleeping = asyncio.ensure_future(clock.sleep(HOUR_S))
+        await asyncio.sleep(0)
+        clock.advance(HOUR_S)
+        await sleeping
+
+    asyncio.run(play())

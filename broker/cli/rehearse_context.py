@@ -48,7 +48,8 @@ class RehearsalContext(Context):
         super().__init__(home)
         self.clock = ScaledClock()
         self.stage = stage
-        self.pace = Pace(self.clock, speed)
+        self.pace = Pace(self.clock)
+        self.speed = speed
         self.start_s = self.clock.now_s()
         self._on_event = on_event
 
@@ -80,7 +81,8 @@ class RehearsalContext(Context):
             Gang(LocalTransport(), clock=self.clock),
             self.pace,
             folder=self.config.home / "progress",
-            work_s_of=None if self.stage.has_given_speed else self.find_work_s,
+            speed=self.speed,
+            work_s_of=self.find_work_s,
         )
 
     def make_controller(self, job_id: int) -> JobController:
@@ -121,11 +123,11 @@ class RehearsalContext(Context):
         return replace(estimate, placement=replace(placement, offer=offer, node_count=self.stage.node_count))
 
     def find_work_s(self, cluster: Cluster) -> float | None:
-        """Simulated seconds of work that a whole run on this cluster stands for; None without a goal."""
+        """Seconds of work that a whole run on this cluster stands for; None where no goal, or a speed, says."""
         from broker.optimizer.throughput import scale_work
 
         task, offer = self.stage.task, cluster.placement.offer
-        if task.goal is None or task.goal.work_hours is None:
+        if self.stage.has_given_speed or task.goal is None or task.goal.work_hours is None:
             return None
         hours = scale_work(
             task.goal, offer, self.market.figures, node_count=task.num_nodes, measured=task.goal.throughput

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.cli.rehearse_report import Line, read_newest_line
+from broker.cli.rehearse_report import Line, Trial, read_lines, read_newest_line
 from broker.clock import SystemClock
 from broker.clouds.rehearsed import Pace
 from broker.types import Cluster, Resources, Task
@@ -36,19 +36,21 @@ class RehearsedGang:
     """`Gang`, over the real one."""
 
     def __init__(
-        self, gang: Gang, pace: Pace, *, folder: Path, work_s_of: Callable[[Cluster], float | None] | None = None
+        self, gang: Gang, pace: Pace, *, folder: Path, speed: float, work_s_of: Callable[[Cluster], float | None]
     ) -> None:
-        """`work_s_of` tells for how many simulated seconds a whole run on this cluster stands; None keeps the speed."""
+        """`work_s_of` tells for how many seconds of work a whole run on this cluster stands; None: `speed` tells."""
         self._gang = gang
         self._pace = pace
         self._folder = folder
+        self._speed = speed
         self._work_s_of = work_s_of
+        self._pending_s = 0.0
         self._leased_s = 0.0
         self._real = SystemClock()
         self.attempts: dict[int, Watched] = {}
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        self._pace.start()
+        self._pace.run()
         await self._gang.prepare(cluster, task)
 
     async def start(
@@ -66,15 +68,18 @@ class RehearsedGang:
         self._leased_s = self._real.now_s()
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
+        """Time goes on by the steps of the last poll: whoever hears of a step first hears of it when it was done."""
+        self.pass_steps()
         report = await self._gang.poll(cluster, run_id)
-        if report.status.is_terminal or report.unreachable:
-            self._pace.start()
-        else:
-            self.look(cluster)
+        self._keep_progress(cluster)
+        if report.progress is not None:
+            self._note(cluster, report.progress.step, report.progress.total)
+        if report.status.is_terminal:
+            self.pass_steps()
         return report
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
-        self._pace.start()
+        self._pace.run()
         await self._gang.cancel(cluster, run_id)
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
@@ -86,26 +91,39 @@ class RehearsedGang:
             await self._gang.renew_lease(cluster, lease_s=lease_s)
             self._leased_s = self._real.now_s()
 
-    def look(self, cluster: Cluster) -> Line | None:
-        """The newest line of the attempt's progress file, as it is now; sets the pace by it."""
-        watched = self.attempts.get(cluster.attempt)
+    def pass_steps(self) -> None:
+        """The time that the steps seen so far stand for."""
+        self._pace.clock.advance(self._pending_s)
+        self._pending_s = 0.0
+
+    def look(self, cluster: Cluster, *, is_resumed: bool) -> Line | None:
+        """The newest line of the progress file as it is now; time goes on up to it once work is known to."""
+        watched = self._keep_progress(cluster)
         if watched is None:
             return None
-        if not watched.progress_file.exists():
-            with contextlib.suppress(OSError):
-                os.link(watched.source, watched.progress_file)
         line = read_newest_line(watched.progress_file)
-        if line is not None:
-            if not watched.looks or watched.looks[-1][1] != line.step:
-                watched.looks.append((self._real.now_s(), line.step))
-            self._set_pace(cluster, watched, line)
+        if line is not None and is_resumed:
+            self._note(cluster, line.step, line.total)
+            self.pass_steps()
         return line
 
-    def _set_pace(self, cluster: Cluster, watched: Watched, line: Line) -> None:
-        (first_s, first), (last_s, last) = watched.looks[0], watched.looks[-1]
-        if last <= first:
+    def _keep_progress(self, cluster: Cluster) -> Watched | None:
+        watched = self.attempts.get(cluster.attempt)
+        if watched is not None and not watched.progress_file.exists():
+            with contextlib.suppress(OSError):
+                os.link(watched.source, watched.progress_file)
+        return watched
+
+    def _note(self, cluster: Cluster, step: int, total: int | None) -> None:
+        """Simulated seconds that new steps stand for, beyond the real ones they took."""
+        watched = self.attempts.get(cluster.attempt)
+        if watched is None or (watched.looks and step <= watched.looks[-1][1]):
             return
-        work_s = self._work_s_of(cluster) if self._work_s_of and line.total else None
-        if work_s and line.total:
-            self._pace.speed = max(1.0, work_s / line.total / ((last_s - first_s) / (last - first)))
-        self._pace.step()
+        now_s = self._real.now_s()
+        begin = Trial(number=0, lines=read_lines(watched.progress_file)).begin_step if not watched.looks else None
+        before_s, before = watched.looks[-1] if watched.looks else (now_s, step if begin is None else begin)
+        real_s = now_s - before_s
+        work_s = self._work_s_of(cluster) if total else None
+        stood_s = work_s / total * (step - before) if work_s and total else real_s * self._speed
+        self._pending_s += max(0.0, stood_s - real_s)
+        watched.looks.append((now_s, step))

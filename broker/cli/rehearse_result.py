@@ -107,7 +107,7 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
     first = job.attempts[0].placement if job.attempts else plan.choice.placement
     chosen = next((each for each in plan.estimates[:200] if _is_same(each.placement, first)), plan.choice)
     hazard = chosen.preemptions_per_hour
-    work_s = (measures.total or 0) * (measures.step_s or 0.0) * context.pace.speed
+    work_s = (measures.total or 0) * (measures.step_s or 0.0) * context.speed
     if task.goal and task.goal.work_hours is not None and chosen.breakdown is not None:
         work_s = chosen.breakdown.work_hours * 3600
     interval = weigh_interval(measures, work_hours=work_s / 3600, hazard=hazard, checkpoint=task.checkpoint)

@@ -93,7 +93,7 @@ class Driver:
         cluster = self.context.store.get_cluster(job.attempts[-1].cluster)
         if cluster is None:
             return
-        line = self.context.program.look(cluster)
+        line = self.context.program.look(cluster, is_resumed=job.attempts[-1].resumed_s is not None)
         is_struck = bool(self.strikes) and self.strikes[-1].attempt == cluster.attempt
         if line is not None and not is_struck:
             self._tell_progress(job, line)
@@ -119,7 +119,7 @@ class Driver:
         if self.strikes and self.strikes[-1].attempt == cluster.attempt:
             return False
         if line is None or not line.total:  # it does not say how far it has come: then time must do
-            has_told = any(each.looks for each in attempts.values()) and line is None
+            has_told = line is None and any(each.looks for each in attempts.values())
             return not has_told and SystemClock().now_s() - attempts[cluster.attempt].started_s >= SILENT_S_MAX
         due = line.total * (len(self.strikes) + 1) / (self.preemptions + 1)
         before = max((each.step or 0 for each in self.strikes), default=0)
@@ -127,6 +127,7 @@ class Driver:
         return due <= line.step < line.total and line.step > before and is_past
 
     async def _strike(self, cluster: Cluster, line: Line | None) -> None:
+        self.context.program.pass_steps()
         cloud = self.context.rehearsed[cluster.placement.offer.cloud]
         notice_s = self._choose_notice_s(cluster)
         self.strikes.append(Strike(attempt=cluster.attempt, step=line.step if line else None, notice_s=notice_s))

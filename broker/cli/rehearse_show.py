@@ -29,7 +29,7 @@ def show_rehearsal(result: Rehearsal) -> None:
         ("measured here", _say_measures(result) or "-"),
         ("real time", show_duration(result.real_s)),
     ]:
-        print_line(f"{name:>16}  {text}")
+        print_wrapped(f"{name:>16}  {text}", indent=18)
     print_line()
     for finding in result.findings:
         print_wrapped(f"{MARKS[finding.level]} {finding.about}: {finding.text}", indent=4)
@@ -62,7 +62,7 @@ def _show_forecast(result: Rehearsal) -> None:
         return
     estimate = result.forecast
     if estimate is None or estimate.expected_hours is None:
-        print_wrapped("!   forecast: none; `goal: {work_hours: ...}` in the task says what the real run is", indent=4)
+        print_wrapped("!   forecast: none; `goal: {work: ...}` in the task says what the real run is", indent=4)
         return
     text = (
         f"forecast: {show_usd(estimate.expected_usd)} USD and {show_hours(estimate.expected_hours)} for the real run, "

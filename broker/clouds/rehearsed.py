@@ -23,29 +23,23 @@ NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}  # warning before a spot m
 NOTICE_S_MAX = 20.0  # real seconds that a rehearsal waits for a program that was warned
 WAIT_SPEED = 300.0
 WAIT_FLOOR_S = 0.02
-STEP_FLOOR_S = 0.5  # looking at a run costs the machine that computes it
 FULL_AFTER_S = 1800.0  # a place that took machines away has none for so long
 
 
 @dataclass
 class Pace:
-    """How fast simulated time passes. Only the program's steps are played fast: they stand for more work than is done.
+    """How simulated time passes: as it is while a program runs, and fast while machines are waited for.
 
-    Starting and saving take a program as long here as anywhere, so they pass as they are; waits for machines, which
-    are not really waited for, are nearly skipped.
+    The program's steps stand for more work than they are: who sees them adds the time that they stand for.
     """
 
     clock: ScaledClock
-    speed: float
 
     def wait(self) -> None:
-        self.clock.set_rate(max(WAIT_SPEED, self.speed), floor_s=WAIT_FLOOR_S)
+        self.clock.set_rate(WAIT_SPEED, floor_s=WAIT_FLOOR_S)
 
-    def start(self) -> None:
+    def run(self) -> None:
         self.clock.set_rate(1.0)
-
-    def step(self) -> None:
-        self.clock.set_rate(self.speed, floor_s=STEP_FLOOR_S)
 
 
 @dataclass
@@ -117,15 +111,15 @@ class RehearsedCloud:
         if not live:
             return
         self.preemptions += 1
-        self.pace.start()  # what follows takes as long as it does in production
+        self.pace.run()  # until the controller finds out, as long as it takes
         now_s = self.clock.now_s()
         for node_id in live:
             offer = self._machines[node_id].offer
             self._full_until_s[(offer.region, offer.zone)] = now_s + FULL_AFTER_S
         if notice_s <= 0:
+            self._note_end(live, now_s)
             with self.clock.hold():
                 await self._local.preempt_nodes(live, notice_s=0)
-            self._note_end(live, now_s)
             return
         held_s = min(notice_s, NOTICE_S_MAX)
         for node_id in live:
@@ -161,9 +155,9 @@ class RehearsedCloud:
             return
         self.ignored_notices += not any(has_ended)
         ids = [node_id for node_id, _ in warned]
+        self._note_end(ids, self.clock.now_s())
         with self.clock.hold():
             await self._local.preempt_nodes(ids, notice_s=0)
-        self._note_end(ids, self.clock.now_s())
 
     def _has_ended(self, node_id: str) -> bool:
         """Whether the agent there has written down how its newest run ended."""
