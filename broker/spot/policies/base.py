@@ -99,12 +99,16 @@ class SpotPolicy(Protocol):
     def __call__(self, view: JobView, candidates: Sequence[Candidate], /) -> Decision: ...
 
 
-def find_refuge(candidates: Sequence[Candidate], work_hours: float) -> Candidate | None:
-    """The on-demand candidate that finishes `work_hours` soonest, cheapest among equals; None where there is none."""
-    sure = [each for each in candidates if not each.is_spot]
-    if not sure:
-        return None
-    return min(sure, key=lambda each: (finish_hours(each, work_hours), each.usd_work_hour * work_hours + each.move_usd))
+def find_refuge(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The cheapest on-demand candidate that would finish in time, else the soonest; None where there is none."""
+    sure, work, limit = [each for each in candidates if not each.is_spot], view.work_left_hours, view.time_left_hours
+    if len(sure) < 2:
+        return sure[0] if sure else None
+    reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
+    timely = [each for each in sure if finish_hours(each, work) <= reach]
+    if timely:
+        return min(timely, key=lambda each: each.usd_work_hour * work + each.move_usd)
+    return min(sure, key=lambda each: finish_hours(each, work))
 
 
 def finish_hours(candidate: Candidate, work_hours: float) -> float:
@@ -127,17 +131,21 @@ def is_safe_to_start(view: JobView, target: Candidate, refuge: Candidate) -> boo
     return spare_hours(view, refuge) >= target.start_hours + view.save_every_hours - EPSILON_HOURS
 
 
-def safe_hours(view: JobView, refuge: Candidate) -> float:
-    """How long what runs on spot may go on before the next look; 0 or less: on-demand must start now.
+def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
+    """How long what runs on spot may go on before the next look; 0: on-demand must start now.
 
-    Where nothing done is ever lost, work keeps pace with time, and only a start that is under way uses time up.
+    Where nothing done is ever lost, work makes up for time as far as spot is as fast as on-demand; a start uses it up.
     """
     spare = spare_hours(view, refuge)
     if view.save_every_hours > 0:
         return spare if spare > EPSILON_HOURS else 0.0
-    if spare >= view.starting_hours - EPSILON_HOURS:
+    if spare < view.starting_hours - EPSILON_HOURS:
+        return spare if spare > EPSILON_HOURS else 0.0
+    falling = 1 - current.speed / refuge.speed  # spare time used up in an hour of work
+    if falling <= 1e-12:
         return math.inf
-    return spare if spare > EPSILON_HOURS else 0.0
+    left = view.starting_hours + (spare - view.starting_hours) / falling
+    return left if left > EPSILON_HOURS else 0.0
 
 
 def cheapest_open_spot(candidates: Sequence[Candidate]) -> Candidate | None:

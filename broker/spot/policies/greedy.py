@@ -23,7 +23,7 @@ from broker.spot.policies.base import (
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
     """Never late where on-demand would not have been late."""
-    refuge = find_refuge(candidates, view.work_left_hours)
+    refuge = find_refuge(view, candidates)
     current = None if view.current is None else candidates[view.current]
     if current is not None and not current.is_spot:
         return Stay(reason="on-demand to the end")
@@ -33,7 +33,7 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
             return Stay(reason="nothing but spot is for sale")
         return Wait(reason="no spot is open") if spot is None else Move(target=spot, reason="spot is open")
     if current is not None:
-        hours = safe_hours(view, refuge)
+        hours = safe_hours(view, current, refuge)
         if hours <= 0:
             return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
         return Stay(hours=hours, reason="on spot")

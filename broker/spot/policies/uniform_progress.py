@@ -41,12 +41,12 @@ def decide_next_spot(view: JobView, candidates: Sequence[Candidate]) -> Decision
 
 
 def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> Decision:
-    refuge = find_refuge(candidates, view.work_left_hours)
+    refuge = find_refuge(view, candidates)
     if refuge is None or view.time_left_hours is None or not view.deadline_hours:
         return greedy.decide(view, candidates)
     current = None if view.current is None else candidates[view.current]
     if current is not None and current.is_spot:
-        hours = safe_hours(view, refuge)
+        hours = safe_hours(view, current, refuge)
         if hours <= 0:
             return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
         return Stay(hours=hours, reason="on spot")
