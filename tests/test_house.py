@@ -151,6 +151,7 @@ REGISTRIES = [
     ("broker.clouds", "CLOUDS"),
     ("broker.runtime.transports", "TRANSPORTS"),
     ("broker.catalog.sources", "SOURCES"),
+    ("broker.spot.policies", "POLICIES"),
     ("trainers.strategies", "STRATEGIES"),
 ]
 

@@ -1,4 +1,4 @@
-"""Managed jobs and the rehearsal at the command line: real daemon, real processes, kill -9."""
+"""Managed jobs at the command line: real daemon, real processes, kill -9."""
 
 from __future__ import annotations
 
@@ -142,27 +142,6 @@ def test_two_jobs_at_once_both_end(shell: Shell) -> None:
         shell.run("jobs", "launch", task, "--name", name, "--yes", "--detach-run")
     wait_for_end(shell)
     assert [job["status"] for job in shell.read_json("jobs", "queue")] == ["SUCCEEDED"] * 2
-
-
-def test_a_rehearsal_shows_the_preemption_and_the_recovery(shell: Shell) -> None:
-    held = COUNT.replace("-e $BROKER_CHECKPOINT_DIR/hold", "$BROKER_ATTEMPT = 1")  # however slow the market is
-    shown = shell.run("rehearse", shell.write("count.yaml", held)).stdout
-    for word in ("Choice: 2 x", "takes all 2 nodes away", "preempted", "recovered: step", "SUCCEEDED"):
-        assert word in shown
-    summary = dict(line.strip().split("  ", 1) for line in shown.splitlines() if line.startswith("    "))
-    assert summary["recoveries"] == "1" and summary["steps"] == "40 of 40"
-    assert not shell.find_processes()
-
-
-def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
-    process = shell.open("rehearse", shell.write("count.yaml", COUNT))
-    assert process.stdout is not None
-    assert any("the program was started" in line for line in iter(process.stdout.readline, ""))
-    assert len(shell.find_processes()) > 3, "its nodes run"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert not shell.find_processes()
 
 
 PIPELINE = """\

@@ -1,0 +1,239 @@
+"""What a rehearsed program did, from the lines it wrote into its progress file. Pure, but for reading the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+TAIL_BYTES = 8192
+WARM_UP_STEPS = 2  # of each start; they are slower than the rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a progress file; `time_s` is real, seconds since the epoch."""
+
+    step: int
+    total: int | None
+    loss: float | None
+    checkpoint_step: int | None
+    time_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One attempt as its program told it. `start_s` are real seconds from its start to its first new step."""
+
+    number: int
+    lines: tuple[Line, ...]
+    start_s: float | None = None
+
+    @property
+    def begin_step(self) -> int | None:
+        """The step it went on from: 0 for a fresh start, None where it told nothing."""
+        if not self.lines:
+            return None
+        first = self.lines[0]
+        if first.checkpoint_step is not None and 0 <= first.step - first.checkpoint_step <= 1:
+            return first.checkpoint_step
+        return max(0, first.step - 1) if first.loss is not None or first.step <= 1 else first.step
+
+    @property
+    def last_step(self) -> int | None:
+        return max((line.step for line in self.lines), default=None)
+
+    @property
+    def saved_step(self) -> int | None:
+        """The newest checkpoint that it told of."""
+        return max((line.checkpoint_step for line in self.lines if line.checkpoint_step is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """How one attempt followed another."""
+
+    number: int  # of the later attempt
+    last_step: int
+    saved_step: int | None
+    begin_step: int
+
+    @property
+    def steps_lost(self) -> int:
+        return max(0, self.last_step - self.begin_step)
+
+    @property
+    def is_from_scratch(self) -> bool:
+        return self.begin_step == 0 and self.last_step > 0
+
+    @property
+    def is_short(self) -> bool:
+        """It went back further than to the newest checkpoint that it had told of."""
+        return self.saved_step is not None and self.begin_step < self.saved_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Losses of the steps that were done twice, or in two runs; `first` is (step, one loss, the other)."""
+
+    steps: int = 0
+    equal: int = 0
+    first: tuple[int, float, float] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.steps > 0 and self.equal == self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """Real seconds, and steps, as they were here; None where the program does not tell."""
+
+    total: int | None
+    last_step: int | None
+    step_s: float | None = None
+    start_s: float | None = None  # from the program's start to its first new step
+    stall_s: float | None = None  # what a checkpoint adds to the steps round it
+    checkpoint_steps: int | None = None  # steps from one to the next
+
+
+def read_lines(path: Path) -> tuple[Line, ...]:
+    """Whole lines that are JSON objects with a step; none where there is no file."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return ()
+    return tuple(_parse_lines(raw.split(b"\n")[:-1]))
+
+
+def read_newest_line(path: Path) -> Line | None:
+    """Of the last few thousand bytes."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            raw = file.read()
+    except OSError:
+        return None
+    return next(reversed(_parse_lines(raw.split(b"\n")[:-1])), None)
+
+
+def _parse_lines(texts: Sequence[bytes]) -> list[Line]:
+    found = []
+    for text in texts:
+        try:
+            value = json.loads(text.decode("utf-8", "replace"))
+        except ValueError:
+            continue
+        if isinstance(value, dict) and _number(value.get("step")) is not None:
+            found.append(_parse(value))
+    return found
+
+
+def _parse(value: Mapping[str, Any]) -> Line:
+    def whole(name: str) -> int | None:
+        number = _number(value.get(name))
+        return None if number is None else int(number)
+
+    time_s = _number(value.get("time_s"))
+    return Line(
+        step=whole("step") or 0,
+        total=whole("total"),
+        loss=_number(value.get("loss")),
+        checkpoint_step=whole("checkpoint_step"),
+        time_s=_number(value.get("time")) if time_s is None else time_s,
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
+    """Until its first line with a loss, or else the first beyond the step it began at."""
+    if not lines:
+        return None
+    for line in lines:
+        if line.time_s is not None and (line.loss is not None or line.step > lines[0].step):
+            return max(0.0, line.time_s - started_s)
+    return None
+
+
+def find_resumes(trials: Sequence[Trial]) -> tuple[Resume, ...]:
+    """Of every attempt that told something after another had."""
+    found = []
+    told = [trial for trial in trials if trial.lines]
+    for index, trial in enumerate(told[1:], start=1):
+        before = told[:index]
+        begin = trial.begin_step
+        assert begin is not None and before[-1].last_step is not None
+        saved = max((each.saved_step for each in before if each.saved_step is not None), default=None)
+        found.append(Resume(number=trial.number, last_step=before[-1].last_step, saved_step=saved, begin_step=begin))
+    return tuple(found)
+
+
+def compare_repeats(trials: Sequence[Trial]) -> Comparison:
+    """Every step that two attempts did, the later one against the one before it."""
+    pairs = list[tuple[int, float, float]]()
+    known = dict[int, float]()
+    for trial in trials:
+        losses = read_losses([trial])
+        pairs += [(step, known[step], loss) for step, loss in losses.items() if step in known]
+        known.update(losses)
+    return _compare(pairs)
+
+
+def compare_runs(one: Sequence[Trial], other: Sequence[Trial]) -> Comparison:
+    """Every step of two runs, as each finally did it."""
+    left, right = read_losses(one), read_losses(other)
+    return _compare([(step, left[step], right[step]) for step in sorted(left.keys() & right.keys())])
+
+
+def read_losses(trials: Iterable[Trial]) -> dict[int, float]:
+    return {line.step: line.loss for trial in trials for line in trial.lines if line.loss is not None}
+
+
+def _compare(pairs: Sequence[tuple[int, float, float]]) -> Comparison:
+    """Bit for bit: floats are written with all their digits. A loss that is no number equals itself."""
+    unequal = [(step, one, other) for step, one, other in pairs if one != other and not (one != one and other != other)]
+    return Comparison(steps=len(pairs), equal=len(pairs) - len(unequal), first=unequal[0] if unequal else None)
+
+
+def measure(trials: Sequence[Trial]) -> Measures:
+    lines = [line for trial in trials for line in trial.lines]
+    steps = [each for trial in trials for each in _time_steps(trial.lines)]
+    starts = [trial.start_s for trial in trials if trial.start_s is not None]
+    gaps = [late - early for trial in trials for early, late in pairwise(list_saved_steps(trial))]
+    return Measures(
+        total=next((line.total for line in reversed(lines) if line.total), None),
+        last_step=max((line.step for line in lines), default=None),
+        step_s=median(steps) if steps else None,
+        start_s=median(starts) if starts else None,
+        stall_s=_measure_stall_s(trials),
+        checkpoint_steps=int(median(gaps)) if gaps else None,
+    )
+
+
+def list_saved_steps(trial: Trial) -> list[int]:
+    return sorted({line.checkpoint_step for line in trial.lines if line.checkpoint_step})
+
+
+def _time_steps(lines: Sequence[Line]) -> list[float]:
+    """Seconds of each step, after those of the warm-up."""
+    timed = [(line.step, line.time_s) for line in lines if line.time_s is not None and line.loss is not None]
+    found = [(b_s - a_s) / (b - a) for (a, a_s), (b, b_s) in pairwise(timed) if b > a]
+    return found[WARM_UP_STEPS:] if len(found) > 2 * WARM_UP_STEPS else found
+
+
+def _measure_stall_s(trials: Sequence[Trial]) -> float | None:
+    """What is left of the time when every step takes as long as the middle one, a checkpoint."""
+    steps = [each for trial in trials for each in _time_steps(trial.lines)]
+    saves = sum(len(list_saved_steps(trial)) for trial in trials)
+    if len(steps) < 10 or saves < 2:
+        return None
+    usual = median(steps)
+    return max(0.0, sum(steps) - usual * len(steps)) / saves

@@ -1,0 +1,175 @@
+"""One rehearsal as a value: what happened, what was measured, and what follows for the real run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from broker.cli.rehearse_report import (
+    Comparison,
+    Measures,
+    Resume,
+    Trial,
+    compare_repeats,
+    compare_runs,
+    find_resumes,
+    measure,
+    measure_start_s,
+    read_lines,
+)
+from broker.cli.rehearse_verdict import (
+    Finding,
+    Interval,
+    judge_interval,
+    judge_losses,
+    judge_notices,
+    judge_resume,
+    weigh_interval,
+)
+from broker.clouds.rehearsed import NOTICE_S_MAX
+from broker.errors import NoOfferError
+from broker.jobs.summary import RunSummary, summarize
+from broker.types import CheckpointSpec, Estimate, Job, JobStatus, Placement, Plan
+
+if TYPE_CHECKING:
+    from broker.cli.rehearse_context import RehearsalContext
+    from broker.cli.rehearse_run import Driver
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """`summary` is in simulated time and money, `measures` in real seconds. `work_hours` is what the run stood for."""
+
+    status: JobStatus
+    failure: str
+    summary: RunSummary
+    trials: tuple[Trial, ...]
+    resumes: tuple[Resume, ...]
+    repeats: Comparison
+    measures: Measures
+    preemptions: int
+    refusals: int
+    notices: int
+    notices_ignored: int
+    places: tuple[str, ...]
+    work_hours: float
+    hazard: float  # preemptions an hour of the whole gang, where it ran first
+    checkpoint: CheckpointSpec
+    interval: Interval | None
+    forecast: Estimate | None  # of the real run, with the program's own checkpoint interval; None without a goal
+    forecast_failure: str = ""
+    has_goal: bool = False
+    deadline_hours: float | None = None
+    real_s: float = 0.0
+    unbroken: Comparison | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Most important first."""
+        return (
+            *judge_resume(self.trials, self.resumes, preemptions=self.preemptions),
+            *judge_losses(self.repeats, self.unbroken),
+            *judge_notices(given=self.notices, ignored=self.notices_ignored, grace_s=NOTICE_S_MAX),
+            *judge_interval(self.interval, self.hazard, self.checkpoint.stall_s),
+        )
+
+    def compare(self, unbroken: Rehearsal) -> Rehearsal:
+        return replace(self, unbroken=compare_runs(self.trials, unbroken.trials))
+
+    def describe(self) -> dict[str, Any]:
+        """As data: everything but the lines of the progress files."""
+        from broker.cli.render import plain
+
+        hidden = {"trials", "forecast"}
+        data = {name: plain(getattr(self, name)) for name in self.__dataclass_fields__ if name not in hidden}
+        data["trials"] = [
+            {
+                "attempt": each.number,
+                "begin_step": each.begin_step,
+                "last_step": each.last_step,
+                "start_s": each.start_s,
+            }
+            for each in self.trials
+        ]
+        data["forecast"] = plain(self.forecast) if self.forecast else None
+        data["findings"] = plain(self.findings)
+        return data
+
+
+def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
+    """From the store, the clouds and the progress files, while they are there."""
+    store, now_s, task = context.store, context.clock.now_s(), context.stage.task
+    paid = store.spend_usd(job_id=job.id, now_s=now_s)
+    summary = summarize(job, job.attempts, store.list_steps(job.id), paid_usd=paid, now_s=now_s)
+    trials = read_trials(context)
+    measures = measure(trials)
+    first = job.attempts[0].placement if job.attempts else plan.choice.placement
+    chosen = next((each for each in plan.estimates[:200] if _is_same(each.placement, first)), plan.choice)
+    hazard = chosen.preemptions_per_hour
+    work_s = (measures.total or 0) * (measures.step_s or 0.0) * context.speed
+    if task.goal and task.goal.work_hours is not None and chosen.breakdown is not None:
+        work_s = chosen.breakdown.work_hours * 3600
+    interval = weigh_interval(measures, work_hours=work_s / 3600, hazard=hazard, checkpoint=task.checkpoint)
+    forecast, failure = _forecast(context, interval)
+    clouds = list(context.rehearsed.values())
+    return Rehearsal(
+        status=job.status,
+        failure=job.failure,
+        summary=summary,
+        trials=trials,
+        resumes=find_resumes(trials),
+        repeats=compare_repeats(trials),
+        measures=measures,
+        preemptions=sum(each.preemptions for each in clouds),
+        refusals=sum(each.refusals for each in clouds),
+        notices=sum(each.notice_s > 0 for each in driver.strikes),
+        notices_ignored=sum(each.ignored_notices for each in clouds),
+        places=tuple(_name_place(each.placement) for each in job.attempts),
+        work_hours=work_s / 3600,
+        hazard=hazard,
+        checkpoint=task.checkpoint,
+        interval=interval,
+        forecast=forecast,
+        forecast_failure=failure,
+        has_goal=task.goal is not None and task.goal.work_hours is not None,
+        deadline_hours=task.goal.deadline_hours if task.goal else None,
+        real_s=driver.real_s,
+    )
+
+
+def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:
+    found: list[Trial] = []
+    for number, watched in sorted(context.program.attempts.items()):
+        lines = read_lines(watched.progress_file)
+        found.append(Trial(number=number, lines=lines, start_s=measure_start_s(lines, watched.started_s)))
+    return tuple(found)
+
+
+def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Estimate | None, str]:
+    """The planner's word on the real task when it saves as often as the program does."""
+    task = context.stage.task
+    if task.goal is None or task.goal.work_hours is None:
+        return None, ""
+    every_s = interval.every_s if interval else task.checkpoint.every_s
+    try:
+        return context.plan_real(replace(task, checkpoint=replace(task.checkpoint, every_s=every_s))).choice, ""
+    except NoOfferError as error:
+        return None, error.message
+
+
+def _is_same(one: Placement, other: Placement) -> bool:
+    """The nodes that are played here are fewer, and each stands for several."""
+    kind = (one.offer.cloud, one.offer.region, one.offer.zone, one.offer.instance_type, one.is_spot)
+    return kind == (
+        other.offer.cloud, other.offer.region, other.offer.zone, other.offer.instance_type, other.is_spot
+    )  # fmt: skip
+
+
+def _name_place(placement: Placement) -> str:
+    return f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}"
+
+
+def list_places(places: Sequence[str]) -> list[str]:
+    """Each once, in the order of use."""
+    return list(dict.fromkeys(places))

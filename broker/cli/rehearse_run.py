@@ -1,0 +1,153 @@
+"""Drives one rehearsal to its end in this process: the daemon's loop, the strikes, and the story as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from broker.cli.rehearse_context import RehearsalContext
+from broker.cli.rehearse_report import Line
+from broker.cli.render import show_duration, show_usd
+from broker.clock import SystemClock
+from broker.clouds.rehearsed import NOTICE_S, NOTICE_S_MAX
+from broker.jobs.daemon import run_daemon
+from broker.types import Cluster, Job, JobStatus
+
+LOOK_S = 0.25
+LINE_EVERY_S = 2.0
+SILENT_S_MAX = 30.0  # a program that does not say how far it has come is struck after so long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """All nodes taken away on purpose; `step` is the newest one that was known then, `notice_s` the cloud's warning."""
+
+    attempt: int
+    step: int | None
+    notice_s: float
+
+
+@dataclass
+class Driver:
+    context: RehearsalContext
+    preemptions: int
+    notice_s: float | None  # None: none the first time, then by turns as the cloud gives it, and none
+    tell: Callable[[str], None]
+    strikes: list[Strike] = field(default_factory=list)
+    real_s: float = 0.0
+    _told: int = 0
+    _line_s: float = 0.0
+
+    async def run(self) -> Job:
+        """An interrupt takes everything down first. Raises KeyboardInterrupt then."""
+        context = self.context
+        store = context.store
+        job = store.add_job(context.stage.task.name or "rehearsal", context.stage.played)
+        driving = asyncio.ensure_future(
+            run_daemon(
+                store=store,
+                make_controller=context.make_controller,
+                provisioner=context.provisioner,
+                clock=context.clock,
+                config=context.config,
+                idle_s=0,
+            )
+        )
+        loop, begin_s = asyncio.get_running_loop(), SystemClock().now_s()
+        interrupted = asyncio.Event()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, interrupted.set)
+        try:
+            while not driving.done() and not interrupted.is_set():
+                await self._look(job.id)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(interrupted.wait(), LOOK_S)
+            if interrupted.is_set():
+                self.tell("interrupted: taking the nodes down ...")
+                store.request_cancel(job.id)
+            await driving
+        finally:
+            for cloud in context.rehearsed.values():
+                await cloud.end_all(context.config.owner)
+        self._tell_events(job.id)
+        self.real_s = SystemClock().now_s() - begin_s
+        found = store.get_job(job.id)
+        assert found is not None
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        return found
+
+    def tell_market(self, message: str) -> None:
+        self.tell(f"{self._stamp()} ! {message}")
+
+    async def _look(self, job_id: int) -> None:
+        for cloud in self.context.rehearsed.values():
+            await cloud.take_due()
+        self._tell_events(job_id)
+        job = self.context.store.get_job(job_id)
+        if job is None or job.status is not JobStatus.RUNNING:
+            return
+        cluster = self.context.store.get_cluster(job.attempts[-1].cluster)
+        if cluster is None:
+            return
+        line = self.context.program.look(cluster, is_resumed=job.attempts[-1].resumed_s is not None)
+        is_struck = bool(self.strikes) and self.strikes[-1].attempt == cluster.attempt
+        if line is not None and not is_struck:
+            self._tell_progress(job, line)
+        if self._is_due(cluster, line):
+            await self._strike(cluster, line)
+
+    def _tell_progress(self, job: Job, line: Line) -> None:
+        real_s = SystemClock().now_s()
+        if real_s - self._line_s < LINE_EVERY_S:
+            return
+        self._line_s = real_s
+        spent = self.context.store.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
+        parts = [f"step {line.step}" + (f"/{line.total}" if line.total else "")]
+        parts += [f"loss {line.loss:.4f}"] if line.loss is not None else []
+        parts += [f"checkpoint {line.checkpoint_step}"] if line.checkpoint_step else []
+        self.tell(f"{self._stamp()}   " + "  ".join([*parts, f"{show_usd(spent)} USD so far"]))
+
+    def _is_due(self, cluster: Cluster, line: Line | None) -> bool:
+        """Mid-run, and a few steps past a checkpoint, so that something is lost and something is kept."""
+        attempts = self.context.program.attempts
+        if len(self.strikes) >= self.preemptions or cluster.attempt not in attempts:
+            return False
+        if self.strikes and self.strikes[-1].attempt == cluster.attempt:
+            return False
+        if line is None or not line.total:  # it does not say how far it has come: then time must do
+            has_told = line is None and any(each.looks for each in attempts.values())
+            return not has_told and SystemClock().now_s() - attempts[cluster.attempt].started_s >= SILENT_S_MAX
+        due = line.total * (len(self.strikes) + 1) / (self.preemptions + 1)
+        before = max((each.step or 0 for each in self.strikes), default=0)
+        is_past = line.checkpoint_step is None or line.step > line.checkpoint_step
+        return due <= line.step < line.total and line.step > before and is_past
+
+    async def _strike(self, cluster: Cluster, line: Line | None) -> None:
+        self.context.program.pass_steps()
+        cloud = self.context.rehearsed[cluster.placement.offer.cloud]
+        notice_s = self._choose_notice_s(cluster)
+        self.strikes.append(Strike(attempt=cluster.attempt, step=line.step if line else None, notice_s=notice_s))
+        warning = f"with {show_duration(min(notice_s, NOTICE_S_MAX))} notice" if notice_s else "with no warning"
+        place = cluster.placement.offer.zone or cluster.placement.offer.region
+        self.tell_market(f"the spot market of {place} takes all nodes away {warning}")
+        await cloud.preempt_nodes([node.id for node in cluster.nodes], notice_s=notice_s)
+
+    def _choose_notice_s(self, cluster: Cluster) -> float:
+        if self.notice_s is not None:
+            return self.notice_s
+        return NOTICE_S.get(cluster.placement.offer.cloud, 30.0) if len(self.strikes) % 2 else 0.0
+
+    def _tell_events(self, job_id: int) -> None:
+        for event in self.context.store.list_events(job_id=job_id, after=self._told):
+            self._told = event.id
+            self.tell(f"{self._stamp(event.time_s)} * {event.message}")
+
+    def _stamp(self, time_s: float | None = None) -> str:
+        """Simulated time since the start: `  4h 07m`."""
+        now_s = self.context.clock.now_s() if time_s is None else time_s
+        minutes = int(max(0.0, now_s - self.context.start_s) // 60)
+        return f"{minutes // 60:3d}h {minutes % 60:02d}m"

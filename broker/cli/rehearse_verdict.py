@@ -1,0 +1,181 @@
+"""What a rehearsal shows about the real run: does it resume, what is lost, does its checkpoint interval suit. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from broker.cli.rehearse_report import Comparison, Measures, Resume, Trial
+from broker.cli.render import show_duration
+from broker.optimizer.cost import expected_hours
+from broker.spot.interval import best_interval_s
+from broker.types import CheckpointSpec
+
+Level = Literal["good", "note", "bad"]
+GOOD_SHARE = 0.02  # of expected time that an interval may cost over the best one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence, and what to do about it."""
+
+    level: Level
+    about: str
+    text: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The program's checkpoint interval against the best one, for `work_hours` at `hazard` preemptions an hour."""
+
+    every_s: float  # simulated seconds of work from one checkpoint to the next
+    best_s: float  # Young/Daly; infinite without hazard
+    every_steps: int
+    best_steps: int | None
+    hours: float  # expected in all, as it is
+    best_hours: float
+
+    @property
+    def waste_share(self) -> float:
+        return self.hours / self.best_hours - 1 if self.best_hours > 0 else 0.0
+
+
+def weigh_interval(
+    measures: Measures, *, work_hours: float, hazard: float, checkpoint: CheckpointSpec
+) -> Interval | None:
+    """None where the program does not tell of steps and checkpoints."""
+    if not measures.total or not measures.checkpoint_steps or work_hours <= 0:
+        return None
+    step_s = work_hours * 3600 / measures.total
+    every_s = measures.checkpoint_steps * step_s
+    best_s = min(best_interval_s(checkpoint.stall_s, hazard), work_hours * 3600)
+
+    def hours(interval_s: float) -> float:
+        return expected_hours(work_hours, hazard, interval_s, checkpoint.stall_s, checkpoint.restart_s)
+
+    best_steps = None if math.isinf(best_s) else min(max(1, round(best_s / step_s)), measures.total)
+    return Interval(
+        every_s=every_s,
+        best_s=best_s,
+        every_steps=measures.checkpoint_steps,
+        best_steps=best_steps,
+        hours=hours(every_s),
+        best_hours=hours(best_s),
+    )
+
+
+def judge_resume(trials: Sequence[Trial], resumes: Sequence[Resume], *, preemptions: int) -> list[Finding]:
+    """Whether the program went on where it was. One sentence for each way in which it did not."""
+    if not any(trial.lines for trial in trials):
+        return [
+            Finding(
+                level="bad",
+                about="resume",
+                text="the program wrote no progress, so nobody can tell whether it resumed",
+                hint='append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to '
+                "$BROKER_PROGRESS_FILE",
+            )
+        ]
+    if not resumes:
+        text = "nothing was taken away" if not preemptions else "it was taken away before it had reported a step"
+        return [Finding(level="note", about="resume", text=f"not shown: {text}")]
+    scratch = [each for each in resumes if each.is_from_scratch]
+    if scratch:
+        first = scratch[0]
+        saved = first.saved_step
+        why = f"though it had reported a checkpoint at step {saved}" if saved else "and it had reported no checkpoint"
+        hint = (
+            "load the newest checkpoint from $BROKER_CHECKPOINT_DIR at the start, on every rank"
+            if saved
+            else "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes, and load from it at the start"
+        )
+        return [
+            Finding(
+                level="bad",
+                about="resume",
+                text=f"attempt {first.number} started again from step 0, {why}: {first.last_step} steps were lost",
+                hint=hint,
+            )
+        ]
+    short = next((each for each in resumes if each.is_short), None)
+    if short is not None:
+        return [
+            Finding(
+                level="bad",
+                about="resume",
+                text=f"attempt {short.number} went on from step {short.begin_step}, though it had reported "
+                f"a checkpoint at step {short.saved_step}",
+                hint="report `checkpoint_step` only when the checkpoint is complete and would be found",
+            )
+        ]
+    steps = ", ".join(str(each.begin_step) for each in resumes)
+    lost = sum(each.steps_lost for each in resumes)
+    times = "once" if len(resumes) == 1 else f"{len(resumes)} times"
+    return [
+        Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; {lost} steps were done twice")
+    ]
+
+
+def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:
+    found = []
+    if repeats.steps:
+        found.append(_judge_comparison(repeats, "steps done twice"))
+    if unbroken is not None and unbroken.steps:
+        found.append(_judge_comparison(unbroken, "steps, compared with an unbroken run"))
+    elif unbroken is not None:
+        found.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
+    return found
+
+
+def _judge_comparison(comparison: Comparison, what: str) -> Finding:
+    if comparison.is_exact:
+        return Finding(level="good", about="losses", text=f"{comparison.steps} {what}: every loss equal, bit for bit")
+    assert comparison.first is not None
+    step, one, other = comparison.first
+    return Finding(
+        level="note",
+        about="losses",
+        text=f"{comparison.steps - comparison.equal} of {comparison.steps} {what} have another loss, "
+        f"first step {step}: {one!r} and {other!r}",
+        hint="for an exact resume, save the position in the data, every rank's random numbers and the optimizer too",
+    )
+
+
+def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
+    if not given:
+        return []
+    if not ignored:
+        return [Finding(level="good", about="notice", text="the program ended in time when it was warned")]
+    return [
+        Finding(
+            level="bad",
+            about="notice",
+            text=f"the program went on after SIGTERM until the machine was gone, {show_duration(grace_s)} later",
+            hint="on SIGTERM, or when $BROKER_PREEMPTION_FILE appears, save and exit",
+        )
+    ]
+
+
+def judge_interval(interval: Interval | None, hazard: float, stall_s: float) -> list[Finding]:
+    if interval is None:
+        return []
+    as_is = f"a checkpoint every {interval.every_steps} steps is one every {show_duration(interval.every_s)}"
+    if interval.best_steps is None or hazard <= 0:
+        return [
+            Finding(level="note", about="interval", text=f"{as_is}; this place is never preempted, as far as known")
+        ]
+    best = f"{show_duration(interval.best_s)} or {interval.best_steps} steps"
+    basis = f"Young/Daly for one preemption in {show_duration(3600 / hazard)} and {stall_s:g} s a save"
+    if interval.waste_share <= GOOD_SHARE:
+        return [Finding(level="good", about="interval", text=f"{as_is}, which suits: {basis} says {best}")]
+    return [
+        Finding(
+            level="note",
+            about="interval",
+            text=f"{as_is}: {interval.waste_share:.0%} more time than at best. {basis} says {best}",
+            hint=f"save every {interval.best_steps} steps",
+        )
+    ]

@@ -1,0 +1,27 @@
+"""What to do next with a job on a spot market. One file a policy, one line in `POLICIES`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from broker.spot.policies.base import SpotPolicy
+
+# name -> "module:function"; each function is a `broker.spot.policies.base.SpotPolicy`
+POLICIES: dict[str, str] = {
+    "on-demand": "broker.spot.policies.on_demand:decide",
+    "greedy": "broker.spot.policies.greedy:decide",
+    "uniform-progress": "broker.spot.policies.uniform_progress:decide",
+    "next-spot": "broker.spot.policies.uniform_progress:decide_next_spot",
+    "adaptive": "broker.spot.policies.adaptive:decide",
+}
+# Policies that are told the future in a replay: bounds to compare with, of no use on a real market.
+ORACLES = frozenset({"next-spot"})
+
+
+def load_policy(name: str) -> SpotPolicy:
+    """The policy of that name, which must be in `POLICIES`."""
+    module, _, attribute = POLICIES[name].partition(":")
+    policy: SpotPolicy = getattr(importlib.import_module(module), attribute)
+    return policy

@@ -1,0 +1,238 @@
+"""Ours: the cheapest expected end, by a decision process whose hazards are learnt on the way; never too late.
+
+One market's decision process (`broker.spot.outlook`) stands for all of them: the best place to be gives the price and
+the hazard, the others the chance that one is open when it is lost, and how soon any opens again. Which place is best is
+weighed by price, by hazard times what a loss costs, and by what it costs to get there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from broker.spot.forecast import Market, expect_second_chance, read_market
+from broker.spot.outlook import CLASSES, Outlook, Terms
+from broker.spot.policies.base import (
+    EPSILON_HOURS,
+    Candidate,
+    Decision,
+    JobView,
+    Move,
+    Stay,
+    Wait,
+    find_refuge,
+    is_safe_to_start,
+    safe_hours,
+    spare_hours,
+    take_refuge,
+)
+from broker.spot.prior import MEASURED, Prior
+from broker.spot.spells import AGES, class_of
+
+PACE_STEP = math.log(1.3)  # paces are rounded, so that a table serves again
+CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
+PRICE_STEP = 0.02
+LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.05, 0.5
+MOVE_GAIN = 1.15  # a better place must promise so much more than the move costs: promises are uncertain
+TABLES_MAX = 512
+
+
+def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
+    """Never late where on-demand would not have been late."""
+    return weigh(view, candidates, MEASURED)
+
+
+def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decision:
+    """As `decide`, with a prior of one's own."""
+    refuge = find_refuge(view, candidates)
+    markets = [read_market(each, refuge, prior) for each in candidates if each.is_spot]
+    current = None if view.current is None else candidates[view.current]
+    if not markets:
+        if current is not None:
+            return Stay(reason="no spot is for sale")
+        return (
+            Wait(reason="nothing is for sale") if refuge is None else Move(target=refuge, reason="no spot is for sale")
+        )
+    if refuge is None or view.time_left_hours is None:
+        return _weigh_without_deadline(view, current, markets)
+    if current is not None and current.is_spot:
+        hours = safe_hours(view, current, refuge)
+        if hours <= 0:
+            return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
+        if len(markets) == 1:
+            return Stay(hours=hours, reason="on spot")
+    elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
+        return Stay(reason="on-demand, and late already")
+    return _Scale.of(view, refuge, markets, prior).choose(current, candidates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """What options are weighed on: the table, and where in it the job stands. Money in on-demand hours of work."""
+
+    view: JobView
+    refuge: Candidate
+    markets: Sequence[Market]
+    best: Market  # the open market that is best to be in, else the one that is best to wait for
+    outlook: Outlook
+    spare: float
+    work: float
+
+    @classmethod
+    def of(cls, view: JobView, refuge: Candidate, markets: Sequence[Market], prior: Prior) -> _Scale:
+        opened = [each for each in markets if each.candidate.is_open] or markets
+        start = refuge.start_hours
+        work = view.work_left_hours / refuge.speed
+        best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
+        outlook = _find_outlook(view, refuge, markets, best, prior)
+        spare = max(spare_hours(view, refuge), 0.0)
+        found = cls(view=view, refuge=refuge, markets=markets, best=best, outlook=outlook, spare=spare, work=work)
+        if len(opened) == 1:
+            return found
+        loss = found.loss_of(best)
+        best = min(opened, key=lambda each: each.rate(loss, work))
+        return cls(view=view, refuge=refuge, markets=markets, best=best, outlook=outlook, spare=spare, work=work)
+
+    def choose(self, current: Candidate | None, candidates: Sequence[Candidate]) -> Decision:
+        if current is not None and current.is_spot:
+            return self._choose_on_spot(current)
+        options = list[tuple[float, Decision]]()
+        look = self._look_hours()
+        target, is_open = self.best.candidate, self.best.candidate.is_open
+        if is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start:
+            options.append((self._enter_usd(), Move(target=target, reason="spot is worth its start")))
+        age = self._age_class()
+        table = self.outlook.sure_open if is_open else self.outlook.sure_closed
+        if current is not None:
+            worth = self.outlook.read(table, age, self.work, self.spare)
+            options.append((worth, Stay(hours=look, reason="on-demand saves time for later")))
+        else:
+            start = self.outlook.terms.start_hours
+            after = self.spare - start
+            worth = start + (self.outlook.read(table, age, self.work, after) if after >= 0 else self.work)
+            move = Move(target=self.refuge, hours=look, reason="time is worth more than waiting saves")
+            options.append((worth, move))
+        if self.spare > EPSILON_HOURS:
+            table = self.outlook.wait_open if is_open else self.outlook.wait_closed
+            worth = self.outlook.read(table, age, self.work, self.spare)
+            options.append((worth, Wait(hours=min(self.spare, look), reason="spot is worth waiting for")))
+        return min(options, key=lambda option: option[0])[1]
+
+    def _choose_on_spot(self, current: Candidate) -> Decision:
+        """Stay, or move on to a place that is better by more than the move costs."""
+        hours = safe_hours(self.view, current, self.refuge)
+        here = next(each for each in self.markets if each.candidate is current)
+        best = self.best
+        stay = Stay(hours=min(hours, LOOK_HOURS_MAX), reason="on spot")
+        if best is here or not best.candidate.is_open or not best.outlives_start:
+            return stay
+        if not is_safe_to_start(self.view, best.candidate, self.refuge):
+            return stay
+        loss = self.loss_of(here)
+        stint = min(self.work, best.stint_hours, here.stint_hours)
+        gain = (here.price + here.hazard * loss - best.price - best.hazard * loss) * stint
+        start = best.candidate.start_hours
+        cost = start * (best.price + self._usd_spare_hour()) + best.move_price
+        if gain > MOVE_GAIN * cost:
+            return Move(target=best.candidate, reason="another place is cheaper, the move included")
+        return stay
+
+    def loss_of(self, market: Market) -> float:
+        """What being lost there now costs."""
+        outlook, rho = self.outlook, self.outlook.terms.second_chance
+        opened = outlook.read(outlook.idle_open, 0, self.work, self.spare)
+        closed = outlook.read(outlook.idle_closed, 0, self.work, self.spare)
+        on = outlook.read(outlook.run, class_of(market.candidate.age_hours), self.work, self.spare)
+        return max(rho * opened + (1 - rho) * closed - on, 0.0)
+
+    def _usd_spare_hour(self) -> float:
+        """What an hour of spare time is worth."""
+        outlook, age, step = self.outlook, self._age_class(), max(self.outlook.terms.start_hours, 0.1)
+        low = max(self.spare - step, 0.0)
+        less = outlook.read(outlook.run, age, self.work, low)
+        return max(less - outlook.read(outlook.run, age, self.work, low + step), 0.0) / step
+
+    def _age_class(self) -> int:
+        """Of the market as a whole: open as long as its best place, closed since the last place closed."""
+        if self.best.candidate.is_open:
+            return class_of(self.best.candidate.age_hours)
+        return class_of(min(each.candidate.age_hours for each in self.markets))
+
+    def _enter_usd(self) -> float:
+        outlook, age = self.outlook, self._age_class()
+        price, start, survive = outlook.terms.spot_price, outlook.terms.start_hours, outlook.survive[age]
+        after, rho = self.spare - start, outlook.terms.second_chance
+        on = outlook.read(outlook.run, outlook.started[age], self.work, after)
+        off = outlook.read(outlook.idle_closed, 0, self.work, after)
+        if rho:
+            off = rho * outlook.read(outlook.idle_open, 0, self.work, after) + (1 - rho) * off
+        return survive * (start * price + on) + (1 - survive) * (outlook.lost[age] * price + off) + self.best.move_price
+
+    def _look_hours(self) -> float:
+        """When to think again: sooner where time is short, and when the spell's age tells something new."""
+        age = self.best.candidate.age_hours
+        index = class_of(age)
+        news = AGES[index + 1] - age if index + 1 < CLASSES else math.inf
+        return min(max(LOOK_HOURS_MIN, 0.1 * self.spare), LOOK_HOURS_MAX, max(news, LOOK_HOURS_MIN))
+
+
+def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[Market]) -> Decision:
+    """Time is free: the place with the least price of work, losses included."""
+    opened = [each for each in markets if each.candidate.is_open and each.outlives_start]
+    if current is not None and not current.is_spot:
+        opened = [each for each in opened if each.price < 1]
+    if not opened:
+        return Wait(reason="no spot is open") if current is None else Stay(reason="no spot is open")
+    work = view.work_left_hours
+    best = min(opened, key=lambda each: each.rate(each.loss_price, work))
+    here = next((each for each in markets if each.candidate is current), None)
+    if here is None:
+        return Move(target=best.candidate, reason="spot is open")
+    stint = min(work, best.stint_hours, here.stint_hours)
+    gain = (here.rate(here.loss_price, math.inf) - best.rate(best.loss_price, math.inf)) * stint
+    if best is not here and gain > MOVE_GAIN * (best.loss_price + best.move_price):
+        return Move(target=best.candidate, reason="another place is cheaper, the move included")
+    return Stay(hours=LOOK_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")
+
+
+def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], best: Market, prior: Prior) -> Outlook:
+    assert view.time_left_hours is not None
+    chance = expect_second_chance(markets, best)
+    work = max(view.work_hours, view.work_left_hours) / refuge.speed
+    spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / refuge.speed, 0.1)
+    reopening = sum(each.closed_pace * each.appeal(best) for each in markets)
+    return _solve(
+        prior,
+        round(math.log(best.open_pace) / PACE_STEP),
+        round(math.log(reopening) / PACE_STEP),
+        max(each for each in CHANCES if each <= chance + 0.02),
+        round(best.price / PRICE_STEP) * PRICE_STEP,
+        round(max(best.candidate.start_hours, 0.005), 4),
+        _round_up(work),
+        _round_up(spare),
+    )
+
+
+def _round_up(hours: float) -> float:
+    """To the next of eight steps an octave."""
+    return math.exp2(math.ceil(math.log2(max(hours, 0.1)) * 8 - 1e-9) / 8)
+
+
+@lru_cache(maxsize=TABLES_MAX)
+def _solve(
+    prior: Prior, open_step: int, closed_step: int, chance: float, price: float, start: float, work: float, spare: float
+) -> Outlook:
+    opened, closed = math.exp(open_step * PACE_STEP), math.exp(closed_step * PACE_STEP)
+    return Outlook(
+        Terms(
+            open_hazards=tuple(each * opened for each in prior.open_hazards),
+            closed_hazards=tuple(each * closed for each in prior.closed_hazards),
+            spot_price=price,
+            start_hours=start,
+            work_hours=work,
+            spare_hours=spare,
+            second_chance=chance,
+        )
+    )

@@ -1,0 +1,46 @@
+"""Spot while there is any, nothing while there is none, on-demand from the point of no return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.spot.policies.base import (
+    EPSILON_HOURS,
+    Candidate,
+    Decision,
+    JobView,
+    Move,
+    Stay,
+    Wait,
+    cheapest_open_spot,
+    find_refuge,
+    is_safe_to_start,
+    safe_hours,
+    spare_hours,
+    take_refuge,
+)
+
+
+def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
+    """Never late where on-demand would not have been late."""
+    refuge = find_refuge(view, candidates)
+    current = None if view.current is None else candidates[view.current]
+    if current is not None and not current.is_spot:
+        return Stay(reason="on-demand to the end")
+    if refuge is None:
+        spot = cheapest_open_spot(candidates)
+        if current is not None:
+            return Stay(reason="nothing but spot is for sale")
+        return Wait(reason="no spot is open") if spot is None else Move(target=spot, reason="spot is open")
+    if current is not None:
+        hours = safe_hours(view, current, refuge)
+        if hours <= 0:
+            return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
+        return Stay(hours=hours, reason="on spot")
+    spare = spare_hours(view, refuge)
+    spot = cheapest_open_spot(candidates)
+    if spot is not None and is_safe_to_start(view, spot, refuge):
+        return Move(target=spot, reason="spot is open")
+    if spare <= EPSILON_HOURS:
+        return take_refuge(view, candidates, refuge, "the point of no return")
+    return Wait(hours=spare, reason="no spot is open")

@@ -1,0 +1,92 @@
+"""Uniform Progress: keep up with a straight line from nothing at submission to all the work at the deadline.
+
+Z. Wu and others, "Can't Be Late: Optimizing Spot Instance Savings under Deadlines" (NSDI 2024). Spot whenever there is
+any; without it, wait while ahead of the line and go on-demand when behind. Back from on-demand to spot only once two
+starts are banked, so that a short spell of spot is not paid for twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from broker.spot.policies import greedy
+from broker.spot.policies.base import (
+    EPSILON_HOURS,
+    Candidate,
+    Decision,
+    JobView,
+    Move,
+    Stay,
+    Wait,
+    cheapest_open_spot,
+    find_refuge,
+    is_safe_to_start,
+    safe_hours,
+    spare_hours,
+    take_refuge,
+)
+
+STARTS_BANKED = 2.0
+
+
+def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
+    """Never late where on-demand would not have been late. Without a deadline there is no line: greedy."""
+    return pace(view, candidates, is_choosy=False)
+
+
+def decide_next_spot(view: JobView, candidates: Sequence[Candidate]) -> Decision:
+    """The variant that knows how long an open spell will last, and takes it only when that pays for its start."""
+    return pace(view, candidates, is_choosy=True)
+
+
+def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> Decision:
+    refuge = find_refuge(view, candidates)
+    if refuge is None or view.time_left_hours is None or not view.deadline_hours:
+        return greedy.decide(view, candidates)
+    current = None if view.current is None else candidates[view.current]
+    if current is not None and current.is_spot:
+        hours = safe_hours(view, current, refuge)
+        if hours <= 0:
+            return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
+        return Stay(hours=hours, reason="on spot")
+    spare = spare_hours(view, refuge)
+    is_sure = current is not None
+    spot = cheapest_open_spot([each for each in candidates if not is_choosy or _pays(each, refuge, is_sure=is_sure)])
+    if spot is not None and is_safe_to_start(view, spot, refuge):
+        banked = spare + (refuge.start_hours if is_sure else 0.0)  # on-demand is running: its start is behind
+        if not is_sure or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
+            return Move(target=spot, reason="spot is open")
+    behind = _behind_hours(view)
+    if current is not None:
+        # Ahead of the line again, on-demand is given up only for spot: a start has been paid for.
+        return Stay(reason="on-demand")
+    if spare <= EPSILON_HOURS:
+        return take_refuge(view, candidates, refuge, "the point of no return")
+    if behind > -EPSILON_HOURS:
+        return take_refuge(view, candidates, refuge, "behind the line of even progress")
+    return Wait(hours=min(spare, _hours_ahead(view)), reason="ahead of the line of even progress")
+
+
+def _behind_hours(view: JobView) -> float:
+    """Work that the line asks for now, less the work done."""
+    assert view.deadline_hours and view.time_left_hours is not None
+    passed = view.deadline_hours - view.time_left_hours
+    done = view.work_hours - view.work_left_hours
+    return view.work_hours * passed / view.deadline_hours - done
+
+
+def _hours_ahead(view: JobView) -> float:
+    """How long nothing may happen before the line is met."""
+    assert view.deadline_hours
+    return max(-_behind_hours(view) * view.deadline_hours / view.work_hours, 0.0)
+
+
+def _pays(spot: Candidate, refuge: Candidate, *, is_sure: bool) -> bool:
+    """Whether a spell of known length is worth its start (and the start of on-demand after it)."""
+    if spot.closes_in_hours is None or not math.isfinite(spot.closes_in_hours):
+        return True
+    work = (spot.closes_in_hours - spot.start_hours) * spot.speed
+    paid = spot.closes_in_hours * spot.placement.usd_hour + spot.move_usd
+    back = refuge.start_hours * refuge.placement.usd_hour if is_sure else 0.0
+    return paid + back < work * refuge.usd_work_hour

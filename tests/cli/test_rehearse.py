@@ -1,0 +1,103 @@
+"""Rehearsals at the command line: real processes on simulated clouds, and what programs that don't resume are told."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+
+# Counts to 30, saving every fourth number. `loss` is a function of the step. It waits to be preempted P times, a few
+# steps after it is due: however slow this machine is, no market comes too late.
+COUNT = """\
+name: count
+resources: {infra: aws, cpus: 2+, use_spot: true}
+num_nodes: 2
+envs: {P: 1}
+run: |
+  n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0)
+  mkdir -p $BROKER_CHECKPOINT_DIR
+  while [ $n -lt 30 ]; do
+    n=$((n + 1))
+    if [ $SKYPILOT_NODE_RANK = 0 ]; then
+      saved=$((n / 4 * 4))
+      line="\\"total\\": 30, \\"loss\\": 0.$((30 - n)), \\"checkpoint_step\\": $saved"
+      echo "{\\"step\\": $n, $line}" >> $BROKER_PROGRESS_FILE
+      echo $saved > $BROKER_CHECKPOINT_DIR/n.new && mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
+    fi
+    while [ $BROKER_ATTEMPT -le $P ] && [ $n -ge $((30 * BROKER_ATTEMPT / (P + 1) + 3)) ]; do sleep 0.1; done
+    sleep 0.05
+  done
+"""
+FORGETFUL = COUNT.replace("n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0)", "n=0")
+DEAF = COUNT.replace("run: |", "run: |\n  trap '' TERM")
+
+
+def test_a_rehearsal_moves_the_job_to_another_zone_and_shows_that_it_resumed(shell: Shell) -> None:
+    shown = shell.run("rehearse", shell.write("count.yaml", COUNT)).stdout
+    for word in (
+        "Choice: 2 x",
+        "takes all nodes away",
+        "preempted: node 0 and 1 gone",
+        "no spot capacity",
+        "SUCCEEDED",
+    ):
+        assert word in shown
+    assert "ok  resume: resumed once, from step" in shown
+    assert "every loss equal, bit for bit" in shown
+    assert "recoveries  1\n" in shown and "steps  30 of 30\n" in shown
+    assert not shell.find_processes()
+
+
+def test_two_preemptions_and_a_warning_as_data(shell: Shell) -> None:
+    done = shell.run("rehearse", shell.write("count.yaml", COUNT), "--preemptions", "2", "--env", "P=2", "--json")
+    found = json.loads(done.stdout)
+    assert found["status"] == "SUCCEEDED" and found["preemptions"] == 2
+    assert [each["begin_step"] % 4 for each in found["trials"]] == [0, 0, 0], "it resumes where it had saved"
+    assert all(each["begin_step"] > 0 for each in found["resumes"])
+    assert (found["notices"], found["notices_ignored"]) == (1, 0)
+    assert found["repeats"]["equal"] == found["repeats"]["steps"]
+    assert found["places"][0] != found["places"][1], "a place that took machines away has none left"
+    assert found["summary"]["paid_usd"] > 0
+
+
+def test_a_program_that_starts_from_step_0_again_is_told_so(shell: Shell) -> None:
+    done = shell.run("rehearse", shell.write("count.yaml", FORGETFUL), code=1)
+    assert "BAD resume: attempt 2 started again from step 0, though it had reported" in done.stdout
+    assert "hint: load the newest checkpoint from $BROKER_CHECKPOINT_DIR" in done.stderr
+
+
+def test_a_program_that_ignores_its_warning_is_told_so(shell: Shell) -> None:
+    done = shell.run("rehearse", shell.write("count.yaml", DEAF), "--notice", "1", code=1)
+    assert "BAD notice: the program went on after SIGTERM" in done.stdout
+    assert "resumed once" in done.stdout
+
+
+def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
+    process = shell.open("rehearse", shell.write("count.yaml", COUNT))
+    assert process.stdout is not None
+    assert any("the program was started" in line for line in iter(process.stdout.readline, ""))
+    assert len(shell.find_processes()) > 3, "its nodes run"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not shell.find_processes()
+
+
+def test_more_nodes_than_this_machine_can_play_are_billed_all_the_same(shell: Shell) -> None:
+    path = shell.write("count.yaml", COUNT.replace("num_nodes: 2", "num_nodes: 6"))
+    done = shell.run(
+        "rehearse", path, "--nodes-local", "1", "--preemptions", "0", "--env", "P=0", "--infra", "aws/us-east-1"
+    )
+    assert "6 nodes are played by 1 here, at the price of all" in done.stdout
+    assert "attempt 1: 1 x" in done.stdout
+
+
+def test_a_folder_without_traces_is_refused(shell: Shell) -> None:
+    done = shell.run("rehearse", shell.write("count.yaml", COUNT), "--traces", str(shell.folder / "none"), code=2)
+    assert "holds no traces" in done.stderr

@@ -1,0 +1,76 @@
+"""The scaled clock: rates, holding, sleeping. Real time enters only as `more than none`, never as a bound."""
+
+from __future__ import annotations
+
+import asyncio
+
+from broker.clock import ScaledClock
+
+HOUR_S = 3600.0
+
+
+def test_an_hour_of_sleep_is_an_hour_of_simulated_time() -> None:
+    clock = ScaledClock(rate=1e6)
+    start_s = clock.now_s()
+    asyncio.run(clock.sleep(HOUR_S))
+    assert clock.now_s() - start_s >= HOUR_S
+
+
+def test_a_held_clock_stands_still_and_goes_on() -> None:
+    clock = ScaledClock(rate=1e9)
+    with clock.hold():
+        first_s = clock.now_s()
+        with clock.hold():
+            pass
+        assert clock.now_s() == first_s
+    assert clock.now_s() > first_s
+
+
+def test_a_sleeper_waits_until_the_clock_is_let_go() -> None:
+    clock = ScaledClock(rate=1e9)
+
+    async def play() -> tuple[bool, bool]:
+        with clock.hold():
+            sleeping = asyncio.ensure_future(clock.sleep(1.0))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            is_awake_while_held = sleeping.done()
+        await sleeping
+        return is_awake_while_held, sleeping.done()
+
+    assert asyncio.run(play()) == (False, True)
+
+
+def test_a_new_rate_counts_for_those_who_sleep_already() -> None:
+    clock = ScaledClock(rate=1e-6)  # at this rate the sleep would last for years
+
+    async def play() -> None:
+        sleeping = asyncio.ensure_future(clock.sleep(HOUR_S))
+        await asyncio.sleep(0)
+        clock.set_rate(1e9)
+        await sleeping
+
+    start_s = clock.now_s()
+    asyncio.run(play())
+    assert clock.now_s() - start_s >= HOUR_S
+
+
+def test_time_never_runs_backwards_over_changes_of_rate() -> None:
+    clock = ScaledClock(rate=1e6)
+    seen = []
+    for rate in (1.0, 1e6, 1e-3, 50.0):
+        seen.append(clock.now_s())
+        clock.set_rate(rate)
+    assert seen == sorted(seen)
+
+
+def test_an_advanced_clock_wakes_those_who_slept_for_less() -> None:
+    clock = ScaledClock(rate=1e-6)
+
+    async def play() -> None:
+        sleeping = asyncio.ensure_future(clock.sleep(HOUR_S))
+        await asyncio.sleep(0)
+        clock.advance(HOUR_S)
+        await sleeping
+
+    asyncio.run(play())
