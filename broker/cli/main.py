@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "jobs": ("broker.cli.jobs", "Managed jobs: they survive preemption and your terminal"),
     "rehearse": ("broker.cli.rehearse", "Run a task here as a spot job, with a preemption, and see it recover"),
     "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
+    "simulate": ("broker.cli.simulate", "Replay a task over recorded spot markets, policy by policy"),
     "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
     "prices": ("broker.cli.prices", "Show what one instance type costs everywhere"),

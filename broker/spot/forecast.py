@@ -59,14 +59,15 @@ class Market:
 def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> Market:
     unit = refuge.usd_work_hour if refuge is not None else 1.0
     seen, age = candidate.seen, candidate.age_hours
-    open_age, closed_age = (age, None) if candidate.is_open else (None, age)
-    open_pace, closed_pace = prior.open_pace(seen, open_age), prior.closed_pace(seen, closed_age)
+    watched = (candidate.met_hours, age)
+    of_open, of_closed = (watched, None) if candidate.is_open else (None, watched)
+    open_pace, closed_pace = prior.open_pace(seen, of_open), prior.closed_pace(seen, of_closed)
     from_hours = age if candidate.is_open else 0.0
     events = sum(
         prior.open_hazards[index] * hours for index, hours in hours_in_classes(from_hours, from_hours + AHEAD_HOURS)
     )
-    mean_open = _mean_hours(seen.open_hours, seen.open_ends, open_age, prior.mean_open_hours / open_pace)
-    mean_closed = _mean_hours(seen.closed_hours, seen.closed_ends, closed_age, prior.mean_closed_hours / closed_pace)
+    mean_open = _mean_hours(seen.open_hours, seen.open_ends, of_open, prior.mean_open_hours / open_pace)
+    mean_closed = _mean_hours(seen.closed_hours, seen.closed_ends, of_closed, prior.mean_closed_hours / closed_pace)
     return Market(
         candidate=candidate,
         price=candidate.usd_work_hour / unit,
@@ -79,8 +80,11 @@ def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) ->
     )
 
 
-def _mean_hours(hours: Sequence[float], ends: Sequence[float], age: float | None, prior_hours: float) -> float:
-    return (sum(hours) + (age or 0.0) + prior_hours) / (sum(ends) + 1)
+def _mean_hours(
+    hours: Sequence[float], ends: Sequence[float], watched: tuple[float, float] | None, prior_hours: float
+) -> float:
+    lived = watched[1] - watched[0] if watched else 0.0
+    return (sum(hours) + lived + prior_hours) / (sum(ends) + 1)
 
 
 def expect_second_chance(markets: Sequence[Market], best: Market) -> float:

@@ -22,6 +22,7 @@ from broker.spot.spells import AGES, class_of, hours_in_classes
 CLASSES = len(AGES)
 GROWTH = 1.25  # of the steps of both grids
 PASSES_MAX = 12
+WAIT_PRICE = 0.0
 TOLERANCE = 1e-3  # hours of on-demand price
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index + 1 < CLASSES else 0.0 for index in range(CLASSES))
 
@@ -121,7 +122,7 @@ class Outlook:
                         continue
                 h = opened[a]
                 if i:
-                    value = (h * guess + g * later_open + drain * idle_open[a][below]) / (h + g + drain)
+                    value = (WAIT_PRICE + h * guess + g * later_open + drain * idle_open[a][below]) / (h + g + drain)
                     wait_open[a][at] = value
                 else:
                     value = w + d
@@ -143,7 +144,7 @@ class Outlook:
                 g, h = _AGEING[a], closed[a]
                 if i == 0:
                     continue
-                value = (h * reopened + g * later_closed + drain * idle_closed[a][below]) / (h + g + drain)
+                value = (WAIT_PRICE + h * reopened + g * later_closed + drain * idle_closed[a][below]) / (h + g + drain)
                 wait_closed[a][at] = value
                 if back is None:
                     sure = d + w

@@ -32,12 +32,15 @@ class Prior:
     def mean_closed_hours(self) -> float:
         return _mean_spell_hours(self.closed_hazards)
 
-    def open_pace(self, seen: Spells, age_hours: float | None = None) -> float:
-        """The factor on `open_hazards`: the mean of a Gamma posterior. `age_hours` is that of a spell still open."""
-        return _pace(self.open_hazards, seen.open_hours, seen.open_ends, age_hours, self.open_weight)
+    def open_pace(self, seen: Spells, watched: tuple[float, float] | None = None) -> float:
+        """The factor on `open_hazards`: the mean of a Gamma posterior.
 
-    def closed_pace(self, seen: Spells, age_hours: float | None = None) -> float:
-        return _pace(self.closed_hazards, seen.closed_hours, seen.closed_ends, age_hours, self.closed_weight)
+        `watched` are the ages from and to which a spell that is still open was watched.
+        """
+        return _pace(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
+
+    def closed_pace(self, seen: Spells, watched: tuple[float, float] | None = None) -> float:
+        return _pace(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
 
 
 def _mean_spell_hours(hazards: Sequence[float]) -> float:
@@ -53,11 +56,15 @@ def _mean_spell_hours(hazards: Sequence[float]) -> float:
 
 
 def _pace(
-    hazards: Sequence[float], hours: Sequence[float], ends: Sequence[float], age_hours: float | None, weight: float
+    hazards: Sequence[float],
+    hours: Sequence[float],
+    ends: Sequence[float],
+    watched: tuple[float, float] | None,
+    weight: float,
 ) -> float:
     expected = sum(hazard * lived for hazard, lived in zip(hazards, hours, strict=True))
-    if age_hours:
-        expected += sum(hazards[index] * lived for index, lived in hours_in_classes(0.0, age_hours))
+    if watched:
+        expected += sum(hazards[index] * lived for index, lived in hours_in_classes(*watched))
     return (weight + sum(ends)) / (weight + expected)
 
 

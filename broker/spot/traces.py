@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.errors import SourceError
-from broker.spot.spells import NOTHING_SEEN, Spells
+from broker.spot.spells import MET_HOURS, NOTHING_SEEN, Spells
 
 TICKS_MAX = 5_000_000
 
@@ -70,7 +70,8 @@ class Trace:
         last = len(self.changes) - 1
         for index, (hour, is_open) in enumerate(self.changes):
             length = borders[index + 1] - hour
-            seen = seen.with_spell(length, is_open=is_open, is_ended=index < last)
+            met = MET_HOURS if index == 0 else 0.0
+            seen = seen.with_spell(met + length, from_hours=met, is_open=is_open, is_ended=index < last)
         return seen
 
 
