@@ -31,6 +31,10 @@ class Config:
         return self.home / "checkpoints"
 
     @property
+    def keys(self) -> Path:
+        return self.home / "keys"
+
+    @property
     def logs(self) -> Path:
         return self.home / "logs"
 
