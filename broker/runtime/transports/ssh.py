@@ -35,7 +35,7 @@ MARGIN_S = ALIVE_INTERVAL_S * ALIVE_COUNT_MAX + 2.0
 FIRST_LOOK_S = 0.1
 LOOK_S_MAX = 1.0
 # Before a node's boot script is through, its sshd is not there, or shows a host key that is not ours yet.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 KILLED = 128 + signal.SIGKILL
 MARK = b"\nbroker-exit "
 # Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer; the exit code comes
