@@ -24,7 +24,7 @@ class FakeAws:
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # hold it to change the account from another thread
         self._server = AwsServer(self._serve)
         self.url = self._server.url
 
@@ -45,7 +45,7 @@ class FakeAws:
         self._server.close()
 
     def _serve(self, key: str, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
+        with self.lock:
             account = self.account
             action = f"{service}:{name}"
             account.tick()

@@ -41,7 +41,9 @@ pivot_root . run/old; umount -l run/old; rmdir run/old
 echo "$name" >/etc/hostname; : >/etc/resolv.conf
 printf '127.0.0.1 localhost\n%s %s\n%s metadata.google.internal\n' "$address" "$name" "$METADATA" >/etc/hosts
 rm -rf /root/.ssh /root/.aws /root/.config
-folder=$PYTHON; while [ "$folder" != / ]; do chmod o+x "$folder"; folder=$(dirname "$folder"); done
+for folder in "$PYTHON" "$@"; do
+  while [ "$folder" != / ]; do folder=$(dirname "$folder"); chmod o+x "$folder"; done
+done
 printf '#!/bin/sh\nexec kill -USR1 1\n' >/usr/local/sbin/shutdown; chmod 755 /usr/local/sbin/shutdown
 trap 'exit 0' USR1
 read go; cat >/run/boot; exec </dev/null
