@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow lint format clean help
+.PHONY: run test test-slow testbed lint format clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -23,6 +23,9 @@ test: $(INSTALLED) ## all tests but the longest
 
 test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of up to 8 processes
 	$(BIN)/python -m pytest -n 2 -m long
+
+testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
+	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
 
 lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .

@@ -32,6 +32,10 @@ class Config:
         return self.home / "checkpoints"
 
     @property
+    def keys(self) -> Path:
+        return self.home / "keys"
+
+    @property
     def logs(self) -> Path:
         return self.home / "logs"
 

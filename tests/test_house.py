@@ -43,6 +43,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent.py",
     "broker/runtime/agent_files.py",
     "broker/runtime/agent_gang.py",
+    "broker/runtime/agent_notice.py",
     "broker/runtime/agent_run.py",
     "broker/clouds/local_machine.py",
 }

@@ -13,10 +13,11 @@ from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
-from broker.errors import NoOfferError, RunFailedError, UsageError
-from broker.types import Autostop, Cluster, ClusterStatus, Plan, RunStatus, Task
+from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
+from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, RunStatus, Task
 
 POLL_S = 0.3
+BOOT_S_MAX = 300.0  # large GPU machines and images take minutes until somebody answers
 CLUSTER_NAME = r"[A-Za-z]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"  # it becomes tags, folders and host names
 ClusterName = Annotated[str, typer.Argument(help="The cluster's name.", show_default=False)]
 
@@ -154,9 +155,25 @@ async def _submit(context: Context, cluster: Cluster, task: Task) -> int:
         "BROKER_CHECKPOINT_DIR": str(context.config.checkpoints / cluster.name),
         "SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}",
     }
-    await context.gang.prepare(cluster, task)
+    await _prepare(context, cluster, task)
     await context.gang.start(cluster, task, run_id=run_id, envs=envs)
     return run_id
+
+
+async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
+    """As soon as the nodes can be reached: one that its cloud calls running may still be booting."""
+    give_up_s = context.clock.now_s() + BOOT_S_MAX
+    while True:
+        try:
+            await context.gang.prepare(cluster, task)
+            return
+        except TransientError as error:
+            cluster = await context.provisioner.refresh(cluster)
+            is_lost = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
+            if is_lost or context.clock.now_s() >= give_up_s:
+                raise
+            print_note(f"{error.message}; trying again")
+            await context.clock.sleep(POLL_S)
 
 
 def exec_(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
     from broker.state.store import Store
-    from broker.types import Cluster, Objective, PipelinePlan, Placement, Plan, Task
+    from broker.types import Cluster, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
@@ -61,14 +61,31 @@ class Context:
     def provisioner(self) -> Provisioner:
         from broker.provision.lifecycle import Provisioner
 
-        return Provisioner(self.clouds, self.store, clock=self.clock, owner=self.config.owner)
+        return Provisioner(
+            self.clouds, self.store, clock=self.clock, owner=self.config.owner, write_boot=self._write_boot
+        )
+
+    def _write_boot(self, request: NodeRequest) -> str:
+        """What a node of a real cloud runs at its first start; local nodes are ready as they are."""
+        from broker.runtime.bootstrap import make_boot
+        from broker.runtime.keys import HOST, LOGIN, Keys
+
+        cloud = request.placement.offer.cloud
+        if cloud == "local":
+            return ""
+        keys = Keys(self.config.keys).ensure(request.cluster, request.token)
+        return make_boot(cloud=cloud, login=keys.read(LOGIN).public, host=keys.read(HOST))
 
     @cached_property
     def transport(self) -> Transport:
         from broker.runtime.transports import TRANSPORTS
+        from broker.runtime.transports.routed import RoutedTransport
 
-        transport: Transport = load_entry(TRANSPORTS["local"])()
-        return transport
+        def make(path: str) -> Transport:
+            transport: Transport = load_entry(path)(self.config, clock=self.clock)
+            return transport
+
+        return RoutedTransport({way: partial(make, path) for way, path in TRANSPORTS.items()})
 
     @cached_property
     def gang(self) -> Gang:

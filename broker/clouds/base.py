@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 from broker.clock import Clock
@@ -46,6 +46,18 @@ class CanStop(Protocol):
     async def stop_nodes(self, ids: Sequence[str]) -> None: ...
 
     async def start_nodes(self, ids: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class CanSweep(Protocol):
+    """Clouds where a cluster leaves more behind than nodes: firewall groups, templates, disks."""
+
+    async def sweep(self, owner: str, keep: Collection[str]) -> int:
+        """Delete what `owner` made for clusters that are not in `keep`; returns how many things.
+
+        What a machine on its way down still uses stays for the next sweep. `keep` is read before the cloud is listed,
+        so it must name every cluster that is there or may be coming up.
+        """
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,7 @@ def cancel(request: dict[str, Any]) -> dict[str, Any]:
 
 def renew_lease(request: dict[str, Any]) -> dict[str, Any]:
     lease_s = float(request["lease_s"])
-    files.write_json(files.STATE / "lease.json", {"expires_s": time.time() + lease_s})
+    files.write_json(files.STATE / "lease.json", {"expires_s": time.time() + lease_s, "boot": files.read_boot()})
     ensure_watcher()
     return {}
 
@@ -160,8 +161,8 @@ def set_autostop(request: dict[str, Any]) -> dict[str, Any]:
         if path.exists():
             path.unlink()
         return {}
-    rule = {"idle_minutes": float(request["idle_minutes"]), "is_down": bool(request["is_down"]), "set_s": time.time()}
-    files.write_json(path, rule)
+    rule = {"idle_minutes": float(request["idle_minutes"]), "is_down": bool(request["is_down"])}
+    files.write_json(path, {**rule, "set_s": time.time(), "boot": files.read_boot()})
     ensure_watcher()
     return {}
 
@@ -188,6 +189,7 @@ def ensure_watcher() -> None:
 
 
 def watch() -> None:
+    start_notices()
     while True:
         for run_id in files.list_run_ids():
             bury_if_dead(run_id)
@@ -195,6 +197,15 @@ def watch() -> None:
         if reason:
             power_off(reason)
         time.sleep(WATCH_S)
+
+
+def start_notices() -> None:
+    """Where node.json names a cloud that gives notice, somebody listens for it."""
+    cloud = (files.read_json(files.STATE / "node.json") or {}).get("notices")
+    if cloud:
+        import agent_notice  # type: ignore[import-not-found]
+
+        threading.Thread(target=agent_notice.watch_notices, args=(cloud,), daemon=True).start()
 
 
 def bury_if_dead(run_id: int) -> None:
@@ -212,14 +223,20 @@ def bury_if_dead(run_id: int) -> None:
 
 def decide_power_off() -> str:
     """ "" to stay, "lease" or "autostop" to end the node, "stop" to stop it with its disk kept."""
-    lease = files.read_json(files.STATE / "lease.json")
+    lease = read_rule("lease.json")
     if lease and time.time() >= lease["expires_s"]:
         return "lease"
-    rule = files.read_json(files.STATE / "autostop.json")
+    rule = read_rule("autostop.json")
     idle_s = min(measure_idle_s(), time.time() - rule["set_s"]) if rule else 0.0
     if rule and idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
         return "autostop" if rule["is_down"] else "stop"
     return ""
+
+
+def read_rule(name: str) -> dict[str, Any] | None:
+    """One of an earlier boot counts no more: a stopped node that starts again must not end at once."""
+    rule = files.read_json(files.STATE / name)
+    return rule if rule and rule.get("boot") == files.read_boot() else None
 
 
 def power_off(reason: str) -> None:

@@ -56,6 +56,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_boot() -> str:
+    """Another text after each boot; always the same where the system has none to give."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def try_lock(path: Path) -> int | None:
     """The lock's descriptor, or None while somebody else holds it."""
     fd = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,9 @@
-"""How to reach the nodes of each cloud. One file a way, one line in `TRANSPORTS`."""
+"""How to reach nodes. One file a way, one line in `TRANSPORTS`."""
 
 from __future__ import annotations
 
-# cloud name -> "module:class", imported on first use
+# the way a node's handle names -> "module:maker", called with (config, clock=) on first use
 TRANSPORTS: dict[str, str] = {
-    "local": "broker.runtime.transports.local:LocalTransport",
+    "local": "broker.runtime.transports.local:make_transport",
+    "ssh": "broker.runtime.transports.ssh:make_transport",
 }

@@ -1,0 +1,119 @@
+"""boto3 behind one door: clients made once a region, calls in a bounded set of threads, refusals as one exception."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from broker.clouds.aws.faults import RefusedError
+
+CALLS_MAX = 16  # at once; more than the regions of most accounts, and far below EC2's request rate limits
+CONNECT_S_MAX = 5.0
+ANSWER_S_MAX = 60.0  # RunInstances of a large gang takes seconds
+READ_TRIES = 4  # of calls that change nothing
+PAGES_MAX = 1000
+HOME_REGION = "us-east-1"  # asked for what is the same everywhere, where the login names no region
+
+Result = TypeVar("Result")
+
+
+class Clients:
+    """Makes nothing and imports nothing before the first call."""
+
+    def __init__(self, open_session: Callable[[], Any] | None = None) -> None:
+        """`open_session` makes the boto3 session; None: by the user's own settings."""
+        self._make_session = open_session or _open_boto3_session
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._clients: dict[tuple[str, str, int], Any] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    async def read(self, service: str, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """A call that changes nothing: tried again by botocore. Raises RefusedError."""
+        return await self._in_thread(self._call, service, region, operation, parameters, READ_TRIES)
+
+    async def change(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """An EC2 call that makes or ends something: sent once, so that the caller decides what a silence means."""
+        return await self._in_thread(self._call, "ec2", region, operation, parameters, 1)
+
+    async def read_all(self, region: str, operation: str, key: str, **parameters: Any) -> list[Any]:
+        """All pages of an EC2 list."""
+        found: list[Any] = []
+        more: dict[str, str] = {}
+        for _ in range(PAGES_MAX):
+            page = await self.read("ec2", region, operation, **parameters, **more)
+            found += page.get(key, ())
+            if not page.get("NextToken"):
+                return found
+            more = {"NextToken": page["NextToken"]}
+        raise RefusedError("InvalidPaginationToken", "pages have no end", operation=operation, region=region)
+
+    async def find_home(self) -> str:
+        """The region that the login names."""
+        return await self._in_thread(self._find_home)
+
+    def _find_home(self) -> str:
+        with self._lock:
+            return str(self._open_session().region_name or HOME_REGION)
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="aws")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def _call(
+        self, service: str, region: str, operation: str, parameters: Mapping[str, Any], tries: int
+    ) -> dict[str, Any]:
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
+
+        try:
+            answer = getattr(self._find_client(service, region, tries), operation)(**parameters)
+        except ClientError as error:
+            told = error.response.get("Error", {})
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code = str(told.get("Code", "")) or f"HTTP {status}"
+            message = str(told.get("Message", ""))
+            raise RefusedError(code, message, operation=operation, region=region, status=status) from error
+        except (BotoCoreError, ResponseParserError) as error:
+            raise RefusedError(name_exception(error), str(error), operation=operation, region=region) from error
+        assert isinstance(answer, dict)
+        return answer
+
+    def _find_client(self, service: str, region: str, tries: int) -> Any:
+        from botocore.config import Config
+
+        with self._lock:  # making a client is not safe in two threads at once; using one is
+            key = (service, region, tries)
+            if key not in self._clients:
+                settings = Config(
+                    retries={"total_max_attempts": tries, "mode": "standard"},
+                    connect_timeout=CONNECT_S_MAX,
+                    read_timeout=ANSWER_S_MAX,
+                    max_pool_connections=CALLS_MAX,
+                )
+                self._clients[key] = self._open_session().client(service, region_name=region, config=settings)
+            return self._clients[key]
+
+    def _open_session(self) -> Any:
+        if self._session is None:
+            self._session = self._make_session()
+        return self._session
+
+
+def _open_boto3_session() -> Any:
+    import boto3
+
+    return boto3.Session()
+
+
+def name_exception(error: Exception) -> str:
+    """The class in the table that this exception is, or descends from."""
+    from broker.clouds.aws.faults import KINDS
+
+    names: Sequence[str] = [each.__name__ for each in type(error).__mro__]
+    return next((name for name in names if name in KINDS), names[0])

@@ -1,0 +1,175 @@
+"""Amazon EC2 behind the seam: four verbs, stopping, and the sweep of what clusters leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from broker.clock import Clock
+from broker.clouds.aws import tags
+from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.faults import RefusedError, translated
+from broker.clouds.aws.launching import Launcher
+from broker.clouds.aws.nodes import read_nodes
+from broker.clouds.aws.quotas import Quotas
+from broker.clouds.aws.settings import Settings, load_settings
+from broker.clouds.aws.sweeping import Sweeper
+from broker.config import Config
+from broker.errors import InvalidRequestError, UnknownOutcomeError
+from broker.types import Node, NodeRequest, NodeState
+
+REGIONS_KNOWN_S = 3600.0
+LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
+    *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+)
+LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
+
+
+def make_cloud(config: Config, *, clock: Clock) -> AwsCloud | None:
+    """For the registry: None without boto3 or a login."""
+    if importlib.util.find_spec("boto3") is None or not has_login():
+        return None
+    return AwsCloud(load_settings(config.home), clock=clock)
+
+
+def has_login() -> bool:
+    """Whether there is anything that could be a login; whether it is one, only AWS can say."""
+    files = (Path(os.getenv(variable) or Path.home() / path) for variable, path in LOGIN_FILES.items())
+    return any(os.getenv(variable) for variable in LOGIN_VARIABLES) or any(file.exists() for file in files)
+
+
+class AwsCloud:
+    """Cloud, CanStop and CanSweep."""
+
+    name: ClassVar[str] = "aws"
+    settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
+
+    def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._clients = Clients(open_session)
+        self._quotas = Quotas(self._clients, clock=clock)
+        self._launcher = Launcher(self._clients, settings, self._quotas, clock=clock)
+        self._sweeper = Sweeper(self._clients)
+        self._regions: tuple[float, Sequence[str]] = (0.0, ())
+        self._regions_by_id: dict[str, str] = {}
+        self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
+
+    async def check(self) -> None:
+        with translated():
+            await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        region = request.placement.offer.region
+        with translated():
+            enabled = await self.list_regions()
+        if region not in enabled:
+            raise InvalidRequestError(
+                f"region {region} is off in this account",
+                hints=(f"Turn it on with `aws account enable-region --region-name {region}`.",),
+            )
+        with translated(is_create=True):
+            try:
+                instances = await self._launcher.launch(request)
+            except RefusedError as refusal:
+                if refusal.code not in ("IdempotentParameterMismatch", "IdempotentInstanceTerminated"):
+                    raise
+                instances = await self._find_made(request, refusal)
+        return self._remember(read_nodes(instances, region=region, user=self._settings.user))
+
+    async def list_nodes(self, owner: str) -> Sequence[Node]:
+        with translated():
+            regions = await self.list_regions()
+            found = await asyncio.gather(*(self._list_region(region, owner) for region in regions))
+        return [node for nodes in found for node in nodes]
+
+    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+        await self._change_each("terminate_instances", ids)
+
+    async def stop_nodes(self, ids: Sequence[str]) -> None:
+        await self._change_all("stop_instances", ids)
+
+    async def start_nodes(self, ids: Sequence[str]) -> None:
+        await self._change_all("start_instances", ids)
+
+    async def sweep(self, owner: str, keep: Collection[str]) -> int:
+        with translated():
+            return await self._sweeper.sweep(await self.list_regions(), owner, keep)
+
+    async def list_regions(self) -> Sequence[str]:
+        """Those set, else all that are enabled in this account: nodes may be in any of them. Raises RefusedError."""
+        if self._settings.regions:
+            return self._settings.regions
+        now_s = self._clock.now_s()
+        known_s, known = self._regions
+        if not known or now_s - known_s >= REGIONS_KNOWN_S:
+            answer = await self._clients.read("ec2", await self._clients.find_home(), "describe_regions")
+            known = sorted(each["RegionName"] for each in answer["Regions"])
+            self._regions = (now_s, known)
+        return known
+
+    async def _list_region(self, region: str, owner: str) -> Sequence[Node]:
+        instances = await self._launcher.find_instances(region, tags.match_tags(owner=owner))
+        return self._remember(read_nodes(instances, region=region, user=self._settings.user))
+
+    async def _find_made(self, request: NodeRequest, refusal: RefusedError) -> Sequence[Mapping[str, Any]]:
+        """What this token made before: EC2 tells so where something differs (a newer image), or all of it has ended."""
+        filters = tags.match_tags(owner=request.owner, token=request.token)
+        found = await self._launcher.find_instances(request.placement.offer.region, filters)
+        if not found:
+            raise UnknownOutcomeError(f"token {request.token} was used and its nodes are not shown") from refusal
+        clusters = {tags.read_tags(each).get(tags.CLUSTER) for each in found}
+        if clusters != {request.cluster}:
+            raise InvalidRequestError(f"token {request.token} was used for another request") from refusal
+        return found
+
+    def _remember(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        for node in nodes:
+            self._regions_by_id[node.id] = node.region
+        now_s = self._clock.now_s()
+        return [
+            replace(node, ended_s=self._ended_s.setdefault(node.id, now_s))
+            if node.state is NodeState.TERMINATED and node.ended_s is None
+            else node
+            for node in nodes
+        ]
+
+    async def _change_each(self, operation: str, ids: Sequence[str]) -> None:
+        """EC2 refuses the whole call for one id that it does not know (any more): then they go one by one."""
+        with translated():
+            for region, known in (await self._group(ids)).items():
+                try:
+                    await self._clients.change(region, operation, InstanceIds=known)
+                except RefusedError as refusal:
+                    if refusal.code != "InvalidInstanceID.NotFound":
+                        raise
+                    if len(known) > 1:
+                        for node_id in known:
+                            await self._change_each(operation, [node_id])
+
+    async def _change_all(self, operation: str, ids: Sequence[str]) -> None:
+        with translated():
+            for region, known in (await self._group(ids)).items():
+                await self._clients.change(region, operation, InstanceIds=known)
+
+    async def _group(self, ids: Sequence[str]) -> Mapping[str, list[str]]:
+        """Region -> ids. Where nobody told us a node's region, all are asked; what none has is gone."""
+        unknown = [node_id for node_id in ids if node_id not in self._regions_by_id]
+        if unknown:
+            regions = await self.list_regions()
+            filters = [{"Name": "instance-id", "Values": unknown}]
+            found = await asyncio.gather(*(self._launcher.find_instances(region, filters) for region in regions))
+            for region, instances in zip(regions, found, strict=True):
+                self._regions_by_id.update((instance["InstanceId"], region) for instance in instances)
+        grouped: dict[str, list[str]] = defaultdict(list)
+        for node_id in ids:
+            if node_id in self._regions_by_id:
+                grouped[self._regions_by_id[node_id]].append(node_id)
+        return grouped

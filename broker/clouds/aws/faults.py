@@ -1,0 +1,158 @@
+"""From AWS's error codes to our classes: one table, no look at message texts.
+
+Codes: EC2 API reference, "Error codes"; Service Quotas, SSM and STS references, "Common errors"; names that end in
+`Error` are botocore's own exceptions, for answers that never came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+
+Kind = Literal["capacity", "quota", "login", "forbidden", "throttled", "invalid", "transient", "unknown"]
+
+CODES: dict[Kind, tuple[str, ...]] = {
+    "capacity": (
+        *("InsufficientInstanceCapacity", "InsufficientCapacity", "InsufficientHostCapacity"),
+        *("InsufficientReservedInstanceCapacity", "UnfulfillableCapacity", "SpotMaxPriceTooLow"),
+        *("InsufficientFreeAddressesInSubnet", "InsufficientAddressCapacity", "InsufficientVolumeCapacity"),
+        *("InsufficientCapacityOnOutpost", "InsufficientCapacityOnHost", "ReservationCapacityExceeded"),
+        *("InsufficientReservedInstancesCapacity", "IncompatibleHostRequirements"),
+    ),
+    "quota": (
+        *("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "VolumeLimitExceeded"),
+        *("MaxIOPSLimitExceeded", "SecurityGroupLimitExceeded", "RulesPerSecurityGroupLimitExceeded"),
+        *("NetworkInterfaceLimitExceeded", "MaxTemplateLimitExceeded", "MaxTemplateVersionLimitExceeded"),
+        *("PlacementGroupLimitExceeded", "MaxSpotFleetRequestCountExceeded", "MaxScheduledInstanceCapacityExceeded"),
+        *("QuotaExceededException", "ResourceLimitExceeded", "TagLimitExceeded", "HostLimitExceeded"),
+        "AddressLimitExceeded",
+    ),
+    "login": (
+        *("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch"),
+        *("IncompleteSignature", "IncompleteSignatureException", "MissingAuthenticationToken", "ExpiredToken"),
+        *("MissingAuthenticationTokenException", "ExpiredTokenException", "RequestExpired", "NotAuthorized"),
+        *("Blocked", "OptInRequired", "PendingVerification", "NoCredentialsError", "PartialCredentialsError"),
+        *("CredentialRetrievalError", "TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError"),
+        *("ProfileNotFound", "ConfigParseError", "LoginRefreshRequired", "SSOError", "MetadataRetrievalError"),
+        *("InvalidSignatureException", "RequestTimeTooSkewed", "InvalidConfigError", "LoginTokenLoadError"),
+    ),
+    "forbidden": ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException", "DependencyAccessDeniedException"),
+    "throttled": (
+        *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
+        *("RequestThrottled", "RequestThrottledException", "PriorRequestNotComplete", "EC2ThrottledException"),
+        *("ProvisionedThroughputExceededException", "SlowDown", "BandwidthLimitExceeded"),
+    ),
+    "invalid": (
+        *("Unsupported", "UnsupportedOperation", "UnsupportedTenancy", "UnsupportedHibernationConfiguration"),
+        *("InvalidParameter", "InvalidParameterValue", "InvalidParameterCombination", "InvalidParameterDependency"),
+        *("MissingParameter", "UnknownParameter", "ValidationError", "ValidationException", "MalformedQueryString"),
+        *("InvalidAMIID.Malformed", "InvalidAMIID.NotFound", "InvalidAMIID.Unavailable", "InvalidAction"),
+        *("InvalidSubnetID.NotFound", "InvalidSubnetID.Malformed", "InvalidVpcID.NotFound", "InvalidVpcID.Malformed"),
+        *("VPCIdNotSpecified", "DefaultVpcDoesNotExist", "MissingInput", "InvalidInput", "InvalidCharacter"),
+        *("InvalidUserData.Malformed", "InvalidBlockDeviceMapping", "InvalidTagKey.Malformed", "InvalidTag"),
+        *("InvalidZone.NotFound", "InvalidAvailabilityZone", "InvalidInstanceType", "InvalidInput.InstanceType"),
+        *("IdempotentParameterMismatch", "IdempotentInstanceTerminated", "InvalidFleetConfiguration"),
+        *("InvalidLaunchTemplateName.AlreadyExistsException", "InvalidLaunchTemplateName.MalformedException"),
+        *("InvalidLaunchTemplateId.Malformed", "InvalidLaunchTemplateId.VersionNotFound", "InvalidState"),
+        *("InvalidGroup.Duplicate", "InvalidGroup.InUse", "InvalidGroup.Reserved", "InvalidGroupId.Malformed"),
+        *("InvalidPermission.Duplicate", "InvalidPermission.Malformed", "InvalidPermission.NotFound"),
+        *("InvalidPlacementGroup.Duplicate", "InvalidPlacementGroup.InUse", "InvalidSecurity.RequestHasExpired"),
+        *("IncorrectInstanceState", "IncorrectState", "IncorrectSpotRequestState", "InvalidInstanceID.Malformed"),
+        *("InvalidInstanceID.NotLinkable", "InvalidID", "OperationNotPermitted", "InvalidNetworkInterface.InUse"),
+        *("InvalidIamInstanceProfileName.NotFound", "InvalidKeyPair.NotFound", "InvalidPaginationToken"),
+        *("ParameterNotFound", "ParameterVersionNotFound", "NoSuchResourceException", "ParamValidationError"),
+        *("IllegalArgumentException", "InvalidResourceStateException", "UnknownOperationException"),
+        *("ResourceAlreadyExists", "EncryptedVolumesNotSupported", "InvalidOptionException", "InvalidRequest"),
+        *("MissingAction", "InvalidQueryParameter", "UnsupportedInstanceAttribute", "UnsupportedProtocol"),
+        *("FilterLimitExceeded", "BootForVolumeTypeUnsupported", "CustomerKeyHasBeenRevoked", "InvalidHostState"),
+        *("InvalidSpotMaxPrice", "InvalidInterface.IpAddressLimitExceeded", "NoRegionError", "InvalidRegionError"),
+    ),
+    "transient": (
+        *("Unavailable", "ServiceUnavailable", "ServiceUnavailableException", "ServerInternal", "ServiceException"),
+        *("InvalidGroup.NotFound", "InvalidPlacementGroup.Unknown", "InvalidInstanceID.NotFound"),
+        *("InvalidLaunchTemplateId.NotFound", "InvalidLaunchTemplateName.NotFoundException", "InvalidVolume.NotFound"),
+        *("DependencyViolation", "EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError"),
+        *("InternalServerError", "ConnectionError", "ConcurrentTagAccess"),
+    ),
+    "unknown": (
+        *("InternalError", "InternalFailure", "RequestAborted", "ReadTimeoutError", "ConnectionClosedError"),
+        *("IncompleteReadError", "ResponseParserError", "HTTPClientError", "ResponseStreamingError"),
+    ),
+}  # fmt: skip
+KINDS: dict[str, Kind] = {code: kind for kind, codes in CODES.items() for code in codes}
+CLASSES: dict[Kind, type[CloudError]] = {
+    "capacity": CapacityError,
+    "quota": QuotaError,
+    "login": AuthError,
+    "forbidden": AuthError,
+    "throttled": ThrottledError,
+    "invalid": InvalidRequestError,
+    "transient": TransientError,
+    "unknown": UnknownOutcomeError,
+}
+HINTS: dict[Kind, tuple[str, ...]] = {
+    "capacity": ("Try another zone, region or instance type, or wait some minutes.",),
+    "quota": ("`broker check` shows the quotas and the command that asks for more.",),
+    "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
+    "forbidden": ("`broker check --policy aws` prints the permissions that are needed.",),
+    "throttled": ("AWS asks to be asked less often; broker tries again by itself.",),
+    "invalid": (),
+    "transient": (),
+    "unknown": ("`broker status` shows what was made.",),
+}
+
+
+class RefusedError(Exception):
+    """An answer that was no: `code` is AWS's, or the name of botocore's exception where none came."""
+
+    def __init__(self, code: str, message: str, *, operation: str, region: str, status: int = 0) -> None:
+        super().__init__(f"{operation}: {code}")
+        self.code = code
+        self.message = message
+        self.operation = operation
+        self.region = region
+        self.status = status
+
+
+def find_kind(code: str, status: int = 0) -> Kind:
+    """What a code means; one that nobody wrote down goes by its ending and its HTTP status."""
+    known = KINDS.get(code)
+    if known is not None:
+        return known
+    if code.endswith("LimitExceeded"):
+        return "quota"  # as all of EC2's quotas end; its two exceptions are in the table
+    if status == 429:
+        return "throttled"
+    return "unknown" if status >= 500 or status == 0 else "invalid"
+
+
+def translate(refusal: RefusedError, *, is_create: bool = False) -> CloudError:
+    """Where nothing can have been made, an answer that never came is merely transient."""
+    kind = find_kind(refusal.code, refusal.status)
+    if kind == "unknown" and not is_create:
+        kind = "transient"
+    message = f"{refusal.operation} in {refusal.region}: {refusal.code}: {refusal.message}"
+    if kind == "capacity":
+        return CapacityError(message, scope="zone", hints=HINTS[kind])
+    return CLASSES[kind](message, hints=HINTS[kind])
+
+
+@contextmanager
+def translated(*, is_create: bool = False) -> Iterator[None]:
+    """What leaves the adapter is one of our classes."""
+    try:
+        yield
+    except RefusedError as refusal:
+        raise translate(refusal, is_create=is_create) from refusal

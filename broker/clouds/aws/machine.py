@@ -1,0 +1,89 @@
+"""What RunInstances and launch templates are told of a node: a pure function of the request and of what was found.
+
+For one token it is the same text each time: EC2 refuses a token that comes back with other parameters.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping
+from typing import Any
+
+from broker.clouds.aws import tags
+from broker.clouds.aws.images import Image
+from broker.errors import InvalidRequestError
+from broker.nouns import noun
+from broker.types import NodeRequest
+
+USER_DATA_BYTES_MAX = 16384  # EC2 user guide, before base64
+DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 is given 3000 IOPS and 125 MB/s, io2 none
+    "low": {"VolumeType": "gp3"},
+    "medium": {"VolumeType": "gp3", "Iops": 3500, "Throughput": 250},
+    "high": {"VolumeType": "gp3", "Iops": 7000, "Throughput": 500},
+    "best": {"VolumeType": "gp3", "Iops": 16000, "Throughput": 1000},
+    "ultra": {"VolumeType": "io2", "Iops": 20000},
+}
+
+
+@noun
+class Surroundings:
+    """What was found or made for a gang before it is launched."""
+
+    image: Image
+    group_id: str
+    placement_group: str | None = None
+    has_efa: bool = False
+    instance_profile: str | None = None
+    has_public_address: bool = True
+
+
+def describe_machine(request: NodeRequest, around: Surroundings, *, subnet: str | None) -> dict[str, Any]:
+    """Parameters that RunInstances and launch templates share. `subnet` None: a fleet chooses."""
+    card: dict[str, Any] = {
+        "DeviceIndex": 0,
+        "Groups": [around.group_id],
+        "AssociatePublicIpAddress": around.has_public_address,
+        "DeleteOnTermination": True,
+    }
+    machine: dict[str, Any] = {
+        "ImageId": around.image.id,
+        "InstanceType": request.placement.offer.instance_type,
+        "NetworkInterfaces": [
+            card | ({"SubnetId": subnet} if subnet else {}) | ({"InterfaceType": "efa"} if around.has_efa else {})
+        ],
+        "BlockDeviceMappings": [{"DeviceName": around.image.root_device, "Ebs": describe_disk(request, around.image)}],
+        # One hop more than the machine itself would let containers of other people ask for its identity.
+        "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "TagSpecifications": tags.specify_tags(tags.make_tags(request), *tags.TAGGED_AT_LAUNCH),
+    }
+    if around.placement_group:
+        machine["Placement"] = {"GroupName": around.placement_group}
+    if around.instance_profile:
+        machine["IamInstanceProfile"] = {"Name": around.instance_profile}
+    return machine
+
+
+def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:
+    tier = request.spec.disk_tier or "medium"
+    if tier not in DISKS:
+        raise InvalidRequestError(
+            f"AWS has no disk tier `{tier}`", hints=(f"There is {', '.join(f'`{each}`' for each in DISKS)}.",)
+        )
+    size_gib = max(request.spec.disk_size_gib, image.size_gib)
+    return {"VolumeSize": size_gib, "Encrypted": True, "DeleteOnTermination": True, **DISKS[tier]}
+
+
+def pack_boot(request: NodeRequest) -> bytes:
+    """The first-boot script as user data, packed where it is long; cloud-init unpacks it.
+
+    Raises InvalidRequestError where it doesn't fit even so.
+    """
+    data = request.boot.encode()
+    if len(data) > USER_DATA_BYTES_MAX:
+        data = gzip.compress(data, mtime=0)  # no time in it: the same script gives the same bytes
+    if len(data) > USER_DATA_BYTES_MAX:
+        raise InvalidRequestError(
+            f"the first-boot script takes {len(data)} bytes packed, EC2 takes {USER_DATA_BYTES_MAX}"
+        )
+    return data

@@ -1,0 +1,172 @@
+"""Where nodes stand in the network: VPC, subnet, one security group a cluster, one placement group a GPU gang."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from broker.clouds.aws import tags
+from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.faults import RefusedError
+from broker.clouds.aws.settings import Settings
+from broker.errors import InvalidRequestError, TransientError
+from broker.nouns import noun
+from broker.types import NodeRequest
+
+ADDRESS_S_MAX = 10.0
+ANYWHERE = ("0.0.0.0/0", "::/0")
+
+
+@noun
+class Site:
+    """Where a gang may stand: `subnets` maps zone to subnet."""
+
+    region: str
+    vpc: str
+    subnets: Mapping[str, str]
+
+
+class Network:
+    def __init__(self, clients: Clients, settings: Settings) -> None:
+        self._clients = clients
+        self._settings = settings
+
+    async def find_site(self, region: str, zone: str | None) -> Site:
+        """Raises InvalidRequestError where the region has no default VPC, or that has no subnet in the zone."""
+        vpc = self._settings.vpcs.get(region) or await self._find_default_vpc(region)
+        filters = [_filter("vpc-id", vpc), _filter("state", "available")]
+        if zone:
+            filters.append(_filter("availability-zone", zone))
+        found = await self._clients.read_all(region, "describe_subnets", "Subnets", Filters=filters)
+        if not found:
+            raise InvalidRequestError(
+                f"VPC {vpc} has no subnet in {zone or region}",
+                hints=(f"Make one with `aws ec2 create-default-subnet --region {region} --availability-zone ZONE`.",),
+            )
+        subnets: dict[str, str] = {}
+        for subnet in sorted(found, key=lambda each: (not each.get("DefaultForAz"), each["SubnetId"])):
+            subnets.setdefault(subnet["AvailabilityZone"], subnet["SubnetId"])
+        return Site(region=region, vpc=vpc, subnets=dict(sorted(subnets.items())))
+
+    async def _find_default_vpc(self, region: str) -> str:
+        filters = [_filter("is-default", "true")]
+        found = await self._clients.read_all(region, "describe_vpcs", "Vpcs", Filters=filters)
+        if not found:
+            raise InvalidRequestError(
+                f"{region} has no default VPC",
+                hints=(
+                    f"Make one with `aws ec2 create-default-vpc --region {region}`.",
+                    f'Or name yours in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`.',
+                ),
+            )
+        return str(found[0]["VpcId"])
+
+    async def ensure_group(self, request: NodeRequest, site: Site) -> str:
+        """The cluster's security group, made or found again, with the rules that this request asks for."""
+        group_id = await self._find_group(request, site)
+        if group_id is None:
+            try:
+                group_id = await self._create_group(request, site)
+            except RefusedError as refusal:
+                if refusal.code != "InvalidGroup.Duplicate":
+                    raise
+                group_id = await self._find_group(request, site)  # another process was faster
+                if group_id is None:
+                    message = f"{name_group(request)} exists in {site.region}, and is not shown yet"
+                    raise TransientError(message) from None
+        blocks = self._settings.ssh_from or await self._find_own_block()
+        for rule in make_rules(group_id, request.spec.ports, blocks):
+            await self._add_rule(site.region, group_id, rule, "authorize_security_group_ingress")
+        if request.spec.network_tier == "best":
+            # EFA's traffic bypasses addresses, so the usual rule to everywhere does not cover it (EC2 guide, EFA).
+            await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_egress")
+        return group_id
+
+    async def _find_group(self, request: NodeRequest, site: Site) -> str | None:
+        filters = [_filter("group-name", name_group(request)), _filter("vpc-id", site.vpc)]
+        found = await self._clients.read_all(site.region, "describe_security_groups", "SecurityGroups", Filters=filters)
+        return str(found[0]["GroupId"]) if found else None
+
+    async def _create_group(self, request: NodeRequest, site: Site) -> str:
+        made = await self._clients.change(
+            site.region,
+            "create_security_group",
+            GroupName=name_group(request),
+            Description=f"broker: nodes of {request.cluster}",
+            VpcId=site.vpc,
+            TagSpecifications=tags.specify_tags(tags.make_cluster_tags(request), "security-group"),
+        )
+        return str(made["GroupId"])
+
+    async def _add_rule(self, region: str, group_id: str, rule: Mapping[str, Any], operation: str) -> None:
+        try:
+            await self._clients.change(region, operation, GroupId=group_id, IpPermissions=[rule])
+        except RefusedError as refusal:
+            if refusal.code != "InvalidPermission.Duplicate":
+                raise
+
+    async def _find_own_block(self) -> Sequence[str]:
+        """The address from which AWS sees us, as a block of one."""
+        try:
+            text = await asyncio.to_thread(_fetch, self._settings.address_url)
+            address = ipaddress.ip_address(text.strip())
+        except (OSError, ValueError) as error:
+            raise TransientError(
+                f"cannot learn this machine's public address from {self._settings.address_url}: {error}",
+                hints=('Name it in `aws.toml`: `ssh_from = ["203.0.113.7/32"]`.',),
+            ) from error
+        return (f"{address}/{address.max_prefixlen}",)
+
+    async def ensure_placement_group(self, request: NodeRequest, region: str) -> str:
+        """Nodes of one placement group stand close to each other. Its name."""
+        name = name_group(request)
+        try:
+            await self._clients.change(
+                region,
+                "create_placement_group",
+                GroupName=name,
+                Strategy="cluster",
+                TagSpecifications=tags.specify_tags(tags.make_cluster_tags(request), "placement-group"),
+            )
+        except RefusedError as refusal:
+            if refusal.code != "InvalidPlacementGroup.Duplicate":
+                raise
+        return name
+
+
+def name_group(request: NodeRequest) -> str:
+    return f"broker-{request.owner}-{request.cluster}"
+
+
+def make_rules(group_id: str, ports: Sequence[str], ssh_from: Sequence[str]) -> list[dict[str, Any]]:
+    """Who may come in: ssh from these blocks, the task's own ports from anywhere, nodes among themselves."""
+    rules = [_among_themselves(group_id), _let_in(22, 22, ssh_from)]
+    for port in ports:
+        first, _, last = port.partition("-")
+        rules.append(_let_in(int(first), int(last or first), ANYWHERE))
+    return rules
+
+
+def _among_themselves(group_id: str) -> dict[str, Any]:
+    return {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
+
+
+def _let_in(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
+    rule: dict[str, Any] = {"IpProtocol": "tcp", "FromPort": first, "ToPort": last}
+    old = [{"CidrIp": block} for block in blocks if ":" not in block]
+    new = [{"CidrIpv6": block} for block in blocks if ":" in block]
+    return rule | ({"IpRanges": old} if old else {}) | ({"Ipv6Ranges": new} if new else {})
+
+
+def _filter(name: str, value: str) -> dict[str, Any]:
+    return {"Name": name, "Values": [value]}
+
+
+def _fetch(url: str) -> str:
+    import urllib.request  # 30 ms
+
+    with urllib.request.urlopen(url, timeout=ADDRESS_S_MAX) as answer:
+        text: bytes = answer.read(200)
+    return text.decode("ascii", errors="replace")

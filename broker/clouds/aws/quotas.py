@@ -1,0 +1,141 @@
+"""What the account may have at once (vCPUs, by family of machines), and how likely spot capacity is."""
+
+from __future__ import annotations
+
+import re
+
+from broker.clock import Clock
+from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.errors import QuotaError
+from broker.nouns import noun
+from broker.types import Placement
+
+KNOWN_S = 600.0  # a quota changes by hand, a score with the market: both are worth asking again after a while
+# Service Quotas, service `ec2`, counted in vCPUs: family -> (on-demand, spot). Names as its console shows them.
+QUOTAS = {
+    "standard": ("L-1216C47A", "L-34B43A08"),  # A, C, D, H, I, M, R, T, Z
+    "g": ("L-DB2E81BA", "L-3819A6DF"),  # G and VT
+    "p": ("L-417A185B", "L-7212CCBC"),  # spot: P4, P3 and P2
+    "p5": ("L-417A185B", "L-C4BD4855"),
+    "trn": ("L-2C3B7624", "L-6B0D517C"),
+    "inf": ("L-1945791B", "L-B5D1601B"),
+    "x": ("L-7295265B", "L-E3A00192"),
+    "f": ("L-74FC7D96", "L-88CF9481"),
+    "dl": ("L-6E869C2A", "L-85EED4F7"),
+}
+FAMILY = re.compile(r"(trn|inf|dl|vt|hpc|mac|[a-z])")
+ALIASES = {**dict.fromkeys("acdhimrtz", "standard"), "vt": "g"}
+
+
+@noun
+class Quota:
+    """`vcpus` may run at once in the region."""
+
+    code: str
+    region: str
+    vcpus: float
+
+    @property
+    def command(self) -> str:
+        """Asks Amazon for more; VCPUS is the reader's to fill in."""
+        return (
+            f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {self.code} "
+            f"--region {self.region} --desired-value VCPUS"
+        )
+
+
+class Quotas:
+    def __init__(self, clients: Clients, *, clock: Clock) -> None:
+        self._clients = clients
+        self._clock = clock
+        self._quotas: dict[tuple[str, str], tuple[float, Quota | None]] = {}
+        self._scores: dict[tuple[str, str, int], tuple[float, dict[str, int]]] = {}
+
+    async def find(self, region: str, instance_type: str, *, is_spot: bool) -> Quota | None:
+        """None where nobody knows: the machine counts for no quota we know, or we may not ask."""
+        code = find_code(instance_type, is_spot=is_spot)
+        return await self.read(region, code) if code else None
+
+    async def read(self, region: str, code: str) -> Quota | None:
+        now_s = self._clock.now_s()
+        known_s, known = self._quotas.get((region, code), (-KNOWN_S, None))
+        if now_s - known_s < KNOWN_S:
+            return known
+        try:
+            answer = await self._clients.read(
+                "service-quotas", region, "get_service_quota", ServiceCode="ec2", QuotaCode=code
+            )
+            quota = Quota(code=code, region=region, vcpus=float(answer["Quota"]["Value"]))
+        except RefusedError as refusal:
+            if find_kind(refusal.code, refusal.status) == "login":
+                raise
+            quota = None  # a look ahead only: the launch itself is refused where it must be
+        self._quotas[region, code] = (now_s, quota)
+        return quota
+
+    async def refuse_hopeless(self, placement: Placement) -> None:
+        """Raises QuotaError with the numbers where even an idle account could not have this gang."""
+        offer = placement.offer
+        quota = await self.find(offer.region, offer.instance_type, is_spot=placement.is_spot)
+        if quota is not None and quota.vcpus < count_vcpus(placement):
+            raise make_refusal(placement, quota)
+
+    async def explain(self, placement: Placement, message: str) -> QuotaError:
+        """The refusal of a launch, with the numbers where they can be had."""
+        offer = placement.offer
+        quota = await self.find(offer.region, offer.instance_type, is_spot=placement.is_spot)
+        return make_refusal(placement, quota) if quota else QuotaError(message, hints=("Run `broker check`.",))
+
+    async def score_zones(self, placement: Placement) -> dict[str, int]:
+        """Zone id -> 1 to 10, how likely spot machines are given there now; empty where AWS does not say."""
+        offer = placement.offer
+        key = (offer.region, offer.instance_type, placement.node_count)
+        now_s = self._clock.now_s()
+        known_s, known = self._scores.get(key, (-KNOWN_S, {}))
+        if now_s - known_s < KNOWN_S:
+            return known
+        try:
+            answer = await self._clients.read(
+                "ec2", offer.region, "get_spot_placement_scores",
+                InstanceTypes=[offer.instance_type], TargetCapacity=placement.node_count,
+                SingleAvailabilityZone=True, RegionNames=[offer.region],
+            )  # fmt: skip
+        except RefusedError as refusal:
+            if find_kind(refusal.code, refusal.status) == "login":
+                raise
+            answer = {}
+        scores = {
+            each["AvailabilityZoneId"]: int(each["Score"])
+            for each in answer.get("SpotPlacementScores", ())
+            if "AvailabilityZoneId" in each
+        }
+        self._scores[key] = (now_s, scores)
+        return scores
+
+
+def find_code(instance_type: str, *, is_spot: bool) -> str | None:
+    match = FAMILY.match(instance_type)
+    family = ALIASES.get(match[1], match[1]) if match else ""
+    if family == "p" and instance_type.startswith("p5"):
+        family = "p5"
+    elif family == "p" and is_spot and not instance_type.startswith(("p2", "p3", "p4")):
+        return None  # later families have spot quotas of their own
+    codes = QUOTAS.get(family)
+    return codes[1 if is_spot else 0] if codes else None
+
+
+def count_vcpus(placement: Placement) -> float:
+    return placement.offer.vcpus * placement.node_count
+
+
+def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
+    offer = placement.offer
+    asked = count_vcpus(placement)
+    kind = "spot" if placement.is_spot else "on-demand"
+    rest = "" if quota.vcpus < asked else ", and others run already"
+    return QuotaError(
+        f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} takes {asked:g} vCPUs, "
+        f"the account may have {quota.vcpus:g}{rest}",
+        hints=(f"Ask for more: `{quota.command.replace('VCPUS', f'{asked:g}')}`",),
+    )

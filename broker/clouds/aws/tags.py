@@ -1,0 +1,54 @@
+"""What is written on everything that we make on EC2, and read back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from broker.types import NodeRequest
+
+OWNER = "broker-owner"
+CLUSTER = "broker-cluster"
+ATTEMPT = "broker-attempt"
+TOKEN = "broker-token"
+RANK = "broker-rank"
+USD_HOUR = "broker-usd-hour"
+FLEET = "aws:ec2:fleet-id"  # EC2 writes it on instances of a fleet
+TAGGED_AT_LAUNCH = ("instance", "volume", "network-interface")
+
+
+def make_tags(request: NodeRequest) -> dict[str, str]:
+    """Of a gang's instances, disks and network cards; ours win over labels of the same name."""
+    placement = request.placement
+    return {
+        "Name": f"{request.cluster}-{request.attempt}",
+        **request.spec.labels,
+        **make_cluster_tags(request),
+        ATTEMPT: str(request.attempt),
+        TOKEN: request.token,
+        USD_HOUR: f"{placement.usd_hour / placement.node_count:.6g}",
+    }
+
+
+def make_cluster_tags(request: NodeRequest) -> dict[str, str]:
+    """Of what the nodes of one cluster share."""
+    return {OWNER: request.owner, CLUSTER: request.cluster}
+
+
+def write_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
+
+
+def specify_tags(tags: Mapping[str, str], *kinds: str) -> list[dict[str, Any]]:
+    return [{"ResourceType": kind, "Tags": write_tags(tags)} for kind in kinds]
+
+
+def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag.get("Value", "") for tag in resource.get("Tags", ())}
+
+
+def match_tags(**tags: str | Iterable[str]) -> list[dict[str, Any]]:
+    """Filters of a Describe call: `match_tags(owner=..., token=...)`."""
+    names = {"owner": OWNER, "cluster": CLUSTER, "token": TOKEN}
+    values = {key: [value] if isinstance(value, str) else list(value) for key, value in tags.items()}
+    return [{"Name": f"tag:{names[key]}", "Values": value} for key, value in values.items()]

@@ -1,0 +1,122 @@
+"""`broker check` for Google: login, project, API, permissions, quotas; for each fault the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from broker.clouds.gcp.faults import DisabledError
+from broker.clouds.gcp.policy import PERMISSIONS, ROLE
+from broker.clouds.gcp.quotas import GPU_METRICS
+from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
+from broker.errors import AuthError
+
+LOGIN_COMMAND = "gcloud auth application-default login"
+NAMED_MAX = 4  # so many regions or permissions are named in a note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at. `command` mends it; a finding may be wanting without standing in the way."""
+
+    name: str
+    is_ok: bool
+    note: str
+    command: str = ""
+    is_needed: bool = True
+
+
+async def inspect(sdk: Sdk) -> Sequence[Finding]:
+    """In the order in which they depend on each other; the first that fails ends it. Raises CloudError only where
+    Google cannot be reached."""
+    login = sdk.login
+    try:
+        await sdk.call(_refresh)
+    except AuthError as error:
+        return [Finding(name="credentials", is_ok=False, note=error.message, command=LOGIN_COMMAND)]
+    findings = [Finding(name="credentials", is_ok=True, note=login.source)]
+    if not login.project:
+        command = "gcloud config set project PROJECT"
+        return [*findings, Finding(name="project", is_ok=False, note="none is named", command=command)]
+    findings.append(Finding(name="project", is_ok=True, note=login.project))
+    quotas: Mapping[str, Mapping[str, float]] = {}
+    try:
+        quotas = await sdk.call(_list_gpu_quotas)
+    except DisabledError as error:
+        command = f"gcloud services enable compute.googleapis.com --project={login.project}"
+        return [*findings, Finding(name="api", is_ok=False, note=error.message, command=command)]
+    except AuthError:
+        pass  # it answers; what is missing is told below
+    findings.append(Finding(name="api", is_ok=True, note="Compute Engine answers"))
+    findings.append(judge_permissions(await sdk.call(_list_permissions), login.project))
+    return [*findings, *judge_quotas(quotas, login.project)] if findings[-1].is_ok else findings
+
+
+def require(findings: Sequence[Finding]) -> None:
+    """Raises AuthError for the first finding that stands in the way."""
+    for finding in findings:
+        if finding.is_needed and not finding.is_ok:
+            raise AuthError(f"{finding.name}: {finding.note}", hints=(f"Run `{finding.command}`.",))
+
+
+def judge_permissions(allowed: frozenset[str], project: str) -> Finding:
+    missing = [name for name in PERMISSIONS if name not in allowed]
+    if not missing:
+        return Finding(name="permissions", is_ok=True, note=f"all {len(PERMISSIONS)} that are needed")
+    named = ", ".join(missing[:NAMED_MAX]) + (f" and {len(missing) - NAMED_MAX} more" if missing[NAMED_MAX:] else "")
+    command = (
+        f"broker check --policy gcp > broker-role.yaml && gcloud iam roles create {ROLE} --project={project} "
+        f"--file=broker-role.yaml && gcloud projects add-iam-policy-binding {project} --member=user:EMAIL "
+        f"--role=projects/{project}/roles/{ROLE}"
+    )
+    return Finding(name="permissions", is_ok=False, note=f"missing: {named}", command=command)
+
+
+def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> list[Finding]:
+    """One line an accelerator. Wanting quotas do not stand in the way: there are other accelerators and clouds."""
+    findings = []
+    for accelerator, metric in GPU_METRICS.items():
+        limits = {
+            region: max(found.get(metric, 0.0), found.get(f"PREEMPTIBLE_{metric}", 0.0))
+            for region, found in quotas.items()
+        }
+        best = sorted((region for region in limits if limits[region]), key=lambda region: (-limits[region], region))
+        note = ", ".join(f"{region} {limits[region]:g}" for region in best[:NAMED_MAX])
+        more = f" and {len(best) - NAMED_MAX} more regions" if best[NAMED_MAX:] else ""
+        command = f"gcloud alpha services quota list --service=compute.googleapis.com --consumer=projects/{project}"
+        findings.append(
+            Finding(
+                name=f"quota {accelerator}",
+                is_ok=bool(best),
+                note=f"{note}{more}" if best else "none in any region",
+                command="" if best else command,
+                is_needed=False,
+            )
+        )
+    return findings
+
+
+def _refresh(clients: Clients) -> None:
+    """Credentials are only known to be good when a token has been had for them."""
+    from google.auth.transport.requests import Request
+
+    if clients.login.endpoint is None:
+        clients.credentials.refresh(Request())
+
+
+def _list_permissions(clients: Clients) -> frozenset[str]:
+    """Those of ours that the login has: https://cloud.google.com/resource-manager/reference/rest/v1/projects."""
+    import google.api_core.exceptions as api
+
+    url = f"{clients.login.resource_manager_url}/v1/projects/{clients.login.project}:testIamPermissions"
+    answer: Any = clients.session.post(url, json={"permissions": list(PERMISSIONS)}, timeout=TIMEOUT_S)
+    if answer.status_code != 200:
+        raise api.from_http_response(answer)  # type: ignore[no-untyped-call]
+    return frozenset(answer.json().get("permissions", ()))
+
+
+def _list_gpu_quotas(clients: Clients) -> Mapping[str, Mapping[str, float]]:
+    """region -> metric -> limit."""
+    found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
+    return {region.name: {each.metric: each.limit for each in region.quotas} for region in found}

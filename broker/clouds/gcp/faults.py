@@ -1,0 +1,156 @@
+"""What Google says, in our words: one table from error code to class. Message texts are passed on, never matched on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    QuotaError,
+    Scope,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+
+
+class DisabledError(AuthError):
+    """The project has not enabled Compute Engine."""
+
+
+class MissingError(InvalidRequestError):
+    """What was asked about does not exist; for most verbs that is an answer, not a fault."""
+
+
+class ExistsError(InvalidRequestError):
+    """The name is taken. Our names are derived from the request, so it is our own earlier call that took it."""
+
+
+class BusyError(TransientError):
+    """The resource is in the midst of another operation."""
+
+
+# `errors[].reason` of an HTTP answer (camelCase) and `error.errors[].code` of an operation (capitals):
+# https://cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation,
+# https://cloud.google.com/compute/docs/reference/rest/v1/zoneOperations
+CODES: dict[str, type[CloudError]] = {
+    "ZONE_RESOURCE_POOL_EXHAUSTED": CapacityError,
+    "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": CapacityError,
+    "REGION_RESOURCE_POOL_EXHAUSTED": CapacityError,
+    "RESOURCE_POOL_EXHAUSTED": CapacityError,
+    "VM_MIN_COUNT_NOT_REACHED": CapacityError,
+    "insufficientCapacity": CapacityError,
+    "QUOTA_EXCEEDED": QuotaError,
+    "LIMIT_EXCEEDED": QuotaError,
+    "quotaExceeded": QuotaError,
+    "limitExceeded": QuotaError,
+    "RESOURCE_OPERATION_RATE_EXCEEDED": ThrottledError,
+    "RATE_LIMIT_EXCEEDED": ThrottledError,
+    "rateLimitExceeded": ThrottledError,
+    "userRateLimitExceeded": ThrottledError,
+    "dailyLimitExceeded": ThrottledError,
+    "concurrentLimitExceeded": ThrottledError,
+    "PERMISSIONS_ERROR": AuthError,
+    "IAM_PERMISSION_DENIED": AuthError,
+    "FORBIDDEN": AuthError,
+    "SERVICE_DISABLED": DisabledError,
+    "accessNotConfigured": DisabledError,
+    "authError": AuthError,
+    "expired": AuthError,
+    "forbidden": AuthError,
+    "insufficientPermissions": AuthError,
+    "unauthorized": AuthError,
+    "RESOURCE_NOT_FOUND": MissingError,
+    "notFound": MissingError,
+    "RESOURCE_ALREADY_EXISTS": ExistsError,
+    "alreadyExists": ExistsError,
+    "duplicate": ExistsError,
+    "RESOURCE_NOT_READY": BusyError,
+    "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE": BusyError,
+    "CONDITION_NOT_MET": BusyError,  # somebody changed it since it was read: read again
+    "conditionNotMet": BusyError,
+    "resourceInUseByAnotherResource": BusyError,
+    "resourceNotReady": BusyError,
+    "INTERNAL_ERROR": TransientError,
+    "OPERATION_CANCELED_BY_USER": TransientError,
+    "backendError": TransientError,
+    "internalError": TransientError,
+    "INVALID_FIELD_VALUE": InvalidRequestError,
+    "INVALID_USAGE": InvalidRequestError,
+    "POLICY_VIOLATION": InvalidRequestError,
+    "UNSUPPORTED_OPERATION": InvalidRequestError,
+    "badRequest": InvalidRequestError,
+    "invalid": InvalidRequestError,
+    "invalidParameter": InvalidRequestError,
+    "required": InvalidRequestError,
+    "parseError": InvalidRequestError,
+}
+CAPACITY_SCOPES: dict[str, Scope] = {"REGION_RESOURCE_POOL_EXHAUSTED": "region"}  # all others: the zone
+
+# Where the answer carries no code that we know, its HTTP status decides.
+STATUSES: dict[int, type[CloudError]] = {
+    401: AuthError,
+    403: AuthError,
+    404: MissingError,
+    408: TransientError,
+    409: ExistsError,
+    412: BusyError,
+    429: ThrottledError,
+}
+
+
+def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ...] = ()) -> CloudError:
+    """By the table, else by the HTTP status, else by its class: 4xx is our mistake, all else may pass."""
+    kind = CODES.get(code) or STATUSES.get(status)
+    if kind is None:
+        kind = InvalidRequestError if 400 <= status < 500 else TransientError
+    text = f"{message.strip().rstrip('.')} ({code or status})"
+    if kind is CapacityError:
+        return CapacityError(text, scope=CAPACITY_SCOPES.get(code, "zone"), hints=hints)
+    if kind is DisabledError:
+        hints = ("Run `gcloud services enable compute.googleapis.com`.", *hints)
+    elif issubclass(kind, AuthError):
+        hints = ("Run `broker check` to see what is missing.", *hints)
+    return kind(text, hints=hints)
+
+
+def read_operation_error(operation: Any) -> CloudError | None:
+    """What an operation that is DONE says; a capacity error speaks before the ones that follow from it."""
+    found = [make_error(each.code, each.message or each.code) for each in operation.error.errors]
+    if not found:
+        status = operation.http_error_status_code
+        return make_error("", operation.http_error_message or "the operation failed", status=status) if status else None
+    return next((each for each in found if isinstance(each, CapacityError | QuotaError)), found[0])
+
+
+def translate(error: Exception, *, does_change: bool) -> CloudError | None:
+    """What Google's library raised, or None for what is no fault of the outside. An answer that got lost after a call
+    that changes something is an UnknownOutcomeError."""
+    import google.api_core.exceptions as api
+    import google.auth.exceptions as auth
+    import requests
+
+    lost = UnknownOutcomeError if does_change else TransientError
+    if isinstance(error, auth.TransportError):
+        return TransientError(f"Google's login service cannot be reached: {error}")
+    if isinstance(error, auth.GoogleAuthError):
+        hint = "Run `gcloud auth application-default login`, or set `GOOGLE_APPLICATION_CREDENTIALS`."
+        return AuthError(f"Google refuses the login: {str(error)[:200]}", hints=(hint,))
+    if isinstance(error, api.GoogleAPICallError):
+        found = make_error(_find_reason(error.errors), error.message or "", status=int(error.code or 0))
+        is_clear = (error.code or 500) < 500 or isinstance(found, CapacityError | QuotaError | ThrottledError)
+        return found if is_clear else lost(found.message)
+    if isinstance(error, api.RetryError | requests.RequestException | OSError):
+        return lost(f"no answer from Compute Engine: {type(error).__name__}")
+    return None
+
+
+def _find_reason(errors: Any) -> str:
+    for each in errors or ():
+        if isinstance(each, Mapping) and each.get("reason"):
+            return str(each["reason"])
+    return ""

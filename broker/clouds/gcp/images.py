@@ -1,0 +1,57 @@
+"""Which disk image a node starts from: Google's deep-learning images bring NVIDIA's driver, Ubuntu is for the rest."""
+
+from __future__ import annotations
+
+import re
+
+from broker.clouds.gcp.faults import MissingError
+from broker.clouds.gcp.sdk import Clients
+from broker.errors import InvalidRequestError
+from broker.types import NodeRequest
+
+# Newest first: Google retires families as CUDA moves on, so the first that still exists is taken.
+# https://cloud.google.com/deep-learning-vm/docs/images
+GPU_FAMILIES = (
+    ("deeplearning-platform-release", "common-cu129-ubuntu-2204-nvidia-580"),
+    ("deeplearning-platform-release", "common-cu128-ubuntu-2204-nvidia-570"),
+)
+# https://cloud.google.com/compute/docs/images/os-details#ubuntu_lts
+CPU_FAMILIES = (("ubuntu-os-cloud", "ubuntu-2204-lts"), ("ubuntu-os-cloud", "ubuntu-2404-lts-amd64"))
+ARM_FAMILIES = (("ubuntu-os-cloud", "ubuntu-2204-lts-arm64"), ("ubuntu-os-cloud", "ubuntu-2404-lts-arm64"))
+ARM_MACHINES = ("t2a-", "c4a-", "n4a-", "a4x-")
+IMAGE_PATH = re.compile(r"projects/[^/]+/global/images/(family/)?[^/]+")
+
+
+def list_families(request: NodeRequest) -> tuple[tuple[str, str], ...]:
+    """Pairs of project and family, best first."""
+    if request.placement.offer.instance_type.startswith(ARM_MACHINES):
+        return ARM_FAMILIES
+    return GPU_FAMILIES if request.placement.offer.accelerator else CPU_FAMILIES
+
+
+def find_image(clients: Clients, request: NodeRequest) -> str:
+    """Path of the image. Raises InvalidRequestError where the task names none that could be one."""
+    asked = request.spec.image_id
+    if asked:
+        found = IMAGE_PATH.search(asked)
+        if found is None:
+            hint = "Write `image_id: projects/PROJECT/global/images/IMAGE`, or leave it out."
+            raise InvalidRequestError(f"`{asked}` is no image of Google's", hints=(hint,))
+        return found[0]
+    for project, family in list_families(request):
+        path = _find_newest(clients, project, family)
+        if path:
+            return path
+    names = ", ".join(f"`{family}`" for _, family in list_families(request))
+    hint = "Name one in the task: `image_id: projects/PROJECT/global/images/IMAGE`."
+    raise MissingError(f"Google has retired the images that broker starts from: {names}", hints=(hint,))
+
+
+def _find_newest(clients: Clients, project: str, family: str) -> str:
+    import google.api_core.exceptions as api
+
+    try:
+        image = clients.get("Images").get_from_family(project=project, family=family, timeout=30.0)
+    except api.NotFound:
+        return ""
+    return f"projects/{project}/global/images/{image.name}"

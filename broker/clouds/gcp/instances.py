@@ -1,0 +1,181 @@
+"""Instances at Google: made, listed, ended, and read as nodes. Everything here runs in one of the SDK's threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.clouds.gcp.faults import ExistsError, MissingError, translate
+from broker.clouds.gcp.machine import make_gang, make_instance
+from broker.clouds.gcp.names import (
+    STOP_LABEL,
+    NodeId,
+    instance_names,
+    label_value,
+    read_description,
+    request_id,
+)
+from broker.clouds.gcp.operations import parse_time, wait_zone
+from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
+from broker.errors import CloudError
+from broker.types import Node, NodeRequest, NodeState
+
+# Every word of https://cloud.google.com/compute/docs/instances/instance-lifecycle; a machine that is on its way out
+# still runs, and is billed, until it is gone.
+STATES = {
+    "PENDING": NodeState.PENDING,
+    "PROVISIONING": NodeState.PENDING,
+    "STAGING": NodeState.PENDING,
+    "REPAIRING": NodeState.PENDING,
+    "RUNNING": NodeState.RUNNING,
+    "PENDING_STOP": NodeState.RUNNING,
+    "STOPPING": NodeState.RUNNING,
+    "SUSPENDING": NodeState.RUNNING,
+    "DEPROVISIONING": NodeState.RUNNING,
+    "STOPPED": NodeState.STOPPED,
+    "SUSPENDED": NodeState.STOPPED,
+    "TERMINATED": NodeState.STOPPED,  # Google's word for a machine that stands still with its disk
+    "UNDEFINED_STATUS": NodeState.PENDING,
+}
+SSH_USER = "ubuntu"
+
+
+def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> None:
+    """The whole gang, and wait for Google's verdict on it. What is there already is left as it is."""
+    login = clients.login
+    types, client = clients.types, clients.get("Instances")
+    place = {"project": login.project, "zone": zone, "request_id": request_id(request.token, f"insert {zone}")}
+    try:
+        if request.placement.node_count == 1:
+            body = types.Instance(make_instance(request, zone, image, login.network))
+            message = types.InsertInstanceRequest(instance_resource=body, **place)
+            operation = client.insert_unary(request=message, timeout=TIMEOUT_S)
+        else:
+            gang = types.BulkInsertInstanceResource(make_gang(request, image, login.network))
+            message = types.BulkInsertInstanceRequest(bulk_insert_instance_resource_resource=gang, **place)
+            operation = client.bulk_insert_unary(request=message, timeout=TIMEOUT_S)
+        wait_zone(clients, login.project, zone, operation)
+    except Exception as error:
+        if not isinstance(as_cloud_error(error), ExistsError):
+            raise
+
+
+def find_gang(clients: Clients, request: NodeRequest, zone: str) -> list[Node]:
+    """The nodes of this request that stand in `zone`, by rank: asked for by name, which is never behind the times."""
+    found = [
+        fetch(clients, NodeId(project=clients.login.project, zone=zone, name=each)) for each in instance_names(request)
+    ]
+    return [node for node in found if node is not None]
+
+
+def fetch(clients: Clients, where: NodeId) -> Node | None:
+    """None: there is no such instance, or it is not ours."""
+    import google.api_core.exceptions as api
+
+    try:
+        found = clients.get("Instances").get(
+            project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
+        )
+    except api.NotFound:
+        return None
+    return read_node(found)
+
+
+def list_all(clients: Clients, owner: str) -> list[Node]:
+    """Of every zone, in one call a page."""
+    wanted = f"labels.broker-owner = {label_value(owner)}"
+    request = clients.types.AggregatedListInstancesRequest(
+        project=clients.login.project, filter=wanted, max_results=500
+    )
+    found: list[Node] = []
+    for _, scoped in clients.get("Instances").aggregated_list(request=request, timeout=TIMEOUT_S):
+        nodes = (read_node(each) for each in scoped.instances)
+        found += [node for node in nodes if node is not None and node.owner == owner]
+    return found
+
+
+def read_node(instance: Any) -> Node | None:
+    """A node as Google tells of it; None for what broker did not make.
+
+    One that stands still though nobody asked has `reason` set: it ended itself, and only its disk is left.
+    """
+    told = read_description(instance.description)
+    where = NodeId.from_link(instance.self_link)
+    if told is None or where is None:
+        return None
+    state = STATES.get(instance.status, NodeState.PENDING)
+    nic = instance.network_interfaces[0] if instance.network_interfaces else None
+    outside = nic.access_configs[0].nat_i_p if nic and nic.access_configs else ""
+    is_left_over = state is NodeState.STOPPED and STOP_LABEL not in instance.labels
+    stopped_s = parse_time(instance.last_stop_timestamp) or None
+    return Node(
+        id=str(where),
+        cloud="gcp",
+        owner=told["owner"],
+        cluster=told["cluster"],
+        attempt=told["attempt"],
+        rank=where.rank,
+        state=state,
+        address=nic.network_i_p if nic else "",
+        region=where.zone.rpartition("-")[0],
+        zone=where.zone,
+        token=told["token"],
+        is_spot=instance.scheduling.provisioning_model == "SPOT",
+        usd_hour=told["usd_hour"],
+        created_s=parse_time(instance.creation_timestamp),
+        ended_s=stopped_s if state is NodeState.STOPPED else None,
+        reason="lease" if is_left_over else "",
+        handle=f"ssh://{SSH_USER}@{outside}:22" if outside else "",
+    )
+
+
+def delete(clients: Clients, where: NodeId) -> None:
+    """Begin to delete; gone already, or going, is success. No request id: Google would answer a later try with the
+    failure of the first."""
+    try:
+        clients.get("Instances").delete_unary(
+            project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
+        )
+    except Exception as error:
+        if not isinstance(as_cloud_error(error), MissingError):
+            raise
+
+
+def stop(clients: Clients, where: NodeId) -> None:
+    """Label, then stop: a node without the label that stands still is taken for one that ended itself."""
+    relabel(clients, where, is_stopped=True)
+    operation = clients.get("Instances").stop_unary(
+        project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
+    )
+    wait_zone(clients, where.project, where.zone, operation)
+
+
+def start(clients: Clients, where: NodeId) -> None:
+    """Start, then take the label off: the other way round, a crash in between would cost the node its disk."""
+    operation = clients.get("Instances").start_unary(
+        project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
+    )
+    wait_zone(clients, where.project, where.zone, operation)
+    relabel(clients, where, is_stopped=False)
+
+
+def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
+    """Raises BusyError when somebody else changed the labels meanwhile."""
+    client = clients.get("Instances")
+    found = client.get(project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S)
+    labels = {key: value for key, value in found.labels.items() if key != STOP_LABEL}
+    wanted = labels | ({STOP_LABEL: "yes"} if is_stopped else {})
+    if wanted == dict(found.labels):
+        return
+    body = clients.types.InstancesSetLabelsRequest(labels=wanted, label_fingerprint=found.label_fingerprint)
+    operation = client.set_labels_unary(
+        project=where.project,
+        zone=where.zone,
+        instance=where.name,
+        instances_set_labels_request_resource=body,
+        timeout=TIMEOUT_S,
+    )
+    wait_zone(clients, where.project, where.zone, operation)
+
+
+def as_cloud_error(error: Exception) -> CloudError | None:
+    return error if isinstance(error, CloudError) else translate(error, does_change=True)

@@ -1,0 +1,106 @@
+"""Who we are at Google, by a glance at environment and files; nothing is imported from Google, nothing asked of it."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENDPOINT = "https://compute.googleapis.com"
+RESOURCE_MANAGER = "https://cloudresourcemanager.googleapis.com"
+PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")  # where a machine of Google's says so
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    """`endpoint` is given where something else than Google answers: it is asked without credentials.
+
+    `source` says in words where the credentials come from; `project` is empty where none is named anywhere.
+    """
+
+    project: str
+    source: str
+    endpoint: str | None = None
+    network: str = "default"
+
+    @property
+    def compute_url(self) -> str:
+        return self.endpoint or ENDPOINT
+
+    @property
+    def resource_manager_url(self) -> str:
+        return self.endpoint or RESOURCE_MANAGER
+
+
+def is_sdk_installed() -> bool:
+    try:
+        return importlib.util.find_spec("google.cloud.compute_v1") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def find_login() -> Login | None:
+    """None where there are no credentials to be seen."""
+    endpoint = os.getenv("BROKER_GCP_ENDPOINT")
+    source, content = ("BROKER_GCP_ENDPOINT", {}) if endpoint else _find_credentials()
+    if not source:
+        return None
+    return Login(
+        project=_find_project(content),
+        source=source,
+        endpoint=endpoint,
+        network=os.getenv("BROKER_GCP_NETWORK") or "default",
+    )
+
+
+def _find_credentials() -> tuple[str, dict[str, Any]]:
+    """As google.auth.default looks: the variable, gcloud's file, the machine we are on."""
+    named = os.getenv("GOOGLE_APPLICATION_CREDENTIALS")
+    if named:
+        path = Path(named).expanduser()
+        return (f"GOOGLE_APPLICATION_CREDENTIALS={named}", _read_json(path)) if path.is_file() else ("", {})
+    path = gcloud_folder() / "application_default_credentials.json"
+    if path.is_file():
+        return str(path), _read_json(path)
+    try:
+        is_google = PRODUCT_NAME.read_text().strip().startswith("Google")
+    except OSError:
+        is_google = False
+    return ("this machine's service account" if is_google else ""), {}
+
+
+def gcloud_folder() -> Path:
+    return Path(os.getenv("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud")
+
+
+def _find_project(credentials: dict[str, Any]) -> str:
+    named = os.getenv("GOOGLE_CLOUD_PROJECT") or os.getenv("CLOUDSDK_CORE_PROJECT")
+    own, quota = credentials.get("project_id"), credentials.get("quota_project_id")
+    return str(named or own or _read_gcloud_project() or quota or "")
+
+
+def _read_gcloud_project() -> str:
+    """The project of gcloud's active configuration."""
+    folder = gcloud_folder()
+    try:
+        active = (folder / "active_config").read_text().strip()
+    except OSError:
+        active = "default"
+    parser = configparser.ConfigParser()
+    try:
+        parser.read(folder / "configurations" / f"config_{active}")
+    except configparser.Error:
+        return ""
+    return parser.get("core", "project", fallback="")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,152 @@
+"""A request as the body of Google's insert calls. Pure: dictionaries of the fields of `Instance`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix
+from broker.errors import InvalidRequestError
+from broker.types import NodeRequest, Offer
+
+# A node ends itself after so long, whatever became of us: the last of the dead man's switches. GPU machines that are
+# deleted within 7 days may draw on the preemptible quota too, which is often the larger one:
+# https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+MAX_RUN_S, MAX_RUN_CPU_S = 7 * 86400, 30 * 86400
+# Accelerators that are attached to a machine of the n1 family; all other families have theirs built in.
+# https://cloud.google.com/compute/docs/gpus
+ATTACHED = {"T4": "nvidia-tesla-t4", "V100": "nvidia-tesla-v100", "P100": "nvidia-tesla-p100", "P4": "nvidia-tesla-p4"}
+TPU_MACHINES = ("tpu-", "ct")  # ct5lp-hightpu-8t and its like
+# SkyPilot's words for `disk_tier`, `sky/clouds/gcp.py`.
+DISK_TYPES: dict[str | None, str] = {
+    None: "pd-balanced",
+    "none": "pd-balanced",
+    "low": "pd-standard",
+    "medium": "pd-balanced",
+    "high": "pd-ssd",
+    "best": "pd-ssd",
+    "ultra": "pd-extreme",
+}
+# Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks
+HYPERDISK_MACHINES = ("c4-", "c4a-", "c4d-", "n4-", "n4a-", "n4d-", "a3-ultragpu-", "a4-", "a4x-", "g4-")
+# https://cloud.google.com/compute/docs/networking/configure-vm-with-high-bandwidth-configuration
+TIER_1_MACHINES, TIER_1_VCPUS_MIN = ("n2-", "n2d-", "c2-", "c2d-", "c3-", "c3d-"), 30
+STARTED = "/var/lib/broker-started"
+
+
+def check_request(request: NodeRequest) -> None:
+    """Raises InvalidRequestError for what this adapter cannot make."""
+    offer = request.placement.offer
+    if offer.instance_type.startswith(TPU_MACHINES):
+        raise InvalidRequestError(
+            f"`{offer.instance_type}` is a TPU machine, which this adapter does not make",
+            hints=("Choose a GPU with `--gpus`; TPUs are to be had through the engine `sky`.",),
+        )
+    attached = read_attached(offer.instance_type)
+    if attached is not None and attached[0] not in ATTACHED:
+        raise InvalidRequestError(f"no accelerator `{attached[0]}` can be attached to a machine at Google")
+    if request.spec.disk_tier not in DISK_TYPES:
+        raise InvalidRequestError(f"no disk tier `{request.spec.disk_tier}` at Google")
+
+
+def machine_type(offer: Offer) -> str:
+    return offer.instance_type.partition("+")[0]
+
+
+def read_attached(instance_type: str) -> tuple[str, int] | None:
+    """From the price book's spelling: "n1-highmem-4+1xT4" has one T4 attached."""
+    _, _, extra = instance_type.partition("+")
+    count, _, name = extra.partition("x")
+    return (name, int(count)) if count.isdigit() else None
+
+
+def make_instance(request: NodeRequest, zone: str, image: str, network: str) -> dict[str, Any]:
+    """For `insert`: a single node. Types are named by their place."""
+    body = _make_properties(request, image, network)
+    body["name"] = instance_names(request)[0]
+    body["machine_type"] = f"zones/{zone}/machineTypes/{body['machine_type']}"
+    for accelerator in body.get("guest_accelerators", ()):
+        accelerator["accelerator_type"] = f"zones/{zone}/acceleratorTypes/{accelerator['accelerator_type']}"
+    disk = body["disks"][0]["initialize_params"]
+    disk["disk_type"] = f"zones/{zone}/diskTypes/{disk['disk_type']}"
+    return body
+
+
+def make_gang(request: NodeRequest, image: str, network: str) -> dict[str, Any]:
+    """For `bulkInsert`: the whole gang or nothing. Types are named without a place."""
+    count = request.placement.node_count
+    return {
+        "count": count,
+        "min_count": count,
+        "per_instance_properties": {name: {"name": name} for name in instance_names(request)},
+        "instance_properties": _make_properties(request, image, network),
+    }
+
+
+def _make_properties(request: NodeRequest, image: str, network: str) -> dict[str, Any]:
+    offer, spec = request.placement.offer, request.spec
+    attached = read_attached(offer.instance_type)
+    labels = make_labels(request)
+    disk = {
+        "source_image": image,
+        "disk_size_gb": spec.disk_size_gib,
+        "disk_type": _disk_type(request),
+        "labels": labels,
+    }
+    body: dict[str, Any] = {
+        "description": describe(request),
+        "machine_type": machine_type(offer),
+        "labels": labels,
+        "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request)]},
+        "disks": [{"boot": True, "auto_delete": True, "initialize_params": disk}],
+        "network_interfaces": [_make_interface(network)],
+        "scheduling": make_scheduling(request),
+        "metadata": {"items": [{"key": key, "value": value} for key, value in _make_metadata(request).items()]},
+    }
+    if attached:
+        name, count = attached
+        body["guest_accelerators"] = [{"accelerator_type": ATTACHED[name], "accelerator_count": count}]
+    has_tier_1 = offer.instance_type.startswith(TIER_1_MACHINES) and offer.vcpus >= TIER_1_VCPUS_MIN
+    if spec.network_tier == "best" and has_tier_1:
+        body["network_interfaces"][0]["nic_type"] = "GVNIC"
+        body["network_performance_config"] = {"total_egress_bandwidth_tier": "TIER_1"}
+    return body
+
+
+def make_scheduling(request: NodeRequest) -> dict[str, Any]:
+    """No machine comes back by itself: what is gone stays gone, and the next attempt is our own."""
+    is_spot, has_gpu = request.placement.is_spot, bool(request.placement.offer.accelerator)
+    return {
+        "provisioning_model": "SPOT" if is_spot else "STANDARD",
+        "instance_termination_action": "DELETE",
+        "max_run_duration": {"seconds": MAX_RUN_S if is_spot or has_gpu else MAX_RUN_CPU_S},
+        "automatic_restart": False,
+        # A machine with GPUs cannot move to another host while it runs, and a spot machine may not.
+        "on_host_maintenance": "TERMINATE" if is_spot or has_gpu else "MIGRATE",
+    }
+
+
+def _disk_type(request: NodeRequest) -> str:
+    if request.placement.offer.instance_type.startswith(HYPERDISK_MACHINES):
+        return "hyperdisk-balanced"
+    return DISK_TYPES[request.spec.disk_tier]
+
+
+def _make_interface(network: str) -> dict[str, Any]:
+    """`network` is a name, or the path of a network or of a subnetwork."""
+    access = [{"name": "External NAT", "type_": "ONE_TO_ONE_NAT"}]
+    if "/subnetworks/" in network:
+        return {"subnetwork": network, "access_configs": access}
+    return {"network": network if "/" in network else f"global/networks/{network}", "access_configs": access}
+
+
+def _make_metadata(request: NodeRequest) -> dict[str, str]:
+    """Nobody logs in but through the boot script's key; the machine has no service account, so nothing to steal."""
+    settings = {"enable-oslogin": "FALSE", "block-project-ssh-keys": "TRUE", "serial-port-enable": "FALSE"}
+    return settings | ({"startup-script": run_once(request.boot)} if request.boot else {})
+
+
+def run_once(script: str) -> str:
+    """Google runs a startup script at every start of the machine; ours is for the first."""
+    first, _, rest = script.partition("\n")
+    guard = f"[ -e {STARTED} ] && exit 0\ntrap 'touch {STARTED}' EXIT\n"
+    return f"{first}\n{guard}{rest}" if first.startswith("#!") else f"#!/bin/sh\n{guard}{script}"

@@ -1,0 +1,120 @@
+"""Names and labels of what we make at Google, derived from the request alone: a second try finds the first one's work.
+
+An instance is called b-OWNER-GANG-RANK. What its labels cannot hold as written stands in its description, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from broker.types import NodeRequest
+
+NAMESPACE = uuid.UUID("4f6c3f5e-0c5b-5b7e-9a63-5d1c2d0a7f11")  # drawn once, for request ids
+LABEL_LENGTH_MAX = 63  # https://cloud.google.com/compute/docs/labeling-resources#requirements
+STOP_LABEL = "broker-stopped"  # set before we stop a node: without it, a node that stands still ended itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeId:
+    """Where one instance is. Written PROJECT/ZONE/NAME, which is the id of a node."""
+
+    project: str
+    zone: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.project}/{self.zone}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> NodeId:
+        project, zone, name = text.rsplit("/", 2)
+        return cls(project=project, zone=zone, name=name)
+
+    @classmethod
+    def from_link(cls, link: str) -> NodeId | None:
+        """From `.../projects/P/zones/Z/instances/N`; None for what is no instance."""
+        found = re.search(r"projects/([^/]+)/zones/([^/]+)/instances/([^/]+)$", link)
+        return cls(project=found[1], zone=found[2], name=found[3]) if found else None
+
+    @property
+    def gang(self) -> str:
+        return self.name.rpartition("-")[0]
+
+    @property
+    def rank(self) -> int:
+        return int(self.name.rpartition("-")[2])
+
+
+def owner_prefix(owner: str) -> str:
+    """What the names of all that belongs to `owner` begin with."""
+    is_plain = re.fullmatch(r"[a-z0-9]{1,16}", owner)
+    return f"b-{owner if is_plain else hashlib.sha256(owner.encode()).hexdigest()[:16]}-"
+
+
+def gang_name(request: NodeRequest) -> str:
+    return owner_prefix(request.owner) + hashlib.sha256(request.token.encode()).hexdigest()[:16]
+
+
+def instance_names(request: NodeRequest) -> list[str]:
+    return [f"{gang_name(request)}-{rank}" for rank in range(request.placement.node_count)]
+
+
+def request_id(token: str, purpose: str) -> str:
+    """Google ignores a second call with the same id, for at least an hour."""
+    return str(uuid.uuid5(NAMESPACE, f"{token}\0{purpose}"))
+
+
+def label_value(text: str) -> str:
+    """Fit for a label: other characters become `-`, and a digest keeps apart what would otherwise look alike."""
+    plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
+    if plain == text and len(text) <= LABEL_LENGTH_MAX:
+        return plain
+    return f"{plain[: LABEL_LENGTH_MAX - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def make_plain(text: str, *, is_key: bool) -> str:
+    """A user's word in the grammar of labels: `Team` becomes `team`."""
+    plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
+    return (f"x{plain}" if is_key and not plain[:1].isalpha() else plain)[:LABEL_LENGTH_MAX]
+
+
+def make_labels(request: NodeRequest) -> dict[str, str]:
+    """The user's own first: ours cannot be overwritten by them."""
+    labels = request.spec.labels.items()
+    own = {make_plain(key, is_key=True): make_plain(value, is_key=False) for key, value in labels}
+    return own | {
+        "broker-owner": label_value(request.owner),
+        "broker-cluster": label_value(request.cluster),
+        "broker-attempt": str(request.attempt),
+        "broker-token": label_value(request.token),
+    }
+
+
+def describe(request: NodeRequest) -> str:
+    """The truth that labels only hint at, for `read_description`."""
+    placement = request.placement
+    return json.dumps(
+        {
+            "broker": 1,
+            "owner": request.owner,
+            "cluster": request.cluster,
+            "attempt": request.attempt,
+            "token": request.token,
+            "usd_hour": placement.usd_hour / placement.node_count,
+        }
+    )
+
+
+def read_description(text: str) -> Mapping[str, Any] | None:
+    """None for what broker did not write."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.get("broker") == 1 else None

@@ -1,0 +1,89 @@
+"""Google's operations: waited for where an answer lies in them, read where they tell how a machine ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from broker.clouds.gcp.faults import read_operation_error
+from broker.clouds.gcp.names import NodeId, owner_prefix
+from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
+from broker.errors import UnknownOutcomeError
+
+OPERATION_S_MAX = 300.0
+# operationType -> why the machine is gone or stands still
+ENDINGS = {
+    "delete": "terminated",
+    "compute.instances.preempted": "preempted",
+    "compute.instances.hostError": "crashed",
+    "compute.instances.terminateOnHostMaintenance": "maintenance",
+    "compute.instances.guestTerminate": "lease",
+    "compute.instances.scheduledTermination": "lease",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How an instance ended. `is_done` only when nothing is left of it."""
+
+    reason: str
+    ended_s: float
+    is_done: bool
+
+
+def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None:
+    """Hold the line until the operation is DONE. Raises the CloudError it ended with, or UnknownOutcomeError.
+
+    `operation.result()` would ask the public host whatever endpoint was set, and sleeps between its questions.
+    """
+    client = clients.get("ZoneOperations")
+    start_s = time.monotonic()
+    name = operation.name
+    while True:
+        found = client.wait(project=project, zone=zone, operation=name, timeout=WAIT_TIMEOUT_S)
+        if found.status.name == "DONE":
+            break
+        if time.monotonic() - start_s > OPERATION_S_MAX:
+            raise UnknownOutcomeError(f"operation {name} in {zone} is not done after {OPERATION_S_MAX:g} s")
+    error = read_operation_error(found)
+    if error is not None:
+        raise error
+
+
+def wait_global(clients: Clients, project: str, operation: Any) -> None:
+    """As `wait_zone`, for what belongs to no zone: firewall rules."""
+    found = clients.get("GlobalOperations").wait(project=project, operation=operation.name, timeout=WAIT_TIMEOUT_S)
+    error = read_operation_error(found)
+    if error is not None:
+        raise error
+
+
+def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, Ending]:
+    """How instances of `owner` ended, as far back as Google tells (14 days). One call; the newest word counts,
+    but a preemption is the reason of the deletion that follows it."""
+    types = clients.types
+    wanted = f'targetLink : "/instances/{owner_prefix(owner)}"'
+    request = types.AggregatedListGlobalOperationsRequest(project=project, filter=wanted, max_results=500)
+    endings: dict[NodeId, Ending] = {}
+    for _, scoped in clients.get("GlobalOperations").aggregated_list(request=request, timeout=TIMEOUT_S):
+        for operation in sorted(scoped.operations, key=lambda each: each.insert_time):
+            where = NodeId.from_link(operation.target_link)
+            reason = ENDINGS.get(operation.operation_type)
+            if where is None or reason is None:
+                continue
+            known = endings.get(where)
+            is_done = operation.operation_type == "delete" or reason == "preempted"
+            endings[where] = Ending(
+                reason=known.reason if known and reason == "terminated" else reason,
+                ended_s=parse_time(operation.end_time or operation.insert_time),
+                is_done=is_done and operation.status.name == "DONE",
+            )
+    return endings
+
+
+def parse_time(text: str) -> float:
+    """Unix seconds of Google's RFC 3339."""
+    return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -1,0 +1,93 @@
+"""Google's client library: imported in a thread while nobody waits, called in a bounded number of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, TypeVar
+
+from broker.clouds.gcp.faults import translate
+from broker.clouds.gcp.login import Login
+
+THREADS_MAX = 16
+TIMEOUT_S = 30.0  # of one answer; an operation's `wait` holds the line for up to two minutes
+WAIT_TIMEOUT_S = 150.0
+
+Result = TypeVar("Result")
+
+
+class Clients:
+    """One client a resource, made on first use. `types` is the module with the messages."""
+
+    def __init__(self, login: Login) -> None:
+        from google.cloud import compute_v1
+
+        self.types: Any = compute_v1
+        self.login = login
+        self._lock = threading.Lock()
+        self._made: dict[str, Any] = {}
+
+    @cached_property
+    def credentials(self) -> Any:
+        import google.auth
+        from google.auth.credentials import AnonymousCredentials
+
+        if self.login.endpoint is not None:
+            return AnonymousCredentials()  # type: ignore[no-untyped-call]
+        return google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])[0]
+
+    def get(self, resource: str) -> Any:
+        """The client of a resource, by the first half of its class name: "Instances"."""
+        from google.api_core.client_options import ClientOptions
+
+        with self._lock:
+            if resource not in self._made:
+                make = getattr(self.types, f"{resource}Client")
+                options = ClientOptions(api_endpoint=self.login.compute_url.removeprefix("https://"))
+                self._made[resource] = make(credentials=self.credentials, client_options=options)
+            return self._made[resource]
+
+    @cached_property
+    def session(self) -> Any:
+        """For the few questions that Compute Engine does not answer itself."""
+        from google.auth.transport.requests import AuthorizedSession
+
+        return AuthorizedSession(self.credentials)  # type: ignore[no-untyped-call]
+
+
+class Sdk:
+    """The library as the rest of this folder uses it: `await sdk.call(work)` runs `work(clients)` in a thread."""
+
+    def __init__(self, login: Login) -> None:
+        self.login = login
+        self._pool = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="gcp")
+        self._lock = threading.Lock()
+        self._clients: Clients | None = None
+
+    def prepare(self) -> None:
+        """Begin to import; returns at once. The thread dies with the process, whatever it is at."""
+        if self._clients is None:
+            threading.Thread(target=self._load, name="gcp-import", daemon=True).start()
+
+    async def call(self, work: Callable[[Clients], Result], *, does_change: bool = False) -> Result:
+        """Raises CloudError only; `does_change` makes a lost answer an UnknownOutcomeError."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._act, work, does_change)
+
+    def _act(self, work: Callable[[Clients], Result], does_change: bool) -> Result:
+        clients = self._load()
+        try:
+            return work(clients)
+        except Exception as error:  # the edge of Google's library: all it raises is put in our words, or raised again
+            found = translate(error, does_change=does_change)
+            if found is None:
+                raise
+            raise found from error
+
+    def _load(self) -> Clients:
+        with self._lock:
+            if self._clients is None:
+                self._clients = Clients(self.login)
+            return self._clients

@@ -1,0 +1,166 @@
+"""The way to a real host: the system's OpenSSH, one kept connection a host, files by tar or rsync."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import shlex
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import StateError, TransientError
+from broker.runtime.base import Completed, Shell
+from broker.runtime.keys import GangKeys, Keys
+from broker.runtime.transports.ssh_call import call, explain, find_program
+from broker.runtime.transports.ssh_files import put_files
+from broker.runtime.transports.ssh_options import (
+    ALIVE_COUNT_MAX,
+    ALIVE_INTERVAL_S,
+    CONNECT_S,
+    PERSIST_S,
+    Place,
+    make_options,
+    name_control,
+    parse_handle,
+)
+from broker.types import Node
+
+CONNECT_S_MAX = CONNECT_S + 10.0  # a host that accepts and then says nothing
+MARGIN_S = ALIVE_INTERVAL_S * ALIVE_COUNT_MAX + 2.0
+FIRST_LOOK_S = 0.1
+LOOK_S_MAX = 1.0
+# Before a node's boot script is through, its sshd is not there, or shows a host key that is not ours yet.
+PATIENCE_S = 60.0
+KILLED = 128 + signal.SIGKILL
+MARK = b"\nbroker-exit "
+# Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer; the exit code comes
+# last on stderr, so that ssh's own 255 is never taken for the program's.
+WRAPPER = """\
+if [ "$2" = env ]; then IFS= read -r line; eval "$(printf %s "$line" | base64 -d)"; fi
+limit=$1; shift 2; umask 077
+o=$(mktemp) && e=$(mktemp) || exit 1
+exec 3>"$o" 4<"$o" 5>"$e" 6<"$e"; rm -f "$o" "$e"
+timeout -s KILL "$limit" "$@" >&3 2>&5 3>&- 4<&- 5>&- 6<&-
+r=$?; cat <&4; cat <&6 >&2; printf '\\nbroker-exit %s' "$r" >&2"""
+
+
+def make_transport(config: Config, *, clock: Clock) -> SshTransport:
+    """For the registry."""
+    return SshTransport(Keys(config.keys), clock=clock)
+
+
+class SshTransport:
+    """Raises TransientError where a host cannot be reached, and shows no key but the one we made for it."""
+
+    def __init__(self, keys: Keys, *, clock: Clock, patience_s: float = PATIENCE_S) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._patience_s = patience_s
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._reached: set[str] = set()
+
+    async def run(
+        self,
+        node: Node,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+    ) -> Completed:
+        """The environment goes by stdin: nobody on either machine can read it in a list of processes."""
+        words = ["sh", "-c", WRAPPER, "sh", f"{timeout_s:.3f}", "env" if env else "-", *argv]
+        if env:
+            exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+            stdin = base64.b64encode(exports.encode()) + b"\n" + stdin
+        await self._connect(node)
+        start_s = self._clock.now_s()
+        done = await self._ssh(node, shlex.join(words), timeout_s=timeout_s, stdin=stdin)
+        stderr, mark, code = done.stderr.rpartition(MARK)
+        if not mark:
+            raise TransientError(f"node `{node.id}` cannot be reached{explain(done.stderr)}")
+        if int(code) == KILLED and self._clock.now_s() - start_s >= timeout_s:
+            raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s")
+        return Completed(returncode=int(code), stdout=done.stdout, stderr=stderr)
+
+    async def put(self, node: Node, source: Path, target: str) -> None:
+        await self._connect(node)
+        keys, place = self._find(node)
+        control = name_control(keys, place)
+        remote_shell = shlex.join(["ssh", *make_options(keys, place, control)])
+        await put_files(self, node, source, target, remote_shell=remote_shell, destination=place.host)
+
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
+        """A shell command of our own, without the wrapper. Raises TransientError when it fails or ssh does."""
+        done = await self._ssh(node, command, timeout_s=timeout_s, stdin=stdin)
+        if done.returncode:
+            raise TransientError(f"node `{node.id}` refused a copy{explain(done.stderr)}")
+        return done
+
+    async def open_shell(self, node: Node) -> Shell:
+        await self._connect(node)
+        keys, place = self._find(node)
+        options = make_options(keys, place, name_control(keys, place))
+        argv = (find_program("ssh"), "-t", *options, place.host)
+        return Shell(argv=argv, env={}, folder=str(Path.home()))
+
+    async def _ssh(self, node: Node, command: str, *, timeout_s: float, stdin: bytes | IO[bytes]) -> Completed:
+        await self._connect(node)
+        keys, place = self._find(node)
+        options = make_options(keys, place, name_control(keys, place))
+        argv = [find_program("ssh"), "-T", *options, "-o", "ControlMaster=no", place.host, command]
+        return await call(argv, stdin=stdin, timeout_s=timeout_s + MARGIN_S, what=f"node `{node.id}`")
+
+    async def _connect(self, node: Node) -> None:
+        """Keep one connection open. A node that was never reached is given time to boot; a known one is not."""
+        keys, place = self._find(node)
+        control = name_control(keys, place)
+        async with self._locks.setdefault(str(control), asyncio.Lock()):
+            if is_listening(control):
+                return
+            give_up_s = self._clock.now_s() + (0.0 if node.id in self._reached else self._patience_s)
+            look_s = FIRST_LOOK_S
+            while (problem := await self._try_connect(node, keys, place, control)) is not None:
+                if self._clock.now_s() >= give_up_s:
+                    raise TransientError(f"node `{node.id}` cannot be reached{problem}")
+                await self._clock.sleep(look_s)
+                look_s = min(LOOK_S_MAX, look_s * 1.5)
+            self._reached.add(node.id)
+
+    async def _try_connect(self, node: Node, keys: GangKeys, place: Place, control: Path) -> str | None:
+        """None once connected, else why not."""
+        options = make_options(keys, place, control)
+        master = ["-o", "ControlMaster=yes", "-o", f"ControlPersist={PERSIST_S}", "-f", "-N"]
+        argv = [find_program("ssh"), "-T", *options, *master, place.host]
+        try:
+            done = await call(argv, stdin=b"", timeout_s=CONNECT_S_MAX, what=f"node `{node.id}`")
+        except TransientError as error:
+            return f": {error.message}"
+        return explain(done.stderr) if done.returncode else None
+
+    def _find(self, node: Node) -> tuple[GangKeys, Place]:
+        keys = self._keys.find(node.cluster, node.token)
+        if keys is None:
+            raise StateError(
+                f"the keys of cluster `{node.cluster}` are not in this state folder",
+                hints=(f"end it with `broker down {node.cluster}`, or use the BROKER_HOME it was made with",),
+            )
+        return keys, parse_handle(node.handle)
+
+
+def is_listening(control: Path) -> bool:
+    """Whether a kept connection answers; the socket of one that was killed is cleared away."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(control))
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError:
+            control.unlink(missing_ok=True)
+            return False

@@ -1,0 +1,143 @@
+"""Files to a host over ssh: what is there already is asked first, then only what changed goes, by tar or rsync."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from broker.errors import InvalidRequestError, TransientError
+from broker.runtime.base import Completed
+from broker.runtime.ignoring import read_patterns, walk
+from broker.runtime.transports.ssh_call import call, explain, find_program
+from broker.types import Node
+
+LIST_S = 60.0
+COPY_S = 3600.0
+# A file that is there but differs: above this, sending its difference pays for rsync's extra round trips.
+RSYNC_BYTES_MIN = 4 << 20
+LIST = """\
+t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
+[ -d "$t" ] && echo D || echo -
+command -v rsync >/dev/null && echo R || echo -
+[ -e "$t" ] && find "$t" -mindepth {depth} \\( -type f -o -type l -o -type d \\) -printf '%P\\t%s\\t%T@\\t%l\\0'
+true"""
+# Outside the home folder a mount point is made by root and handed over, as SkyPilot does it.
+UNPACK = """\
+t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
+mkdir -p "$t" 2>/dev/null || {{ sudo -n mkdir -p "$t" && sudo -n chown "$(id -u):$(id -g)" "$t"; }}
+cd "$t" && tar -xf - --no-same-owner"""
+
+
+class Streams(Protocol):
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """What a node has below the target: name -> (size in bytes, mtime in s, target of a link)."""
+
+    is_folder: bool
+    has_rsync: bool
+    files: Mapping[str, tuple[int, float, str]]
+
+
+async def put_files(
+    streams: Streams, node: Node, source: Path, target: str, *, remote_shell: str, destination: str
+) -> None:
+    """As rsync: what has the same size and time stays, nothing is deleted; `.skyignore` names what stays behind."""
+    path = target.removeprefix("~/").rstrip("/") or "."
+    remote = await list_remote(streams, node, path, is_folder=source.is_dir())
+    if not source.is_dir():
+        folder, name = (path, source.name) if remote.is_folder else split_path(path)
+        if remote.is_folder:
+            remote = await list_remote(streams, node, path, is_folder=True)
+        else:
+            remote = Remote(is_folder=False, has_rsync=remote.has_rsync, files=rename(remote.files, name))
+        entries = {name: source}
+    else:
+        folder = path
+        entries = await asyncio.to_thread(lambda: dict(list_entries(source)))
+    changed = {name: file for name, file in entries.items() if is_changed(file, name, remote)}
+    if not changed:
+        return
+    rewritten = sum(file.stat().st_size for name, file in changed.items() if name in remote.files and file.is_file())
+    if source.is_dir() and remote.has_rsync and rewritten >= RSYNC_BYTES_MIN:
+        await send_by_rsync(source, folder, changed, remote_shell=remote_shell, destination=destination, node=node)
+    else:
+        await send_by_tar(streams, node, folder, changed)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    folder, slash, name = path.rpartition("/")
+    return folder or ("/" if slash else "."), name
+
+
+def rename(files: Mapping[str, tuple[int, float, str]], name: str) -> dict[str, tuple[int, float, str]]:
+    """`find` calls the starting point itself ""."""
+    return {name: files[""]} if "" in files else {}
+
+
+async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: bool) -> Remote:
+    command = LIST.format(target=shlex.quote(path), depth=1 if is_folder else 0)
+    text = (await streams.stream(node, command, stdin=b"", timeout_s=LIST_S)).stdout.decode("utf-8", "surrogateescape")
+    is_there, rsync, rest = text.split("\n", 2)
+    files = {}
+    for record in rest.split("\0"):
+        if record.count("\t") >= 3:
+            name, size, time_s, link = record.rsplit("\t", 3)
+            files[name] = (int(size), float(time_s), link)
+    return Remote(is_folder=is_there == "D", has_rsync=rsync == "R", files=files)
+
+
+def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
+    """Files, links and folders (which may be empty), by their names below `source`."""
+    for folder, names in walk(source, read_patterns(source)):
+        if folder != source:
+            yield str(folder.relative_to(source)), folder
+        for name in names:
+            yield str((folder / name).relative_to(source)), folder / name
+
+
+def is_changed(file: Path, name: str, remote: Remote) -> bool:
+    """Times are compared in microseconds: what lies between is lost on the way through tar and `find`."""
+    known = remote.files.get(name)
+    if file.is_symlink():
+        return known is None or known[2] != str(file.readlink())
+    if file.is_dir():
+        return known is None
+    status = file.stat()
+    return known is None or known[0] != status.st_size or abs(known[1] - status.st_mtime) > 2e-6
+
+
+async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mapping[str, Path]) -> None:
+    def pack(archive: IO[bytes]) -> None:
+        with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for name, file in entries.items():
+                tar.add(file, arcname=name, recursive=False)
+        archive.seek(0)
+
+    with tempfile.TemporaryFile() as archive:
+        try:
+            await asyncio.to_thread(pack, archive)
+        except FileNotFoundError as error:
+            raise InvalidRequestError(f"{error.filename} went away while it was copied") from error
+        command = UNPACK.format(target=shlex.quote(folder))
+        await streams.stream(node, command, stdin=archive, timeout_s=COPY_S)
+
+
+async def send_by_rsync(
+    source: Path, folder: str, entries: Mapping[str, Path], *, remote_shell: str, destination: str, node: Node
+) -> None:
+    names = b"".join(name.encode("utf-8", "surrogateescape") + b"\0" for name in entries)
+    argv = [find_program("rsync"), "--archive", "--no-owner", "--no-group", "--files-from=-", "--from0"]
+    host = f"[{destination}]" if ":" in destination else destination
+    argv += ["--rsh", remote_shell, f"{source}/", f"{host}:{folder}/"]
+    done = await call(argv, stdin=names, timeout_s=COPY_S, what=f"node `{node.id}`")
+    if done.returncode:
+        raise TransientError(f"node `{node.id}` refused a copy{explain(done.stderr)}")

@@ -1,0 +1,91 @@
+"""AWS for the contract and the adapter's own tests: the adapter over the fake, on a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import boto3
+import botocore.session
+import pytest
+from botocore.loaders import Loader
+
+from broker.clouds.aws.cloud import AwsCloud
+from broker.clouds.aws.settings import Settings
+from broker.clouds.base import Cloud
+from broker.types import Node, Offer
+from tests.clouds.contract import Bed
+from tests.testbed.ec2 import FakeAws
+from tests.testbed.ec2_account import Account
+
+START_S = 1_790_000_000.0
+ZONE = "us-east-1b"
+OFFER = Offer(
+    cloud="aws", region="us-east-1", zone=ZONE, instance_type="p4d.24xlarge", vcpus=96, memory_gib=1152,
+    accelerator="A100", accelerator_count=8, accelerator_memory_gib=40, ondemand_usd_hour=32.77, spot_usd_hour=11.5,
+)  # fmt: skip
+
+
+class JumpingClock:
+    """Nobody waits: a sleep moves the time on at once."""
+
+    def __init__(self) -> None:
+        self._now_s = START_S
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self._now_s += duration_s
+        await asyncio.sleep(0)
+
+
+LOADER = Loader()  # keeps AWS's service models, a second's reading, from one test to the next
+
+
+class AwsBed(Bed):
+    look_s = 1.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = JumpingClock()
+        self.account = Account(clock=self.clock)
+        self.aws = FakeAws(self.account)
+        for name, value in self.aws.environment.items():
+            monkeypatch.setenv(name, value)
+        self.settings = Settings(address_url=self.aws.url)
+        self.cloud = self.adapter = AwsCloud(self.settings, clock=self.clock, open_session=open_session)
+        self.offer = OFFER
+
+    def reopen(self) -> Cloud:
+        return AwsCloud(self.settings, clock=self.clock, open_session=open_session)
+
+    def fill(self) -> None:
+        self.account.full.add((ZONE, self.offer.instance_type))
+
+    def exhaust_quota(self) -> None:
+        for code in ("L-417A185B", "L-7212CCBC"):
+            self.account.quotas["us-east-1", code] = 96.0
+
+    def log_out(self) -> None:
+        self.account.has_login = False
+
+    def lose_next_answer(self) -> None:
+        self.account.lose_answer("RunInstances")
+        self.account.lose_answer("CreateFleet")
+
+    async def preempt(self, node: Node) -> None:
+        self.account.preempt(node.id)
+
+    async def end_from_inside(self, node: Node) -> None:
+        self.account.end_from_inside(node.id)
+
+
+def open_session() -> Any:
+    core = botocore.session.Session()
+    core.register_component("data_loader", LOADER)
+    return boto3.Session(botocore_session=core)
+
+
+def any_zone(offer: Offer) -> Offer:
+    return replace(offer, zone=None)

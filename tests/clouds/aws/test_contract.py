@@ -1,0 +1,9 @@
+"""AWS keeps the contract of all clouds, over our fake of EC2."""
+
+from __future__ import annotations
+
+from tests.clouds.contract import CloudContract
+
+
+class TestAws(CloudContract):
+    pass

@@ -1,0 +1,352 @@
+"""What every cloud promises its callers: one suite, run on each of them.
+
+A cloud's test file makes a `Bed` (a cloud with somebody to play its provider) in a fixture named `bed` and inherits
+`CloudContract`. What a bed cannot play it does not override, and the claim is skipped by that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from broker.clock import Clock
+from broker.clouds.base import CanStop, Cloud
+from broker.errors import AuthError, CapacityError, InvalidRequestError, QuotaError, UnknownOutcomeError, UsageError
+from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Placement
+
+OWNER = "0123456789ab"
+TOKENS = itertools.count(1)
+LOOKS_MAX = 2000
+
+
+class Bed:
+    """A cloud under test. `offer` has a zone and both prices; `clock` is the one that the cloud was given."""
+
+    cloud: Cloud
+    clock: Clock
+    offer: Offer
+    look_s = 0.05  # between two looks, by `clock`
+    has_machines = True  # False: nodes on paper, with no address
+
+    def reopen(self) -> Cloud:
+        """The adapter as another process makes it, over the same machines."""
+        pytest.skip("this bed has one process only")
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(work)
+
+    def fill(self) -> None:
+        """From now on the offer's zone has no machine left."""
+        pytest.skip("this provider never runs out")
+
+    def exhaust_quota(self) -> None:
+        """From now on the account may have no more such machines in the region."""
+        pytest.skip("this provider has no quotas")
+
+    def log_out(self) -> None:
+        pytest.skip("this provider needs no login")
+
+    def lose_next_answer(self) -> None:
+        """The next create is carried out and its answer never arrives."""
+        pytest.skip("this provider's answers are never lost")
+
+    async def preempt(self, node: Node) -> None:
+        pytest.skip("this provider takes nothing back")
+
+    async def end_from_inside(self, node: Node) -> None:
+        """The machine switches itself off, as its agent does when the lease runs out."""
+        pytest.skip("machines of this bed have no inside")
+
+
+def make_request(bed: Bed, *, token: str = "", cluster: str = "train", **more: Any) -> NodeRequest:
+    """`node_count`, `is_spot`, and any field of NodeRequest."""
+    placement = Placement(offer=bed.offer, is_spot=more.pop("is_spot", False), node_count=more.pop("node_count", 1))
+    fields = {"owner": OWNER, "attempt": 1, "placement": placement, **more}
+    return NodeRequest(cluster=cluster, token=token or f"{next(TOKENS):032x}", **fields)
+
+
+async def list_of(bed: Bed, token: str, owner: str = OWNER) -> Sequence[Node]:
+    found = [node for node in await bed.cloud.list_nodes(owner) if node.token == token]
+    return sorted(found, key=lambda node: node.rank)
+
+
+async def wait_for(bed: Bed, token: str, is_so: Callable[[Sequence[Node]], bool]) -> Sequence[Node]:
+    """Nodes of this token, once they are as wanted."""
+    nodes: Sequence[Node] = ()
+    for _ in range(LOOKS_MAX):
+        nodes = await list_of(bed, token)
+        if nodes and is_so(nodes):
+            return nodes
+        await bed.clock.sleep(bed.look_s)
+    raise AssertionError(f"never came true of {nodes}")
+
+
+async def wait_state(bed: Bed, token: str, state: NodeState, count: int = 1) -> Sequence[Node]:
+    return await wait_for(bed, token, lambda nodes: len(nodes) == count and all(node.state is state for node in nodes))
+
+
+async def settle(bed: Bed) -> None:
+    """After this a list has everything."""
+    await bed.clock.sleep(bed.cloud.settle_s)
+
+
+async def count_living(bed: Bed) -> int:
+    await settle(bed)
+    return sum(node.state is not NodeState.TERMINATED for node in await bed.cloud.list_nodes(OWNER))
+
+
+class CloudContract:
+    """Inherit, and give a fixture `bed`."""
+
+    def test_check_accepts_a_login(self, bed: Bed) -> None:
+        bed.run(bed.cloud.check())
+
+    def test_check_tells_a_missing_login_and_what_to_do(self, bed: Bed) -> None:
+        bed.log_out()
+
+        async def act() -> None:
+            with pytest.raises(AuthError) as caught:
+                await bed.cloud.check()
+            assert caught.value.hints
+
+        bed.run(act())
+
+    @pytest.mark.parametrize("is_spot", [False, True], ids=["on-demand", "spot"])
+    def test_gang_comes_up_whole_with_its_tags(self, bed: Bed, is_spot: bool) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=3, is_spot=is_spot, attempt=7)
+            start_s = bed.clock.now_s()
+            created = await bed.cloud.create_nodes(request)
+            nodes = await wait_state(bed, request.token, NodeState.RUNNING, 3)
+            assert [node.rank for node in nodes] == [0, 1, 2]
+            assert {node.id for node in nodes} == {node.id for node in created}
+            assert {node.id: node.rank for node in nodes} == {node.id: node.rank for node in created}
+            price = bed.offer.spot_usd_hour if is_spot else bed.offer.ondemand_usd_hour
+            for node in nodes:
+                assert (node.cloud, node.owner, node.cluster, node.attempt) == (bed.cloud.name, OWNER, "train", 7)
+                assert (node.region, node.zone, node.is_spot) == (bed.offer.region, bed.offer.zone, is_spot)
+                assert node.usd_hour == pytest.approx(price)
+                assert (node.address and node.handle) or not bed.has_machines
+                assert node.ended_s is None and node.reason == ""
+                assert start_s - 2 <= node.created_s <= bed.clock.now_s() + 2
+            assert len({node.handle for node in nodes}) == 3 or not bed.has_machines
+
+        bed.run(act())
+
+    def test_same_token_gives_the_same_nodes_also_to_another_process(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            first = await bed.cloud.create_nodes(request)
+            again = await bed.cloud.create_nodes(request)
+            assert {node.id for node in again} == {node.id for node in first}
+            other = await bed.reopen().create_nodes(request)
+            assert {node.id: node.rank for node in other} == {node.id: node.rank for node in first}
+            assert await count_living(bed) == 2
+
+        bed.run(act())
+
+    def test_two_at_once_with_one_token_make_one_gang(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            results = await asyncio.gather(
+                bed.cloud.create_nodes(request), bed.reopen().create_nodes(request), return_exceptions=True
+            )
+            assert any(not isinstance(result, BaseException) for result in results), results
+            for result in results:
+                assert not isinstance(result, BaseException) or isinstance(result, UnknownOutcomeError), result
+            assert await count_living(bed) == 2
+
+        bed.run(act())
+
+    def test_another_token_gives_other_nodes(self, bed: Bed) -> None:
+        async def act() -> None:
+            first = await bed.cloud.create_nodes(make_request(bed))
+            second = await bed.cloud.create_nodes(make_request(bed, attempt=2))
+            assert {node.id for node in first}.isdisjoint(node.id for node in second)
+            assert await count_living(bed) == 2
+
+        bed.run(act())
+
+    def test_token_of_ended_nodes_makes_no_new_ones(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed)
+            (node,) = await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING)
+            await bed.cloud.terminate_nodes([node.id])
+            await wait_state(bed, request.token, NodeState.TERMINATED)
+            (dead,) = await bed.cloud.create_nodes(request)
+            assert (dead.id, dead.state) == (node.id, NodeState.TERMINATED)
+            assert await count_living(bed) == 0
+
+        bed.run(act())
+
+    def test_list_shows_nobody_elses_nodes(self, bed: Bed) -> None:
+        async def act() -> None:
+            mine, theirs = make_request(bed), make_request(bed, owner="somebody-else")
+            await bed.cloud.create_nodes(mine)
+            await bed.cloud.create_nodes(theirs)
+            await settle(bed)
+            assert {node.token for node in await bed.cloud.list_nodes(OWNER)} == {mine.token}
+            assert {node.token for node in await bed.cloud.list_nodes("somebody-else")} == {theirs.token}
+            assert await bed.cloud.list_nodes("nobody") == []
+
+        bed.run(act())
+
+    def test_ended_nodes_stay_listed_with_reason_and_time(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            created = await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            await bed.reopen().terminate_nodes([node.id for node in created])
+            for node in await wait_state(bed, request.token, NodeState.TERMINATED, 2):
+                assert node.reason == "terminated"
+                assert node.ended_s is not None and node.created_s - 2 <= node.ended_s <= bed.clock.now_s() + 2
+
+        bed.run(act())
+
+    def test_ending_twice_or_what_never_was_is_no_error_and_spares_the_rest(self, bed: Bed) -> None:
+        async def act() -> None:
+            keep, end = make_request(bed), make_request(bed)
+            await bed.cloud.create_nodes(keep)
+            (node,) = await bed.cloud.create_nodes(end)
+            await wait_state(bed, end.token, NodeState.RUNNING)
+            await wait_state(bed, keep.token, NodeState.RUNNING)
+            unknown = node.id[:-4] + "dead"
+            await bed.cloud.terminate_nodes([])
+            await bed.cloud.terminate_nodes([unknown])
+            await bed.cloud.terminate_nodes([unknown, node.id])
+            await bed.cloud.terminate_nodes([node.id])
+            await wait_state(bed, end.token, NodeState.TERMINATED)
+            await bed.cloud.terminate_nodes([node.id])
+            (kept,) = await list_of(bed, keep.token)
+            assert kept.state is NodeState.RUNNING
+
+        bed.run(act())
+
+    def test_full_zone_refuses_and_leaves_nothing(self, bed: Bed) -> None:
+        bed.fill()
+
+        async def act() -> None:
+            with pytest.raises(CapacityError) as caught:
+                await bed.cloud.create_nodes(make_request(bed, node_count=2))
+            assert caught.value.scope == "zone"
+            assert await count_living(bed) == 0
+
+        bed.run(act())
+
+    def test_quota_refuses_and_leaves_nothing(self, bed: Bed) -> None:
+        bed.exhaust_quota()
+
+        async def act() -> None:
+            with pytest.raises(QuotaError) as caught:
+                await bed.cloud.create_nodes(make_request(bed, node_count=2))
+            assert caught.value.hints
+            assert await count_living(bed) == 0
+
+        bed.run(act())
+
+    def test_lost_answer_is_neither_success_nor_failure(self, bed: Bed) -> None:
+        bed.lose_next_answer()
+
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            with pytest.raises(UnknownOutcomeError):
+                await bed.cloud.create_nodes(request)
+            made = await wait_for(bed, request.token, lambda nodes: len(nodes) == 2)
+            again = await bed.cloud.create_nodes(request)
+            assert {node.id for node in again} == {node.id for node in made}
+            assert await count_living(bed) == 2
+
+        bed.run(act())
+
+    def test_preempted_node_is_told_apart(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=2, is_spot=True)
+            await bed.cloud.create_nodes(request)
+            nodes = await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            await bed.preempt(nodes[0])
+            nodes = await wait_for(bed, request.token, lambda nodes: nodes[0].state is NodeState.TERMINATED)
+            assert nodes[0].reason == "preempted" and nodes[0].ended_s is not None
+            assert nodes[1].state is NodeState.RUNNING
+
+        bed.run(act())
+
+    def test_machine_that_switches_itself_off_is_gone_for_good(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed)
+            await bed.cloud.create_nodes(request)
+            (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+            await bed.end_from_inside(node)
+            (ended,) = await wait_state(bed, request.token, NodeState.TERMINATED)
+            assert ended.reason == "lease"
+
+        bed.run(act())
+
+    def test_stopped_node_keeps_its_identity(self, bed: Bed) -> None:
+        cloud = find_stopper(bed)
+
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            await bed.cloud.create_nodes(request)
+            before = await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            ids = [node.id for node in before]
+            await cloud.stop_nodes(ids)
+            await wait_state(bed, request.token, NodeState.STOPPED, 2)
+            await cloud.stop_nodes(ids)
+            await cloud.start_nodes(ids)
+            after = await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            await cloud.start_nodes(ids)
+            assert [(node.id, node.rank) for node in after] == [(node.id, node.rank) for node in before]
+            await bed.cloud.terminate_nodes(ids)
+            await wait_state(bed, request.token, NodeState.TERMINATED, 2)
+
+        bed.run(act())
+
+    def test_stopped_node_can_be_ended(self, bed: Bed) -> None:
+        cloud = find_stopper(bed)
+
+        async def act() -> None:
+            request = make_request(bed)
+            (node,) = await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING)
+            await cloud.stop_nodes([node.id])
+            await wait_state(bed, request.token, NodeState.STOPPED)
+            await bed.cloud.terminate_nodes([node.id])
+            await wait_state(bed, request.token, NodeState.TERMINATED)
+
+        bed.run(act())
+
+    def test_ended_node_cannot_be_started(self, bed: Bed) -> None:
+        cloud = find_stopper(bed)
+
+        async def act() -> None:
+            request = make_request(bed)
+            (node,) = await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING)
+            await bed.cloud.terminate_nodes([node.id])
+            await wait_state(bed, request.token, NodeState.TERMINATED)
+            with pytest.raises((UsageError, InvalidRequestError)):
+                await cloud.start_nodes([node.id])
+            (still,) = await list_of(bed, request.token)
+            assert still.state is NodeState.TERMINATED
+
+        bed.run(act())
+
+    def test_spec_and_boot_script_are_accepted(self, bed: Bed) -> None:
+        async def act() -> None:
+            spec = MachineSpec(disk_size_gib=100, ports=("8080", "8000-8010"), labels={"team": "vision"})
+            request = make_request(bed, spec=spec, boot="#!/bin/sh\nexit 0\n")
+            await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING)
+
+        bed.run(act())
+
+
+def find_stopper(bed: Bed) -> CanStop:
+    if not isinstance(bed.cloud, CanStop):
+        pytest.skip(f"{bed.cloud.name} cannot stop nodes")
+    return bed.cloud

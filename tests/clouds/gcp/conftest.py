@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.clouds.gcp.cloud import GcpCloud
+from broker.clouds.gcp.login import Login
+from broker.clouds.gcp.memory import Memory
+from broker.types import MachineSpec, NodeRequest, Offer, Placement
+from tests.testbed.gce import FakeGce
+from tests.testbed.gce_server import serve
+
+OWNER = "0123456789ab"
+Result = TypeVar("Result")
+
+
+class Bench:
+    """A fake Compute Engine, and a cloud that talks to it with Google's own library."""
+
+    def __init__(self, gce: FakeGce, url: str, folder: Path) -> None:
+        self.gce, self.url, self.folder = gce, url, folder
+        self.cloud = self.make_cloud()
+
+    def make_cloud(self, **changes: Any) -> GcpCloud:
+        """Another process would make its own, over the same state folder."""
+        login = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
+        return GcpCloud(login, memory=Memory(self.folder), clock=SystemClock())
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run(work)
+
+
+def make_offer(instance_type: str = "e2-standard-4", zone: str | None = "us-central1-a", **changes: Any) -> Offer:
+    accelerator, count = None, 0
+    if "+" in instance_type:
+        number, _, accelerator = instance_type.partition("+")[2].partition("x")
+        count = int(number)
+    return Offer(
+        **(
+            {
+                "cloud": "gcp",
+                "region": "us-central1",
+                "zone": zone,
+                "instance_type": instance_type,
+                "vcpus": 4,
+                "memory_gib": 16,
+                "accelerator": accelerator,
+                "accelerator_count": count,
+                "ondemand_usd_hour": 1.0,
+                "spot_usd_hour": 0.25,
+            }
+            | changes
+        )
+    )
+
+
+def make_request(
+    offer: Offer | None = None, *, token: str = "0" * 32, is_spot: bool = True, node_count: int = 1, **changes: Any
+) -> NodeRequest:
+    placement = Placement(offer=offer or make_offer(), is_spot=is_spot, node_count=node_count)
+    values = {"owner": OWNER, "cluster": "train", "attempt": 1, "boot": "#!/bin/sh\necho hello\n"}
+    return NodeRequest(**(values | {"token": token, "placement": placement} | changes))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    gce = FakeGce()
+    with serve(gce) as url:
+        yield Bench(gce, url, tmp_path / "gcp")
+
+
+@pytest.fixture
+def request_of() -> Callable[..., NodeRequest]:
+    return make_request
+
+
+@pytest.fixture
+def offer_of() -> Callable[..., Offer]:
+    return make_offer
+
+
+@pytest.fixture
+def spec_of() -> Callable[..., MachineSpec]:
+    return MachineSpec

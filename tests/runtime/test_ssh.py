@@ -1,0 +1,172 @@
+"""What only ssh can get wrong: keys, host keys, hosts that boot, connections that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sshd import REASON, SSHD, Sshd
+
+from broker.clock import SystemClock
+from broker.errors import StateError, TransientError
+from broker.runtime.keys import HOST, LOGIN, Keys
+from broker.runtime.transports.ssh import SshTransport
+from broker.runtime.transports.ssh_options import parse_handle
+
+pytestmark = pytest.mark.skipif(not SSHD, reason=REASON)
+
+
+class Clock(SystemClock):
+    """Notes the waits; the first of them is when the host comes up."""
+
+    def __init__(self, sshd: Sshd | None = None) -> None:
+        self.waits = 0
+        self._sshd = sshd
+
+    async def sleep(self, duration_s: float) -> None:
+        self.waits += 1
+        if self._sshd and self.waits == 2:
+            self._sshd.start()
+        await asyncio.sleep(duration_s)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def sshd(tmp_path: Path, keys: Keys) -> Iterator[Sshd]:
+    sshd = Sshd(tmp_path / "sshd", keys)
+    yield sshd
+    sshd.stop()
+
+
+def test_host_that_still_boots_is_waited_for(sshd: Sshd, keys: Keys) -> None:
+    clock = Clock(sshd)
+    done = asyncio.run(SshTransport(keys, clock=clock).run(sshd.node, ["echo", "up"], timeout_s=30))
+    assert done.stdout == b"up\n"
+    assert clock.waits >= 2
+
+
+def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
+    clock = Clock()
+    transport = SshTransport(keys, clock=clock)
+    sshd.start()
+    sshd.wait()
+    asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+    waits = clock.waits
+    sshd.stop()
+    with pytest.raises(TransientError, match="cannot be reached"):
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+    assert clock.waits == waits
+
+
+def test_stranger_with_another_host_key_learns_nothing(tmp_path: Path, keys: Keys) -> None:
+    other = Keys(tmp_path / "other").ensure("c", "token-1")
+    sshd = Sshd(tmp_path / "sshd", keys, host_key=other.folder / HOST)
+    sshd.start()
+    sshd.wait()
+    try:
+        transport = SshTransport(keys, clock=SystemClock(), patience_s=0)
+        with pytest.raises(TransientError, match="shows a host key that is not the one made for it"):
+            asyncio.run(transport.run(sshd.node, ["cat"], timeout_s=30, stdin=b"secret"))
+        with pytest.raises(TransientError, match="shows a host key"):
+            asyncio.run(transport.put(sshd.node, Path(__file__), "copy"))
+    finally:
+        sshd.stop()
+    assert "Accepted" not in (sshd.folder / "sshd.log").read_text()
+
+
+def test_many_commands_at_once_take_one_connection(sshd: Sshd, keys: Keys) -> None:
+    transport = SshTransport(keys, clock=SystemClock())
+    sshd.start()
+
+    async def act() -> list[bytes]:
+        calls = (transport.run(sshd.node, ["echo", str(number)], timeout_s=60) for number in range(20))
+        return [done.stdout for done in await asyncio.gather(*calls)]
+
+    assert asyncio.run(act()) == [f"{number}\n".encode() for number in range(20)]
+    assert (sshd.folder / "sshd.log").read_text().count("Accepted publickey") == 1
+
+
+def test_large_file_that_changed_a_little_is_sent_by_its_difference(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:
+    transport = SshTransport(keys, clock=SystemClock())
+    sshd.start()
+    source = tmp_path / "source"
+    source.mkdir()
+    data = bytearray(range(256)) * (5 << 12)
+    (source / "big").write_bytes(data)
+
+    async def act() -> None:
+        await transport.put(sshd.node, source, "w")
+        data[1 << 20] ^= 1
+        (source / "big").write_bytes(data + b"!")
+        await transport.put(sshd.node, source, "w")
+
+    asyncio.run(act())
+    assert (sshd.home / "w/big").read_bytes() == data + b"!"
+
+
+def test_secret_environment_is_in_no_command_line(sshd: Sshd, keys: Keys) -> None:
+    transport = SshTransport(keys, clock=SystemClock())
+    sshd.start()
+    look = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; echo $CANARY | tr a-z A-Z"
+    done = asyncio.run(transport.run(sshd.node, ["sh", "-c", look], timeout_s=60, env={"CANARY": "tweet-tweet"}))
+    assert b"tweet-tweet" not in done.stdout
+    assert done.stdout.endswith(b"TWEET-TWEET\n")
+
+
+def test_shell_is_an_ssh_to_the_node(sshd: Sshd, keys: Keys) -> None:
+    transport = SshTransport(keys, clock=SystemClock())
+    sshd.start()
+    shell = asyncio.run(transport.open_shell(sshd.node))
+    assert shell.argv[0].endswith("/ssh") and "-t" in shell.argv and shell.argv[-1] == "127.0.0.1"
+
+
+def test_keys_are_private_made_once_and_forgotten_with_their_cluster(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys")
+    first = keys.ensure("c", "t1")
+    text = first.read(LOGIN).private
+    assert Keys(tmp_path / "keys").ensure("c", "t1").read(LOGIN).private == text
+    assert keys.ensure("c", "t2").read(LOGIN).private != text
+    for path in first.folder.iterdir():
+        expected = 0o644 if path.suffix == ".pub" else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+    assert stat.S_IMODE(first.folder.stat().st_mode) == 0o700
+    assert text.splitlines()[1] not in repr(first.read(LOGIN))
+    assert keys.forget(but=[("c", "t2")]) == 1
+    assert keys.find("c", "t1") is None
+    assert keys.find("c", "t2") is not None
+
+
+def test_node_whose_keys_are_elsewhere_is_named(tmp_path: Path, sshd: Sshd) -> None:
+    transport = SshTransport(Keys(tmp_path / "empty"), clock=SystemClock())
+    with pytest.raises(StateError, match="keys of cluster `c`"):
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=5))
+
+
+@pytest.mark.parametrize(
+    ("handle", "want"),
+    [
+        ("ssh://ubuntu@198.18.0.1:22", ("ubuntu", "198.18.0.1", 22)),
+        ("ssh://ec2-user@host.example", ("ec2-user", "host.example", 22)),
+        ("ssh://u@[2001:db8::1]:2222", ("u", "2001:db8::1", 2222)),
+    ],
+)
+def test_handle_says_where_a_node_listens(handle: str, want: tuple[str, str, int]) -> None:
+    place = parse_handle(handle)
+    assert (place.user, place.host, place.port) == want
+
+
+@pytest.mark.parametrize(
+    "handle", ["", "ssh://host", "ssh://u@-oProxyCommand=x", "ssh://-o@h", "http://u@h:1", "ssh://u@h:port"]
+)
+def test_handle_that_says_nothing_is_refused(sshd: Sshd, keys: Keys, handle: str) -> None:
+    transport = SshTransport(keys, clock=SystemClock())
+    with pytest.raises(StateError):
+        asyncio.run(transport.run(replace(sshd.node, handle=handle), ["true"], timeout_s=5))

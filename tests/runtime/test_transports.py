@@ -1,0 +1,165 @@
+"""What every way to a node promises, tried on each: a local node, and a host behind a real sshd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from local_gang import Rig, wait_for
+from sshd import REASON, SSHD, Sshd
+
+from broker.clock import SystemClock
+from broker.errors import InvalidRequestError, TransientError
+from broker.runtime.base import Transport
+from broker.runtime.keys import Keys
+from broker.runtime.transports.ssh import SshTransport
+from broker.types import Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """One node, the way to it, its home folder, and how it is switched off."""
+
+    transport: Transport
+    node: Node
+    home: Path
+    switch_off: Callable[[], None]
+
+
+@pytest.fixture(params=["local", "ssh"])
+def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
+    if request.param == "local":
+        rig: Rig = request.getfixturevalue("rig")
+        node = asyncio.run(rig.make_cluster()).nodes[0]
+        yield Stand(
+            transport=rig.transport, node=node, home=Path(node.handle) / "home",
+            switch_off=lambda: asyncio.run(rig.cloud.terminate_nodes([node.id])),
+        )  # fmt: skip
+        return
+    if not SSHD:
+        pytest.skip(REASON)
+    sshd = Sshd(tmp_path / "sshd", keys := Keys(tmp_path / "keys"))
+    sshd.start()
+    try:
+        transport = SshTransport(keys, clock=SystemClock())
+        yield Stand(transport=transport, node=sshd.node, home=sshd.home, switch_off=sshd.stop)
+    finally:
+        sshd.stop()
+
+
+def test_command_gets_stdin_and_environment_and_gives_all_its_output(stand: Stand) -> None:
+    async def act() -> None:
+        script = "cat; echo $X >&2; pwd >&2; exit 5"
+        data = bytes(range(256)) * 5000
+        env = {"X": "x 'y'", "Y": "two\nlines"}
+        done = await stand.transport.run(stand.node, ["bash", "-c", script], timeout_s=60, stdin=data, env=env)
+        assert (done.returncode, done.stdout) == (5, data)
+        assert done.stderr == f"x 'y'\n{stand.home}\n".encode()
+        lines = await stand.transport.run(stand.node, ["printenv", "Y"], timeout_s=60, env=env)
+        assert lines.stdout == b"two\nlines\n"
+        missing = await stand.transport.run(stand.node, ["no-such-command"], timeout_s=60)
+        assert missing.returncode == 127
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("returncode", [1, 137, 255])
+def test_exit_code_of_the_program_is_never_taken_for_a_lost_node(stand: Stand, returncode: int) -> None:
+    done = asyncio.run(stand.transport.run(stand.node, ["sh", "-c", f"exit {returncode}"], timeout_s=60))
+    assert done.returncode == returncode
+
+
+def test_words_reach_the_program_as_they_are(stand: Stand) -> None:
+    words = ["two words", "", "$HOME", "`id`", "a'b\"c", "*", "new\nline", "ünï"]
+    done = asyncio.run(stand.transport.run(stand.node, ["printf", "%s\\0", *words], timeout_s=60))
+    assert done.stdout.decode().split("\0")[:-1] == words
+
+
+def test_daemon_holding_the_output_does_not_hold_up_the_answer(stand: Stand) -> None:
+    async def act() -> None:
+        done = await stand.transport.run(stand.node, ["bash", "-c", "sleep 5432 & echo $!"], timeout_s=60)
+        await stand.transport.run(stand.node, ["kill", done.stdout.decode().strip()], timeout_s=60)
+
+    asyncio.run(act())
+
+
+def test_command_past_its_time_is_killed_and_transient(stand: Stand) -> None:
+    command = f"exec sleep {5433 + hash(stand.home) % 1000}"
+    word = command.split()[-1].encode()
+
+    async def act() -> None:
+        with pytest.raises(TransientError):
+            await stand.transport.run(stand.node, ["sh", "-c", command], timeout_s=0.3)
+        await wait_for(lambda: not any(read_cmdline(entry).endswith(word + b"\0") for entry in list_processes()))
+
+    asyncio.run(act())
+
+
+def list_processes() -> list[Path]:
+    return list(Path("/proc").glob("[0-9]*"))
+
+
+def read_cmdline(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_node_that_is_gone_is_transient(stand: Stand, tmp_path: Path) -> None:
+    asyncio.run(stand.transport.run(stand.node, ["true"], timeout_s=60))
+    stand.switch_off()
+    (tmp_path / "a").write_text("a")
+    with pytest.raises(TransientError):
+        asyncio.run(stand.transport.run(stand.node, ["true"], timeout_s=60))
+    with pytest.raises(TransientError):
+        asyncio.run(stand.transport.put(stand.node, tmp_path / "a", "a"))
+
+
+def test_put_copies_what_changed_and_skips_what_is_ignored(stand: Stand, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in ("a.py", "sub/b.py", ".git/x", "__pycache__/x", "data/big.bin", "sub/c.tmp", "build/out"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    (source / "link").symlink_to("a.py")
+    (source / ".skyignore").write_text("# ours\n*.tmp\n/data/big.bin\nbuild/\n")
+    (source / "a.py").chmod(0o755)
+    put, node, home = stand.transport.put, stand.node, stand.home
+
+    async def act() -> None:
+        await put(node, source, "sky_workdir")
+        got = sorted(str(path.relative_to(home / "sky_workdir")) for path in (home / "sky_workdir").rglob("*"))
+        assert got == [".skyignore", "a.py", "data", "link", "sub", "sub/b.py"]
+        assert (home / "sky_workdir/a.py").stat().st_mode & 0o777 == 0o755
+        inode = (home / "sky_workdir/a.py").stat().st_ino
+        (source / "sub/b.py").write_text("longer than before")
+        (source / "link").unlink()
+        (source / "link").symlink_to("sub/b.py")
+        await put(node, source, "sky_workdir/")
+        assert (home / "sky_workdir/a.py").stat().st_ino == inode
+        assert (home / "sky_workdir/sub/b.py").read_text() == "longer than before"
+        assert (home / "sky_workdir/link").readlink() == Path("sub/b.py")
+        await put(node, source / "a.py", "~/deep/er/file.py")
+        assert (home / "deep/er/file.py").read_text() == "a.py"
+        inode = (home / "deep/er/file.py").stat().st_ino
+        await put(node, source / "a.py", "~/deep/er/file.py")
+        assert (home / "deep/er/file.py").stat().st_ino == inode
+        await put(node, source / "a.py", "deep")
+        assert (home / "deep/a.py").read_text() == "a.py"
+
+    asyncio.run(act())
+
+
+def test_local_node_takes_nothing_outside_its_home(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        for outside in ("/data", "../escape"):
+            with pytest.raises(InvalidRequestError):
+                await rig.transport.put(node, tmp_path / "a", outside)
+
+    asyncio.run(act())

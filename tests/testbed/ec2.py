@@ -1,0 +1,88 @@
+"""A fake AWS on loopback for real boto3: EC2 as strict as the original about tokens, tags, states and permissions.
+
+Deterministic: it moves on its clock only, one call at a time. `machines behind it` come by `on_started` and `on_ended`
+of the account: a test may put a real host behind an instance, set its addresses, and say when it `is_ready`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from tests.testbed.ec2_access import list_targets
+from tests.testbed.ec2_account import Account
+from tests.testbed.ec2_policy import is_allowed
+from tests.testbed.ec2_server import AwsServer, HangUp
+from tests.testbed.ec2_surroundings import ACTIONS
+from tests.testbed.ec2_wire import ApiError
+
+DENIED = {"ec2": ("UnauthorizedOperation", 403), "ssm": ("AccessDeniedException", 400)}
+
+
+class FakeAws:
+    """Start, hand `environment` to boto3, arrange things in `account`, close."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.calls_at_once_max = 0
+        self._calls_at_once = 0
+        self.lock = threading.RLock()  # hold it to change the account from another thread
+        self._count_lock = threading.Lock()
+        self._server = AwsServer(self._serve)
+        self.url = self._server.url
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a process that should take this for AWS."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "AKIDFAKE",
+            "AWS_SECRET_ACCESS_KEY": "canary-aws-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _serve(self, key: str, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        with self._count_lock:
+            self._calls_at_once += 1
+            self.calls_at_once_max = max(self.calls_at_once_max, self._calls_at_once)
+        try:
+            return self._answer(service, region, name, parameters)
+        finally:
+            with self._count_lock:
+                self._calls_at_once -= 1
+
+    def _answer(self, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            account = self.account
+            action = f"{service}:{name}"
+            account.tick()
+            account.calls.append((action, region, parameters))
+            if not account.has_login:
+                raise ApiError("InvalidClientTokenId" if service == "sts" else "AuthFailure", status=401)
+            fault = account.take_fault(name, is_after=False)
+            if fault is not None and fault.error is not None:
+                raise fault.error
+            self._check_access(service, action, region, parameters)
+            if parameters.pop("DryRun", False):
+                raise ApiError("DryRunOperation", status=412)
+            if action not in ACTIONS:
+                raise ApiError("InvalidAction", f"this fake knows no {action}")
+            answer = ACTIONS[action](account, region, parameters)
+            if account.take_fault(name, is_after=True):
+                raise HangUp
+            return answer
+
+    def _check_access(self, service: str, action: str, region: str, parameters: dict[str, Any]) -> None:
+        policy = self.account.policy
+        if policy is None or action == "sts:GetCallerIdentity":  # which needs no permission
+            return
+        for needed, targets in list_targets(self.account, action, region, parameters):
+            if not is_allowed(policy, needed, targets):
+                code, status = DENIED.get(service, ("AccessDeniedException", 400))
+                raise ApiError(code, f"not allowed: {needed} on {[each.arn for each in targets]}", status)

@@ -1,0 +1,276 @@
+"""EC2's actions on what machines stand in: regions, networks, groups, images, templates, disks; SSM, quotas, STS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from broker.clouds.aws.quotas import QUOTAS
+from tests.testbed.ec2_account import ACCOUNT, QUOTA_VCPUS, TYPES, ZONES, Account
+from tests.testbed.ec2_machines import (
+    SUBNET,
+    Answer,
+    Parameters,
+    create_fleet,
+    create_tags,
+    describe_instances,
+    run_instances,
+    start_instances,
+    stop_instances,
+    terminate_instances,
+)
+from tests.testbed.ec2_wire import ApiError
+
+Action = Callable[[Account, str, Mapping[str, Any]], Answer]
+ROOT_DEVICE = "/dev/sda1"
+
+
+def describe_regions(account: Account, region: str, asked: Parameters) -> Answer:
+    off = account.disabled_regions
+    return {
+        "Regions": [
+            {"RegionName": each, "OptInStatus": "not-opted-in" if each in off else "opt-in-not-required"}
+            for each in ZONES
+            if each not in off or asked.get("AllRegions")
+        ]
+    }
+
+
+def describe_availability_zones(account: Account, region: str, asked: Parameters) -> Answer:
+    return {"AvailabilityZones": [{"ZoneName": zone, "ZoneId": zone_id(zone)} for zone in ZONES[region]]}
+
+
+def zone_id(zone: str) -> str:
+    """The zone's name is the account's own, its id everybody's."""
+    return f"{zone[:3]}1-az{ord(zone[-1]) - ord('a') + 1}"
+
+
+def describe_vpcs(account: Account, region: str, asked: Parameters) -> Answer:
+    return {"Vpcs": [{"VpcId": f"vpc-of-{region}", "IsDefault": True}]}
+
+
+def describe_subnets(account: Account, region: str, asked: Parameters) -> Answer:
+    wanted = {each["Name"]: each["Values"] for each in asked.get("Filters", ())}
+    zones = [zone for zone in ZONES[region] if zone in wanted.get("availability-zone", ZONES[region])]
+    if f"vpc-of-{region}" not in wanted["vpc-id"]:
+        zones = []
+    return {
+        "Subnets": [
+            {"SubnetId": SUBNET.format(zone=zone), "AvailabilityZone": zone, "DefaultForAz": True} for zone in zones
+        ]
+    }
+
+
+def create_security_group(account: Account, region: str, asked: Parameters) -> Answer:
+    name = asked["GroupName"]
+    if any((each["region"], each["GroupName"]) == (region, name) for each in account.groups.values()):
+        raise ApiError("InvalidGroup.Duplicate")
+    identity = account.make_id("sg")
+    account.groups[identity] = {
+        "region": region, "GroupId": identity, "GroupName": name, "VpcId": asked["VpcId"], "rules": [],
+        "Tags": _tags_of(asked),
+    }  # fmt: skip
+    return {"GroupId": identity}
+
+
+def describe_security_groups(account: Account, region: str, asked: Parameters) -> Answer:
+    fields = {"group-name": "GroupName", "vpc-id": "VpcId"}
+    found = _select(account.groups.values(), region, asked, fields)
+    keys = ("GroupId", "GroupName", "VpcId", "Tags")
+    return {"SecurityGroups": [{key: each[key] for key in keys} for each in found]}
+
+
+def authorize(account: Account, region: str, asked: Parameters) -> Answer:
+    group = account.groups.get(asked["GroupId"])
+    if group is None:
+        raise ApiError("InvalidGroup.NotFound")
+    for rule in asked["IpPermissions"]:
+        if rule in group["rules"]:
+            raise ApiError("InvalidPermission.Duplicate")
+        group["rules"].append(rule)
+    return {"Return": True}
+
+
+def authorize_egress(account: Account, region: str, asked: Parameters) -> Answer:
+    outward = [{**rule, "Direction": "out"} for rule in asked["IpPermissions"]]
+    return authorize(account, region, {**asked, "IpPermissions": outward})
+
+
+def delete_security_group(account: Account, region: str, asked: Parameters) -> Answer:
+    identity = asked["GroupId"]
+    if identity not in account.groups:
+        raise ApiError("InvalidGroup.NotFound")
+    for each in account.instances.values():
+        if each.state != "terminated" and identity in each.parameters["NetworkInterfaces"][0]["Groups"]:
+            raise ApiError("DependencyViolation")
+    del account.groups[identity]
+    return {}
+
+
+def create_placement_group(account: Account, region: str, asked: Parameters) -> Answer:
+    key = (region, asked["GroupName"])
+    if key in account.placement_groups:
+        raise ApiError("InvalidPlacementGroup.Duplicate")
+    account.placement_groups[key] = {"region": region, "GroupName": asked["GroupName"], "Tags": _tags_of(asked)}
+    return {}
+
+
+def describe_placement_groups(account: Account, region: str, asked: Parameters) -> Answer:
+    found = _select(account.placement_groups.values(), region, asked, {})
+    return {"PlacementGroups": [{"GroupName": each["GroupName"], "Tags": each["Tags"]} for each in found]}
+
+
+def delete_placement_group(account: Account, region: str, asked: Parameters) -> Answer:
+    name = asked["GroupName"]
+    if (region, name) not in account.placement_groups:
+        raise ApiError("InvalidPlacementGroup.Unknown")
+    for each in account.list_living(region):
+        if each.parameters.get("Placement", {}).get("GroupName") == name:
+            raise ApiError("InvalidPlacementGroup.InUse")
+    del account.placement_groups[region, name]
+    return {}
+
+
+def describe_images(account: Account, region: str, asked: Parameters) -> Answer:
+    found = [each for each in asked["ImageIds"] if each.startswith("ami-")]
+    if not found or found[0] == "ami-0missing":
+        raise ApiError("InvalidAMIID.NotFound")
+    disk = {"DeviceName": ROOT_DEVICE, "Ebs": {"VolumeSize": 8}}
+    return {
+        "Images": [{"ImageId": each, "RootDeviceName": ROOT_DEVICE, "BlockDeviceMappings": [disk]} for each in found]
+    }
+
+
+def describe_instance_types(account: Account, region: str, asked: Parameters) -> Answer:
+    return {
+        "InstanceTypes": [
+            {"InstanceType": each, "NetworkInfo": {"EfaSupported": TYPES[each]["efa"]}}
+            for each in asked["InstanceTypes"]
+        ]
+    }
+
+
+def create_launch_template(account: Account, region: str, asked: Parameters) -> Answer:
+    name = asked["LaunchTemplateName"]
+    if any((each["region"], each["name"]) == (region, name) for each in account.templates.values()):
+        raise ApiError("InvalidLaunchTemplateName.AlreadyExistsException")
+    identity = account.make_id("lt")
+    account.templates[identity] = {
+        "region": region, "name": name, "data": asked["LaunchTemplateData"], "Tags": _tags_of(asked), "id": identity,
+    }  # fmt: skip
+    return {"LaunchTemplate": {"LaunchTemplateId": identity, "LaunchTemplateName": name}}
+
+
+def describe_launch_templates(account: Account, region: str, asked: Parameters) -> Answer:
+    found = _select(account.templates.values(), region, asked, {})
+    return {
+        "LaunchTemplates": [
+            {"LaunchTemplateId": each["id"], "LaunchTemplateName": each["name"], "Tags": each["Tags"]} for each in found
+        ]
+    }
+
+
+def delete_launch_template(account: Account, region: str, asked: Parameters) -> Answer:
+    for identity, each in account.templates.items():
+        known = (region, asked.get("LaunchTemplateId", identity), asked.get("LaunchTemplateName", each["name"]))
+        if (each["region"], identity, each["name"]) == known:
+            del account.templates[identity]
+            return {"LaunchTemplate": {"LaunchTemplateId": identity}}
+    raise ApiError("InvalidLaunchTemplateName.NotFoundException")
+
+
+def describe_volumes(account: Account, region: str, asked: Parameters) -> Answer:
+    found = _select(account.volumes.values(), region, asked, {"status": "State"})
+    return {"Volumes": [{"VolumeId": each["VolumeId"], "Tags": each["Tags"]} for each in found]}
+
+
+def delete_volume(account: Account, region: str, asked: Parameters) -> Answer:
+    if account.volumes.pop(asked["VolumeId"], None) is None:
+        raise ApiError("InvalidVolume.NotFound")
+    return {}
+
+
+def get_spot_placement_scores(account: Account, region: str, asked: Parameters) -> Answer:
+    return {
+        "SpotPlacementScores": [
+            {"Region": region, "AvailabilityZoneId": zone_id(zone), "Score": score}
+            for zone, score in account.scores.items()
+            if zone in ZONES[region]
+        ]
+    }
+
+
+def get_parameter(account: Account, region: str, asked: Parameters) -> Answer:
+    if not asked["Name"].startswith("/aws/service/"):
+        raise ApiError("ParameterNotFound")
+    kinds = {"deeplearning": "gpu", "neuron": "neuron", "canonical": "plain"}
+    arch = "arm" if "arm64" in asked["Name"] else "x86"
+    return {"Parameter": {"Name": asked["Name"], "Value": f"ami-{kinds[asked['Name'].split('/')[3]]}-{arch}-{region}"}}
+
+
+def get_service_quota(account: Account, region: str, asked: Parameters) -> Answer:
+    code = asked["QuotaCode"]
+    return {"Quota": {"QuotaCode": code, "Value": account.quotas.get((region, code), QUOTA_VCPUS)}}
+
+
+def list_service_quotas(account: Account, region: str, asked: Parameters) -> Answer:
+    """A page each quota: real pages are long, and nobody reads the second by accident."""
+    codes = sorted({code for pair in QUOTAS.values() for code in pair})
+    place = int(asked.get("NextToken", 0))
+    more = {"NextToken": str(place + 1)} if place + 1 < len(codes) else {}
+    return {"Quotas": [get_service_quota(account, region, {"QuotaCode": codes[place]})["Quota"]], **more}
+
+
+def get_caller_identity(account: Account, region: str, asked: Parameters) -> Answer:
+    return {"Account": ACCOUNT, "Arn": f"arn:aws:iam::{ACCOUNT}:user/somebody", "UserId": "AIDAFAKE"}
+
+
+def _tags_of(asked: Parameters) -> list[dict[str, str]]:
+    return [tag for specification in asked.get("TagSpecifications", ()) for tag in specification["Tags"]]
+
+
+def _select(things: Any, region: str, asked: Parameters, fields: Mapping[str, str]) -> list[Any]:
+    def fits(thing: Mapping[str, Any]) -> bool:
+        tags = {f"tag:{tag['Key']}": tag["Value"] for tag in thing["Tags"]}
+        for each in asked.get("Filters", ()):
+            value = thing[fields[each["Name"]]] if each["Name"] in fields else tags.get(each["Name"])
+            if value not in each["Values"]:
+                return False
+        return bool(thing["region"] == region)
+
+    return [thing for thing in things if fits(thing)]
+
+
+ACTIONS: dict[str, Action] = {
+    "ec2:AuthorizeSecurityGroupEgress": authorize_egress,
+    "ec2:AuthorizeSecurityGroupIngress": authorize,
+    "ec2:CreateFleet": create_fleet,
+    "ec2:CreateLaunchTemplate": create_launch_template,
+    "ec2:CreatePlacementGroup": create_placement_group,
+    "ec2:CreateSecurityGroup": create_security_group,
+    "ec2:CreateTags": create_tags,
+    "ec2:DeleteLaunchTemplate": delete_launch_template,
+    "ec2:DeletePlacementGroup": delete_placement_group,
+    "ec2:DeleteSecurityGroup": delete_security_group,
+    "ec2:DeleteVolume": delete_volume,
+    "ec2:DescribeAvailabilityZones": describe_availability_zones,
+    "ec2:DescribeImages": describe_images,
+    "ec2:DescribeInstances": describe_instances,
+    "ec2:DescribeInstanceTypes": describe_instance_types,
+    "ec2:DescribeLaunchTemplates": describe_launch_templates,
+    "ec2:DescribePlacementGroups": describe_placement_groups,
+    "ec2:DescribeRegions": describe_regions,
+    "ec2:DescribeSecurityGroups": describe_security_groups,
+    "ec2:DescribeSubnets": describe_subnets,
+    "ec2:DescribeVolumes": describe_volumes,
+    "ec2:DescribeVpcs": describe_vpcs,
+    "ec2:GetSpotPlacementScores": get_spot_placement_scores,
+    "ec2:RunInstances": run_instances,
+    "ec2:StartInstances": start_instances,
+    "ec2:StopInstances": stop_instances,
+    "ec2:TerminateInstances": terminate_instances,
+    "servicequotas:GetServiceQuota": get_service_quota,
+    "servicequotas:ListServiceQuotas": list_service_quotas,
+    "ssm:GetParameter": get_parameter,
+    "sts:GetCallerIdentity": get_caller_identity,
+}

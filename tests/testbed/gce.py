@@ -1,0 +1,475 @@
+"""A Compute Engine of our own, in memory, for Google's real client library: the REST methods that broker uses.
+
+Strict where Google is: names, fields, quotas, permissions. Nothing happens by itself: an operation's deed is done when
+somebody looks after it is due. `fail` plays faults, `capacity` and `limits` say what there is, `preempt` takes away.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Protocol
+
+from tests.testbed.gce_rules import (
+    IMAGE_FAMILIES,
+    MACHINES,
+    METRICS,
+    NAME,
+    REGIONS,
+    ZONES,
+    GceError,
+    Json,
+    check_instance,
+    count_use,
+    find_permissions,
+    invalid,
+    matches,
+    missing,
+)
+
+
+class OnInstance(Protocol):
+    """Real machines behind the pretend ones. Each call comes in a thread of its own and may take its time."""
+
+    def started(self, instance: Json) -> None:
+        """Its startup script is in `metadata`, its addresses in `networkInterfaces`; it is RUNNING on return."""
+
+    def ended(self, instance: Json) -> None:
+        """Stopped, deleted or preempted; `started` is called again when it is started again."""
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """Plays `times` times on calls of `method` whose path contains `path`. A `status` answers the call, a `code`
+    without one fails the operation, neither loses the answer: `has_effect` says whether after the deed."""
+
+    method: str
+    path: str
+    code: str = ""
+    status: int = 0
+    times: int = 1
+    has_effect: bool = False
+    message: str = ""
+
+
+class LostAnswer(Exception):
+    """The connection is closed without a word."""
+
+
+@dataclass(kw_only=True)
+class FakeGce:
+    project: str = "pretend"
+    latency_s: float = 0.0  # of every operation, in real time
+    list_lag_s: float = 0.0  # a new instance is missing from lists for so long
+    now: Callable[[], float] = time.time
+    capacity: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, machine type) -> machines; else many
+    limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
+    allowed: set[str] | None = None  # permissions of the caller; None: all
+    disabled: bool = False  # the API is not enabled for the project
+    on_instance: OnInstance | None = None
+    allocate: Callable[[int], tuple[str, str]] = lambda n: (f"10.128.{n // 250}.{n % 250 + 2}", f"198.18.0.{n % 250}")
+    calls: Counter[str] = field(default_factory=Counter)  # by method and kind of path
+    used: set[str] = field(default_factory=set)  # permissions
+    fault_counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.base = ""  # set by the server
+        self.instances: dict[tuple[str, str], Json] = {}  # (zone, name)
+        self.firewalls: dict[str, Json] = {}
+        self.operations: dict[str, Json] = {}
+        self._due: list[tuple[float, Json, Callable[[], None]]] = []
+        self._by_request_id: dict[str, Json] = {}
+        self._faults: list[Fault] = []
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+
+    # What tests do to it
+
+    def fail(self, method: str, path: str, **what: object) -> None:
+        self._faults.append(Fault(method=method, path=path, **what))  # type: ignore[arg-type]
+
+    def preempt(self, name: str) -> None:
+        """As a spot machine is taken: an operation of Google's own, then it is gone or stands still."""
+        with self._lock:
+            zone = next(zone for zone, known in self.instances if known == name)
+            instance = self.instances[zone, name]
+            assert instance["scheduling"]["provisioningModel"] == "SPOT", "only spot machines are preempted"
+            self._operate(zone, "compute.instances.preempted", instance, lambda: None, user="system@google.com")
+            self._remove(zone, name)
+
+    def shut_down(self, name: str) -> None:
+        """The machine's own `shutdown -h now`: it stands still, and its disk is kept."""
+        with self._lock:
+            zone = next(zone for zone, known in self.instances if known == name)
+            instance = self.instances[zone, name]
+            self._halt(instance)
+            self._operate(zone, "compute.instances.guestTerminate", instance, lambda: None, user="system@google.com")
+
+    def find(self, name: str) -> Json:
+        with self._lock:
+            self._settle()
+            return next(instance for (_, known), instance in self.instances.items() if known == name)
+
+    def list_names(self) -> list[str]:
+        with self._lock:
+            self._settle()
+            return sorted(name for _, name in self.instances)
+
+    # What the server asks of it
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: Json) -> Json:
+        """Raises GceError, or LostAnswer."""
+        head, _, rest = path.removeprefix("/compute/v1/projects/").partition("/")
+        if path.endswith(":testIamPermissions"):
+            asked = body["permissions"]
+            return {"permissions": [each for each in asked if self.allowed is None or each in self.allowed]}
+        if path.startswith("/compute/v1/projects/") and head and rest.startswith("global/images/family/"):
+            return self._find_family(head, rest)
+        with self._lock:
+            self._settle()
+            permissions = find_permissions(method, rest)
+            self.calls[f"{method} {'/'.join(each for each in rest.split('/') if each in KINDS)}"] += 1
+            if self.disabled:
+                raise GceError(403, "accessNotConfigured", f"Compute Engine API has not been used in project {head}")
+            self.used.update(permissions)
+            for permission in permissions:
+                if self.allowed is not None and permission not in self.allowed:
+                    raise GceError(403, "forbidden", f"Required '{permission}' permission for 'projects/{head}'")
+            if head != self.project:
+                raise missing(f"projects/{head}")
+            fault = self._draw(method, rest)
+            if fault and fault.status:
+                raise GceError(fault.status, fault.code, fault.message or f"injected {fault.code}")
+            if fault and not fault.code and not fault.has_effect:
+                raise LostAnswer
+            known = self._by_request_id.get(query.get("requestId", ""))
+            reply = known or self._serve(method, rest, query, body, fault)
+            if "requestId" in query and "operationType" in reply:
+                self._by_request_id[query["requestId"]] = reply
+        if fault and not fault.code:
+            raise LostAnswer
+        if rest.endswith("/wait"):
+            self._wait(reply)
+        with self._lock:
+            self._settle() if rest.endswith("/wait") else None
+            return copy.deepcopy(reply)
+
+    def _draw(self, method: str, path: str) -> Fault | None:
+        for fault in self._faults:
+            if fault.times > 0 and fault.method == method and fault.path in path:
+                fault.times -= 1
+                self.fault_counts[f"{fault.method} {fault.path}"] += 1
+                return fault
+        return None
+
+    def _serve(self, method: str, path: str, query: dict[str, str], body: Json, fault: Fault | None) -> Json:
+        parts = path.split("/")
+        match (method, *parts):
+            case (_, "zones", _, "instances", *_):
+                return self._serve_instances(method, parts, body, fault)
+            case (_, "aggregated", kind):
+                return self._list_all(kind, query.get("filter"))
+            case (_, "global", "firewalls", *_):
+                return self._serve_firewalls(method, parts, query.get("filter"), body, fault)
+            case (_, *_, "operations", name, "wait") if name in self.operations:
+                return self.operations[name]
+            case (_, "regions"):
+                return {"items": [self._region(region) for region in REGIONS]}
+            case (_, "regions", region) if region in REGIONS:
+                return self._region(region)
+        raise missing(path)
+
+    def _serve_instances(self, method: str, parts: list[str], body: Json, fault: Fault | None) -> Json:
+        zone = parts[1]
+        match (method, *parts[3:]):
+            case ("POST",):
+                return self._insert(zone, [body], fault, kind="insert")
+            case ("POST", "bulkInsert"):
+                return self._bulk_insert(zone, body, fault)
+            case ("GET", name):
+                return self._get(zone, name)
+            case ("DELETE", name):
+                return self._delete(zone, name, fault)
+            case ("POST", name, verb):
+                return self._change(zone, name, verb, body, fault)
+        raise missing("/".join(parts))
+
+    def _serve_firewalls(
+        self, method: str, parts: list[str], wanted: str | None, body: Json, fault: Fault | None
+    ) -> Json:
+        if method == "GET":
+            return {"items": [each for each in self.firewalls.values() if matches(each, wanted)]}
+        if method == "POST":
+            return self._insert_firewall(body, fault)
+        name = parts[-1]
+        if name not in self.firewalls:
+            raise missing("/".join(parts))
+        return self._operate("", "delete", self.firewalls[name], lambda: self.firewalls.pop(name, None), fault)
+
+    def _list_all(self, kind: str, wanted: str | None) -> Json:
+        if kind == "instances":
+            newest_s = self.now() - self.list_lag_s
+            found = [each for each in self.instances.values() if each["_made_s"] <= newest_s]
+        elif kind == "operations":
+            found = list(self.operations.values())
+        else:
+            found = [
+                {"name": name, "zone": zone, "guestCpus": MACHINES[name].vcpus} for name in MACHINES for zone in ZONES
+            ]
+        return _group(kind, [each for each in found if matches(each, wanted)])
+
+    def _find_family(self, project: str, path: str) -> Json:
+        family = path.rpartition("/")[2]
+        if (project, family) not in IMAGE_FAMILIES:
+            raise missing(f"projects/{project}/{path}")
+        return {"name": f"{family}-v20260901", "family": family}
+
+    # Instances
+
+    def _insert(self, zone: str, bodies: list[Json], fault: Fault | None, *, kind: str) -> Json:
+        if zone not in ZONES:
+            raise missing(f"projects/{self.project}/zones/{zone}")
+        for body in bodies:
+            if not NAME.fullmatch(body["name"]):
+                raise invalid("resource.name", body["name"])
+            check_instance(body, zone=zone, is_bulk=kind == "bulkInsert")
+            if (zone, body["name"]) in self.instances:
+                raise GceError(409, "alreadyExists", f"The resource '{body['name']}' already exists")
+        refusal = {"code": fault.code, "message": f"injected {fault.code}"} if fault and fault.code else None
+        refusal = refusal or self._find_quota_refusal(zone, bodies)
+        made: list[Json] = []
+        for body in bodies:
+            refusal = refusal or self._find_capacity_refusal(zone, body)
+            if refusal is None:
+                made.append(self._make(zone, body))
+        target = made[0] if made else self._describe(zone, bodies[0]["name"])
+
+        def settle() -> None:
+            for instance in made:
+                if refusal is None:
+                    self._run(instance)
+                else:
+                    self._remove(zone, instance["name"])
+
+        return self._operate(zone, kind, target, settle, error=refusal)
+
+    def _bulk_insert(self, zone: str, body: Json, fault: Fault | None) -> Json:
+        names = list(body["perInstanceProperties"])
+        if int(body["count"]) != len(names) or int(body.get("minCount", 0)) != len(names):
+            raise invalid("resource.count", body["count"])
+        properties = body["instanceProperties"]
+        bodies = [copy.deepcopy(properties) | {"name": name} for name in names]
+        return self._insert(zone, bodies, fault, kind="bulkInsert")
+
+    def _find_capacity_refusal(self, zone: str, body: Json) -> Json | None:
+        machine = body["machineType"].rpartition("/")[2]
+        standing = sum(
+            1
+            for (each, _), one in self.instances.items()
+            if each == zone and one["machineType"].endswith(f"/{machine}") and one["status"] != "TERMINATED"
+        )
+        if standing < self.capacity.get((zone, machine), 10**6):
+            return None
+        message = f"The zone 'projects/{self.project}/zones/{zone}' does not have enough resources available"
+        return {"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": message}
+
+    def _find_quota_refusal(self, zone: str, bodies: list[Json]) -> Json | None:
+        region = zone.rpartition("-")[0]
+        wanted: Counter[str] = Counter()
+        for body in bodies:
+            wanted.update(count_use(body))  # type: ignore[arg-type]
+        for metric, amount in wanted.items():
+            limit = self._limit(region, metric)
+            plain = metric.removeprefix("PREEMPTIBLE_")
+            if self._used(region, metric) + amount <= limit:
+                continue
+            if plain != metric and self._limit(region, metric) == 0 and amount <= self._limit(region, plain):
+                continue  # a spot machine without preemptible quota draws on the ordinary one
+            return {
+                "code": "QUOTA_EXCEEDED",
+                "message": f"Quota '{metric}' exceeded. Limit: {limit} in region {region}.",
+            }
+        return None
+
+    def _make(self, zone: str, body: Json) -> Json:
+        number = next(self._numbers)
+        inside, outside = self.allocate(number)
+        interfaces = copy.deepcopy(body["networkInterfaces"])
+        interfaces[0]["networkIP"] = inside
+        for access in interfaces[0].get("accessConfigs", []):
+            access["natIP"] = outside
+        instance = copy.deepcopy(body) | self._describe(zone, body["name"])
+        instance |= {
+            "id": str(10**15 + number),
+            "machineType": f"{self.base}/zones/{zone}/machineTypes/{body['machineType'].rpartition('/')[2]}",
+            "status": "PROVISIONING",
+            "creationTimestamp": _stamp(self.now()),
+            "networkInterfaces": interfaces,
+            "labelFingerprint": "0",
+            "_made_s": self.now(),
+        }
+        self.instances[zone, body["name"]] = instance
+        return instance
+
+    def _describe(self, zone: str, name: str) -> Json:
+        link = f"{self.base}/compute/v1/projects/{self.project}/zones/{zone}/instances/{name}"
+        return {"name": name, "zone": f"{self.base}/compute/v1/projects/{self.project}/zones/{zone}", "selfLink": link}
+
+    def _run(self, instance: Json) -> None:
+        instance["status"] = "STAGING"
+        instance["lastStartTimestamp"] = _stamp(self.now())
+        if self.on_instance is None:
+            instance["status"] = "RUNNING"
+            return
+        hook = self.on_instance
+
+        def boot() -> None:
+            hook.started(copy.deepcopy(instance))
+            with self._lock:
+                if instance["status"] == "STAGING":
+                    instance["status"] = "RUNNING"
+
+        threading.Thread(target=boot, daemon=True).start()
+
+    def _halt(self, instance: Json) -> None:
+        instance["status"] = "TERMINATED"
+        instance["lastStopTimestamp"] = _stamp(self.now())
+        self._tell_ended(instance)
+
+    def _remove(self, zone: str, name: str) -> None:
+        instance = self.instances.pop((zone, name), None)
+        if instance is not None and instance["status"] != "TERMINATED":
+            instance["status"] = "DEPROVISIONING"
+            self._tell_ended(instance)
+
+    def _tell_ended(self, instance: Json) -> None:
+        if self.on_instance is not None:
+            threading.Thread(target=self.on_instance.ended, args=(copy.deepcopy(instance),), daemon=True).start()
+
+    def _get(self, zone: str, name: str) -> Json:
+        if (zone, name) not in self.instances:
+            raise missing(f"projects/{self.project}/zones/{zone}/instances/{name}")
+        return self.instances[zone, name]
+
+    def _delete(self, zone: str, name: str, fault: Fault | None) -> Json:
+        instance = self._get(zone, name)
+        if fault is None or not fault.code:
+            instance["status"] = "STOPPING" if instance["status"] != "TERMINATED" else "TERMINATED"
+        return self._operate(zone, "delete", instance, lambda: self._remove(zone, name), fault)
+
+    def _change(self, zone: str, name: str, verb: str, body: Json, fault: Fault | None) -> Json:
+        instance = self._get(zone, name)
+        if verb == "setLabels":
+            if body["labelFingerprint"] != instance["labelFingerprint"]:
+                raise GceError(
+                    412, "conditionNotMet", "Labels fingerprint either invalid or resource labels have changed"
+                )
+            instance["labels"] = body["labels"]
+            instance["labelFingerprint"] = str(int(instance["labelFingerprint"]) + 1)
+            return self._operate(zone, "setLabels", instance, lambda: None, fault)
+        if verb == "stop":
+            return self._operate(zone, "stop", instance, lambda: self._halt(instance), fault)
+        refusal = self._find_capacity_refusal(zone, instance)
+        return self._operate(zone, "start", instance, lambda: self._run(instance), fault, error=refusal)
+
+    # Everything else
+
+    def _region(self, region: str) -> Json:
+        quotas = [
+            {"metric": each, "limit": self._limit(region, each), "usage": self._used(region, each)} for each in METRICS
+        ]
+        return {"name": region, "quotas": quotas}
+
+    def _limit(self, region: str, metric: str) -> float:
+        return self.limits.get((region, metric), 1000.0)
+
+    def _used(self, region: str, metric: str) -> float:
+        live = (each for (zone, _), each in self.instances.items() if zone.startswith(f"{region}-"))
+        return sum(count_use(each).get(metric, 0.0) for each in live if each["status"] != "TERMINATED")
+
+    def _insert_firewall(self, body: Json, fault: Fault | None) -> Json:
+        if body["name"] in self.firewalls:
+            raise GceError(409, "alreadyExists", f"The resource '{body['name']}' already exists")
+        if not NAME.fullmatch(body["name"]) or body.get("network") != "global/networks/default":
+            raise invalid("resource", body["name"])
+        if not body.get("targetTags") or not (body.get("sourceRanges") or body.get("sourceTags")):
+            raise invalid("resource.sourceRanges", body)
+        if bool(body.get("allowed")) == bool(body.get("denied")):
+            raise invalid("resource.allowed", body.get("allowed"))
+        rule = body | {
+            "selfLink": f"{self.base}/global/firewalls/{body['name']}",
+            "creationTimestamp": _stamp(self.now()),
+        }
+        self.firewalls[body["name"]] = rule
+        return self._operate("", "insert", rule, lambda: None, fault)
+
+    def _operate(
+        self,
+        zone: str,
+        kind: str,
+        target: Json,
+        deed: Callable[[], object],
+        fault: Fault | None = None,
+        *,
+        error: Json | None = None,
+        user: str = "us@example.com",
+    ) -> Json:
+        if fault is not None and fault.code:
+            error, deed = {"code": fault.code, "message": f"injected {fault.code}"}, lambda: None
+        number = next(self._numbers)
+        operation: Json = {
+            "name": f"operation-{number}",
+            "id": str(10**15 + number),
+            "operationType": kind,
+            "status": "RUNNING",
+            "targetLink": target["selfLink"],
+            "insertTime": _stamp(self.now()),
+            "user": user,
+        } | ({"zone": f"{self.base}/zones/{zone}"} if zone else {})
+
+        def finish() -> None:
+            deed()
+            operation.update(status="DONE", endTime=_stamp(self.now()))
+            if error is not None:
+                operation.update(error={"errors": [error]}, httpErrorStatusCode=400, httpErrorMessage="BAD REQUEST")
+
+        self.operations[operation["name"]] = operation
+        self._due.append((time.monotonic() + self.latency_s, operation, finish))
+        return operation
+
+    def _settle(self) -> None:
+        now_s = time.monotonic()
+        due = [finish for due_s, _, finish in self._due if due_s <= now_s]
+        self._due = [each for each in self._due if each[0] > now_s]
+        for finish in due:
+            finish()
+
+    def _wait(self, operation: Json) -> None:
+        """Hold the line, as Google does, until the operation is done."""
+        due_s = next((due_s for due_s, each, _ in self._due if each is operation), 0.0)
+        threading.Event().wait(max(0.0, due_s - time.monotonic()))
+
+
+KINDS = {
+    *("instances", "bulkInsert", "stop", "start", "setLabels", "aggregated", "machineTypes", "operations", "wait"),
+    *("regions", "global", "firewalls", "images", "family", "zones"),
+}
+
+
+def _group(kind: str, items: list[Json]) -> Json:
+    """An aggregated list: by zone, and an empty one tells so."""
+    scopes: dict[str, Json] = {}
+    for item in items:
+        zone = str(item.get("zone", "")).rpartition("/")[2]
+        scopes.setdefault(f"zones/{zone}" if zone else "global", {}).setdefault(kind, []).append(item)
+    return {"items": scopes or {f"zones/{ZONES[0]}": {"warning": {"code": "NO_RESULTS_ON_PAGE"}}}}
+
+
+def _stamp(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")
