@@ -15,6 +15,7 @@ from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
 from broker.provision.failover import HEDGE, Failover, Wanted, describe
+from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
 from broker.provision.returns import Returns
@@ -58,6 +59,7 @@ class Provisioner:
         self._collector = Collector(
             clouds, store, clock=clock, owner=owner, down=self.down, bury=self._bury, returns=self._returns
         )
+        self._leftovers = Leftovers(clouds, store, clock=clock, owner=owner)
         self._absences: dict[str, Absence] = {}  # by cloud
 
     async def up(
@@ -188,7 +190,11 @@ class Provisioner:
 
     async def collect(self) -> int:
         """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""
-        return await self._collector.collect()
+        return await self._collector.collect() + await self.sweep()
+
+    async def sweep(self) -> int:
+        """Delete what clusters that are gone left behind besides nodes; returns how many things."""
+        return await self._leftovers.sweep()
 
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name
