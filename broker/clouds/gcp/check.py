@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from broker.clouds.gcp.faults import DisabledError
@@ -11,12 +10,13 @@ from broker.clouds.gcp.policy import PERMISSIONS, ROLE
 from broker.clouds.gcp.quotas import GPU_METRICS
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
 from broker.errors import AuthError
+from broker.nouns import noun
 
 LOGIN_COMMAND = "gcloud auth application-default login"
 NAMED_MAX = 4  # so many regions or permissions are named in a note
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Finding:
     """One thing that was looked at. `command` mends it; a finding may be wanting without standing in the way."""
 

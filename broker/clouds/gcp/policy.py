@@ -19,6 +19,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.images.getFromFamily": "find the newest image of this project's own families",
     "compute.images.useReadOnly": "start from this project's own images",
     "compute.networks.updatePolicy": "put firewall rules into the network",
+    "compute.subnetworks.get": "find the network of a subnetwork named in the settings",
     "compute.subnetworks.use": "put nodes into the network",
     "compute.subnetworks.useExternalIp": "reach nodes by ssh",
     "compute.firewalls.create": "let ssh in from here only",
