@@ -21,7 +21,6 @@ from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Place
 OWNER = "0123456789ab"
 TOKENS = itertools.count(1)
 LOOKS_MAX = 2000
-LOOK_S = 0.05
 
 
 class Bed:
@@ -30,6 +29,7 @@ class Bed:
     cloud: Cloud
     clock: Clock
     offer: Offer
+    look_s = 0.05  # between two looks, by `clock`
     has_machines = True  # False: nodes on paper, with no address
 
     def reopen(self) -> Cloud:
@@ -81,7 +81,7 @@ async def wait_for(bed: Bed, token: str, is_so: Callable[[Sequence[Node]], bool]
         nodes = await list_of(bed, token)
         if nodes and is_so(nodes):
             return nodes
-        await bed.clock.sleep(LOOK_S)
+        await bed.clock.sleep(bed.look_s)
     raise AssertionError(f"never came true of {nodes}")
 
 

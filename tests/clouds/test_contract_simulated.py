@@ -16,6 +16,7 @@ from tests.simulation.virtual import VirtualClock
 
 
 class SimulatedBed(Bed):
+    look_s = 1.0
     has_machines = False
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""EC2's actions on what machines stand in: regions, networks, groups, images, templates, disks; and SSM, quotas, STS."""
+"""EC2's actions on what machines stand in: regions, networks, groups, images, templates, disks; SSM, quotas, STS."""
 
 from __future__ import annotations
 
@@ -164,10 +164,10 @@ def describe_launch_templates(account: Account, region: str, asked: Parameters) 
 
 def delete_launch_template(account: Account, region: str, asked: Parameters) -> Answer:
     for identity, each in account.templates.items():
-        if each["region"] == region and asked.get("LaunchTemplateId", identity) == identity:
-            if asked.get("LaunchTemplateName", each["name"]) == each["name"]:
-                del account.templates[identity]
-                return {"LaunchTemplate": {"LaunchTemplateId": identity}}
+        known = (region, asked.get("LaunchTemplateId", identity), asked.get("LaunchTemplateName", each["name"]))
+        if (each["region"], identity, each["name"]) == known:
+            del account.templates[identity]
+            return {"LaunchTemplate": {"LaunchTemplateId": identity}}
     raise ApiError("InvalidLaunchTemplateName.NotFoundException")
 
 

@@ -23,7 +23,9 @@ Result = TypeVar("Result")
 class Clients:
     """Makes nothing and imports nothing before the first call."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_session: Callable[[], Any] | None = None) -> None:
+        """`open_session` makes the boto3 session; None: by the user's own settings."""
+        self._make_session = open_session or _open_boto3_session
         self._lock = threading.Lock()
         self._session: Any = None
         self._clients: dict[tuple[str, str, int], Any] = {}
@@ -99,10 +101,14 @@ class Clients:
 
     def _open_session(self) -> Any:
         if self._session is None:
-            import boto3
-
-            self._session = boto3.Session()
+            self._session = self._make_session()
         return self._session
+
+
+def _open_boto3_session() -> Any:
+    import boto3
+
+    return boto3.Session()
 
 
 def name_exception(error: Exception) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,10 +51,10 @@ class AwsCloud:
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
 
-    def __init__(self, settings: Settings, *, clock: Clock) -> None:
+    def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
         self._settings = settings
         self._clock = clock
-        self._clients = Clients()
+        self._clients = Clients(open_session)
         self._quotas = Quotas(self._clients, clock=clock)
         self._launcher = Launcher(self._clients, settings, self._quotas, clock=clock)
         self._sweeper = Sweeper(self._clients)

@@ -13,6 +13,7 @@ from typing import Any
 from broker.errors import UsageError
 
 FILE = "aws.toml"
+KINDS = {"list": "a list", "dict": "a table", "bool": "`true` or `false`", "str": "a string"}  # TOML's words
 ADDRESS_URL = "https://checkip.amazonaws.com"  # Amazon's own; answers with the caller's address as one line
 
 
@@ -49,16 +50,11 @@ def load_settings(home: Path) -> Settings:
 
 
 def _check(path: Path, name: str, value: Any) -> None:
-    wanted: dict[str, type] = {
-        "regions": list, "ssh_from": list, "vpcs": dict, "images": dict, "uses_private_addresses": bool,
-    }  # fmt: skip
-    if not isinstance(value, wanted.get(name, str)):
-        raise UsageError(f"{path}: `{name}` must be a {wanted.get(name, str).__name__}")
-    inner: list[Any] = []
-    if isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, list):
-        inner = value
+    kinds = {"regions": "list", "ssh_from": "list", "vpcs": "dict", "images": "dict", "uses_private_addresses": "bool"}
+    wanted = kinds.get(name, "str")
+    if type(value).__name__ != wanted:
+        raise UsageError(f"{path}: `{name}` must be {KINDS[wanted]}")
+    inner = value.values() if wanted == "dict" else value if wanted == "list" else ()
     if not all(isinstance(each, str) for each in inner):
         raise UsageError(f"{path}: `{name}` must hold strings")
     if name == "ssh_from":

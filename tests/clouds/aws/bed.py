@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
+import boto3
+import botocore.session
 import pytest
+from botocore.loaders import Loader
 
 from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.aws.settings import Settings
@@ -37,7 +41,12 @@ class JumpingClock:
         await asyncio.sleep(0)
 
 
+LOADER = Loader()  # keeps AWS's service models, a second's reading, from one test to the next
+
+
 class AwsBed(Bed):
+    look_s = 1.0
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = JumpingClock()
         self.account = Account(clock=self.clock)
@@ -45,11 +54,11 @@ class AwsBed(Bed):
         for name, value in self.aws.environment.items():
             monkeypatch.setenv(name, value)
         self.settings = Settings(address_url=self.aws.url)
-        self.cloud = self.adapter = AwsCloud(self.settings, clock=self.clock)
+        self.cloud = self.adapter = AwsCloud(self.settings, clock=self.clock, open_session=open_session)
         self.offer = OFFER
 
     def reopen(self) -> Cloud:
-        return AwsCloud(self.settings, clock=self.clock)
+        return AwsCloud(self.settings, clock=self.clock, open_session=open_session)
 
     def fill(self) -> None:
         self.account.full.add((ZONE, self.offer.instance_type))
@@ -70,6 +79,12 @@ class AwsBed(Bed):
 
     async def end_from_inside(self, node: Node) -> None:
         self.account.end_from_inside(node.id)
+
+
+def open_session() -> Any:
+    core = botocore.session.Session()
+    core.register_component("data_loader", LOADER)
+    return boto3.Session(botocore_session=core)
 
 
 def any_zone(offer: Offer) -> Offer:

@@ -1,0 +1,95 @@
+"""The printed policy is enough for all that broker does, and lets it touch nothing of anybody else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from broker.clouds.aws.policy import make_policy
+from broker.errors import AuthError
+from broker.types import MachineSpec, NodeState
+from tests.clouds.aws.bed import AwsBed
+from tests.clouds.contract import OWNER, CloudContract, make_request, wait_state
+
+
+class TestWithPolicyOnly(CloudContract):
+    """The whole contract, everything else denied."""
+
+    @pytest.fixture(autouse=True)
+    def deny_all_else(self, bed: AwsBed) -> None:
+        bed.account.policy = allow(OWNER, "somebody-else")  # the contract plays two installations
+
+
+def allow(*owners: str) -> dict[str, object]:
+    statements = [statement for owner in owners for statement in make_policy(owner)["Statement"]]
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def test_policy_suffices_for_fleets_efa_and_the_sweep(bed: AwsBed) -> None:
+    bed.account.policy = allow(OWNER)
+    bed.account.scores = {"us-east-1c": 9}
+    bed.offer = replace(bed.offer, zone=None)
+
+    async def act() -> None:
+        spec = MachineSpec(network_tier="best", ports=("8080",))
+        request = make_request(bed, node_count=2, is_spot=True, spec=spec)
+        await bed.cloud.create_nodes(request)
+        nodes = await wait_state(bed, request.token, NodeState.RUNNING, 2)
+        await bed.cloud.terminate_nodes([node.id for node in nodes])
+        await wait_state(bed, request.token, NodeState.TERMINATED, 2)
+        assert await bed.adapter.sweep(OWNER, ()) == 3
+
+    bed.run(act())
+
+
+def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
+    """Every listed action is called by something, so that none lingers after the code that needed it."""
+    bed.account.policy = allow(OWNER)
+    bed.account.volumes["vol-1"] = {
+        "region": "us-east-1", "VolumeId": "vol-1", "State": "available",
+        "Tags": [{"Key": "broker-owner", "Value": OWNER}],
+    }  # fmt: skip
+
+    async def act() -> None:
+        await bed.cloud.check()
+        for zone, is_spot in (("us-east-1b", False), (None, True)):
+            bed.offer = replace(bed.offer, zone=zone)
+            bed.account.scores = {"us-east-1c": 9}
+            request = make_request(bed, node_count=2, is_spot=is_spot, spec=MachineSpec(network_tier="best"))
+            await bed.cloud.create_nodes(request)
+            nodes = await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            ids = [node.id for node in nodes]
+            if not is_spot:
+                await bed.adapter.stop_nodes(ids)
+                await wait_state(bed, request.token, NodeState.STOPPED, 2)
+                await bed.adapter.start_nodes(ids)
+            await bed.cloud.terminate_nodes(ids)
+            await wait_state(bed, request.token, NodeState.TERMINATED, 2)
+        assert await bed.adapter.sweep(OWNER, ()) == 4
+
+    bed.run(act())
+    listed = {action for statement in make_policy(OWNER)["Statement"] for action in statement["Action"]}
+    needed_once_by_amazon = {"iam:CreateServiceLinkedRole"}
+    assert listed - needed_once_by_amazon == bed.account.find_actions() - {"sts:GetCallerIdentity"}
+
+
+def test_policy_keeps_us_from_other_peoples_machines(bed: AwsBed) -> None:
+    async def act() -> None:
+        theirs = make_request(bed, owner="somebody-else")
+        (node,) = await bed.cloud.create_nodes(theirs)
+        await bed.clock.sleep(bed.cloud.settle_s)
+        bed.account.policy = allow(OWNER)
+        for verb in (bed.cloud.terminate_nodes, bed.adapter.stop_nodes):
+            with pytest.raises(AuthError) as caught:
+                await verb([node.id])
+            assert any("broker check --policy aws" in hint for hint in caught.value.hints)
+        with pytest.raises(AuthError):
+            await bed.cloud.create_nodes(theirs)
+
+    bed.run(act())
+
+
+def test_policy_fits_into_an_inline_policy() -> None:
+    assert len(json.dumps(make_policy(OWNER), separators=(",", ":"))) < 6144  # of a managed policy, IAM quotas
