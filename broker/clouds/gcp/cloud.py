@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from broker.clock import Clock
 from broker.clouds.gcp import firewall, instances
 from broker.clouds.gcp.callers import find_callers
-from broker.clouds.gcp.check import inspect, require
+from broker.clouds.gcp.check import inspect_project, require
 from broker.clouds.gcp.images import find_image
 from broker.clouds.gcp.login import Login, find_login, is_sdk_installed
 from broker.clouds.gcp.machine import check_request
@@ -66,7 +66,7 @@ class GcpCloud:
         self._sdk.prepare()
 
     async def check(self) -> None:
-        require(await inspect(self._sdk))
+        require(await inspect_project(self._sdk))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         """Waits for Google's verdict, which lies in the operation; the machines start meanwhile."""

@@ -31,6 +31,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.zoneOperations.get": "wait for Google's verdict on a create",
     "compute.globalOperations.get": "wait for a firewall rule",
     "compute.globalOperations.list": "tell a preempted node from a deleted one",
+    "serviceusage.services.use": "count a user's calls against this project's own rate limits",
 }
 
 

@@ -21,7 +21,7 @@ GPU_METRICS = {
     "A100-80GB": "NVIDIA_A100_80GB_GPUS",
 }
 # Families with a quota of their own; all others share CPUS.
-CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "g2", "m1", "m2", "m3", "n2", "n2d", "n2a", "t2a", "t2d", "a3"})
+CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "m1", "m2", "m3", "n2", "n2a", "n2d", "t2a", "t2d"})
 
 
 @noun

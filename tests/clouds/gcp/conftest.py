@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from broker.clock import SystemClock
+from broker.clouds.gcp import login
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.gcp.login import Login
 from broker.clouds.gcp.memory import Memory
@@ -29,8 +30,8 @@ class Bench:
 
     def make_cloud(self, **changes: Any) -> GcpCloud:
         """Another process would make its own, over the same state folder."""
-        login = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
-        return GcpCloud(login, memory=Memory(self.folder), clock=SystemClock())
+        mine = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
+        return GcpCloud(mine, memory=Memory(self.folder), clock=SystemClock())
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
@@ -136,3 +137,16 @@ def request_of() -> Callable[..., NodeRequest]:
 @pytest.fixture
 def offer_of() -> Callable[..., Offer]:
     return make_offer
+
+
+@pytest.fixture
+def no_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody is logged in; returned is the folder where gcloud would keep a login."""
+    names = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT", "BROKER_GCP_ENDPOINT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "gcloud"
+    folder.mkdir()
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(folder))
+    monkeypatch.setattr(login, "PRODUCT_NAME", tmp_path / "none")
+    return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,7 +96,7 @@ def test_every_fault_of_the_login_says_how_to_log_in_or_may_pass(kind: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "error", [requests.ConnectionError(), requests.Timeout(), socket.timeout(), ConnectionResetError(), OSError()]
+    "error", [requests.ConnectionError(), requests.Timeout(), TimeoutError(), ConnectionResetError(), OSError()]
 )
 def test_silence_is_no_refusal_where_something_may_have_changed(error: Exception) -> None:
     assert isinstance(translate(error, does_change=True), UnknownOutcomeError)
