@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import os
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from broker.cli.context import Context
 from broker.cli.render import print_json, print_line, print_table
-from broker.clouds import CLOUDS
+from broker.clouds import CHECKS, CLOUDS
+from broker.errors import CloudError, UsageError
+
+if TYPE_CHECKING:
+    from broker.clouds.findings import Finding, Inspector
+
+EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
+LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
 
 
-def check(as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False) -> None:
+def check(
+    cloud: Annotated[str | None, typer.Argument(help="Look at this cloud only, and closely.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="CLOUD", help="Print the permissions that a cloud's login needs, as a file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+) -> None:
     """Say which clouds can be used and how to enable the others."""
+    context = Context()
+    if policy is not None:
+        print_line(_find_inspector(policy).write_policy(context.config).rstrip("\n"))
+    elif cloud is not None:
+        _show_closely(context, cloud, as_json=as_json)
+    else:
+        _show_all(context, as_json=as_json)
+
+
+def _show_all(context: Context, *, as_json: bool) -> None:
     rows = [("local", True, "this machine, pretend prices")]
-    rows += [(name, False, _explain(name)) for name in Context().book.count_offers() if name not in CLOUDS]
+    for name in context.book.count_offers():
+        if name in CHECKS and name in context.clouds:
+            rows.append((name, *_sum_up(name, context)))
+        elif name not in CLOUDS or name not in context.clouds:
+            rows.append((name, False, _explain(name)))
     if as_json:
         print_json([{"cloud": name, "can_launch": can, "note": note} for name, can, note in rows])
         return
@@ -25,24 +52,52 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="As data.")] = Fa
     print_line("Every cloud listed can be planned on: `broker plan`, `broker launch --dryrun`")
 
 
+def _sum_up(name: str, context: Context) -> tuple[bool, str]:
+    try:
+        findings = _inspect(name, context)
+    except CloudError as error:
+        return False, error.message
+    wrong = next((each for each in findings if each.is_needed and not each.is_ok), None)
+    if wrong is None:
+        return True, f"{findings[0].note}; more: `broker check {name}`"
+    return False, f"{wrong.name}: {wrong.note}; more: `broker check {name}`"
+
+
+def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
+    findings = _inspect(name, context)
+    if as_json:
+        keys = ("name", "is_ok", "note", "command", "is_needed")
+        print_json([{key: getattr(each, key) for key in keys} for each in findings])
+        return
+    for each in findings:
+        word = "ok" if each.is_ok else "wrong" if each.is_needed else "none"
+        print_line(f"{word:5}  {each.name}: {each.note}")
+        if each.command:
+            print_line(f"       mend: {each.command}")
+
+
+def _inspect(name: str, context: Context) -> Sequence[Finding]:
+    import asyncio
+
+    return asyncio.run(_find_inspector(name).inspect(context.config, clock=context.clock))
+
+
+def _find_inspector(name: str) -> Inspector:
+    if name not in CHECKS:
+        raise UsageError(f"there is nothing to check at `{name}`", hints=(f"There is {', '.join(sorted(CHECKS))}.",))
+    if not _is_installed(EXTRAS[name]):
+        raise UsageError(f"`{name}` needs its library", hints=(f"Install `intercloud-broker[{name}]`.",))
+    inspector: Inspector = importlib.import_module(CHECKS[name])
+    return inspector
+
+
 def _explain(name: str) -> str:
-    """What is there already of what a launch will need; the adapter itself is still to come."""
-    login = {
-        "aws": _find_login("boto3", "aws", [".aws/credentials", ".aws/config"], "AWS_ACCESS_KEY_ID"),
-        "gcp": _find_login(
-            "google.cloud", "gcp", [".config/gcloud/application_default_credentials.json"],
-            "GOOGLE_APPLICATION_CREDENTIALS",
-        ),
-    }.get(name)  # fmt: skip
-    return f"no adapter yet{f'; {login}' if login else ''}"
-
-
-def _find_login(module: str, extra: str, files: list[str], variable: str) -> str:
-    if not _is_installed(module):
-        return f"install `intercloud-broker[{extra}]`"
-    if os.getenv(variable) or any((Path.home() / each).exists() for each in files):
-        return "SDK and login are there"
-    return f"log in, or set {variable}"
+    """Why nothing can be launched there."""
+    if name not in CLOUDS:
+        return "no adapter yet"
+    if name in EXTRAS and not _is_installed(EXTRAS[name]):
+        return f"install `intercloud-broker[{name}]`"
+    return LOGIN_HINTS.get(name, "no login found")
 
 
 def _is_installed(module: str) -> bool:

@@ -8,3 +8,7 @@ CLOUDS: dict[str, str] = {
     "aws": "broker.clouds.aws.cloud:make_cloud",
     "gcp": "broker.clouds.gcp.cloud:make_cloud",
 }
+# name -> module with `inspect` and `write_policy` (`broker.clouds.findings.Inspector`), for `broker check`
+CHECKS: dict[str, str] = {
+    "aws": "broker.clouds.aws.check",
+}

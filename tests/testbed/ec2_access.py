@@ -14,7 +14,7 @@ Needed = tuple[str, list[Target]]
 def list_targets(account: Account, action: str, region: str, asked: Mapping[str, Any]) -> Iterator[Needed]:
     """Pairs of an action and what it is done to."""
     name = action.partition(":")[2]
-    if name.startswith(("Describe", "Get")):
+    if name.startswith(("Describe", "Get", "List")):
         yield action, [Target(arn="*")]
     elif name == "RunInstances":
         yield from _launch(account, region, asked, action="RunInstances", is_spot="InstanceMarketOptions" in asked)
@@ -45,7 +45,7 @@ def _launch(account: Account, region: str, asked: Mapping[str, Any], *, action: 
     targets += [
         Target(arn=_arn(region, "image", asked["ImageId"])),
         Target(arn=_arn(region, "subnet", card.get("SubnetId", "any"))),
-        _existing(account, region, "security-group", card["Groups"][0]),
+        _existing(account, region, "security-group", card.get("Groups", ["sg-default"])[0]),
     ]
     if "Placement" in asked:
         targets.append(_existing(account, region, "placement-group", asked["Placement"]["GroupName"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from broker.clouds.aws.quotas import QUOTAS
 from tests.testbed.ec2_account import ACCOUNT, QUOTA_VCPUS, TYPES, ZONES, Account
 from tests.testbed.ec2_machines import (
     SUBNET,
@@ -25,7 +26,14 @@ ROOT_DEVICE = "/dev/sda1"
 
 
 def describe_regions(account: Account, region: str, asked: Parameters) -> Answer:
-    return {"Regions": [{"RegionName": each} for each in ZONES if each not in account.disabled_regions]}
+    off = account.disabled_regions
+    return {
+        "Regions": [
+            {"RegionName": each, "OptInStatus": "not-opted-in" if each in off else "opt-in-not-required"}
+            for each in ZONES
+            if each not in off or asked.get("AllRegions")
+        ]
+    }
 
 
 def describe_availability_zones(account: Account, region: str, asked: Parameters) -> Answer:
@@ -205,6 +213,14 @@ def get_service_quota(account: Account, region: str, asked: Parameters) -> Answe
     return {"Quota": {"QuotaCode": code, "Value": account.quotas.get((region, code), QUOTA_VCPUS)}}
 
 
+def list_service_quotas(account: Account, region: str, asked: Parameters) -> Answer:
+    """A page each quota: real pages are long, and nobody reads the second by accident."""
+    codes = sorted({code for pair in QUOTAS.values() for code in pair})
+    place = int(asked.get("NextToken", 0))
+    more = {"NextToken": str(place + 1)} if place + 1 < len(codes) else {}
+    return {"Quotas": [get_service_quota(account, region, {"QuotaCode": codes[place]})["Quota"]], **more}
+
+
 def get_caller_identity(account: Account, region: str, asked: Parameters) -> Answer:
     return {"Account": ACCOUNT, "Arn": f"arn:aws:iam::{ACCOUNT}:user/somebody", "UserId": "AIDAFAKE"}
 
@@ -254,6 +270,7 @@ ACTIONS: dict[str, Action] = {
     "ec2:StopInstances": stop_instances,
     "ec2:TerminateInstances": terminate_instances,
     "servicequotas:GetServiceQuota": get_service_quota,
+    "servicequotas:ListServiceQuotas": list_service_quotas,
     "ssm:GetParameter": get_parameter,
     "sts:GetCallerIdentity": get_caller_identity,
 }

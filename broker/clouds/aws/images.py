@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from broker.catalog.architecture import guess_architecture
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.settings import Settings
 from broker.errors import InvalidRequestError
+from broker.nouns import noun
 from broker.types import MachineSpec, Offer
 
 # Public parameters that AWS and Canonical keep up to date: the DLAMI guide, "Find the latest DLAMI id", and
@@ -22,7 +21,7 @@ PLAIN_FAMILIES = ("p2.", "p3.", "p3dn.", "g3.", "g3s.", "g4ad.", "dl1.", "dl2q."
 PARAMETER = "ssm:"
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Image:
     id: str
     root_device: str

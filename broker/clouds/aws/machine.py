@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from broker.clouds.aws import tags
 from broker.clouds.aws.images import Image
 from broker.errors import InvalidRequestError
+from broker.nouns import noun
 from broker.types import NodeRequest
 
 USER_DATA_BYTES_MAX = 16384  # EC2 user guide, before base64
@@ -25,7 +25,7 @@ DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 is given 3000 
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Surroundings:
     """What was found or made for a gang before it is launched."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from broker.clouds.aws import tags
@@ -13,13 +12,14 @@ from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.faults import RefusedError
 from broker.clouds.aws.settings import Settings
 from broker.errors import InvalidRequestError, TransientError
+from broker.nouns import noun
 from broker.types import NodeRequest
 
 ADDRESS_S_MAX = 10.0
 ANYWHERE = ("0.0.0.0/0", "::/0")
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Site:
     """Where a gang may stand: `subnets` maps zone to subnet."""
 

@@ -10,10 +10,11 @@ LISTED = (
     *("ec2:DescribeAvailabilityZones", "ec2:DescribeImages", "ec2:DescribeInstanceTypes", "ec2:DescribeInstances"),
     *("ec2:DescribeLaunchTemplates", "ec2:DescribePlacementGroups", "ec2:DescribeRegions", "ec2:DescribeVpcs"),
     *("ec2:DescribeSecurityGroups", "ec2:DescribeSubnets", "ec2:DescribeVolumes", "ec2:GetSpotPlacementScores"),
-    *("servicequotas:GetServiceQuota", "ssm:GetParameter"),
+    *("servicequotas:GetServiceQuota", "servicequotas:ListServiceQuotas", "ssm:GetParameter"),
 )
 LAUNCHED = ("instance", "volume", "network-interface")
 SHARED = ("security-group", "placement-group", "launch-template")
+FOUND = ("image", "subnet", "security-group", "spot-instances-request")  # only looked up, or Amazon's own
 MADE = ("CreateSecurityGroup", "CreatePlacementGroup", "CreateLaunchTemplate", "CreateFleet")
 ENDED = (
     *("ec2:TerminateInstances", "ec2:StopInstances", "ec2:StartInstances", "ec2:DeleteVolume"),
@@ -31,8 +32,9 @@ def make_policy(owner: str, *, instance_profile_role: str | None = None) -> dict
     statements = [
         _allow("Look", LISTED, ["*"]),
         _allow("LaunchTagged", ["ec2:RunInstances"], _arns(*LAUNCHED), is_given),
-        _allow("LaunchFrom", ["ec2:RunInstances"], _arns("image", "subnet", "spot-instances-request")),
-        _allow("LaunchInto", ["ec2:RunInstances", "ec2:CreateFleet"], _arns(*SHARED), is_ours),
+        _allow("LaunchFrom", ["ec2:RunInstances"], _arns(*FOUND)),
+        _allow("LaunchInto", ["ec2:RunInstances"], _arns("placement-group", "launch-template"), is_ours),
+        _allow("LaunchFleetFrom", ["ec2:CreateFleet"], _arns("launch-template"), is_ours),
         _allow("MakeTagged", [f"ec2:{name}" for name in MADE], _arns(*SHARED, "fleet"), is_given),
         _allow("MakeInNetwork", ["ec2:CreateSecurityGroup"], _arns("vpc")),
         _allow(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.faults import RefusedError, find_kind
 from broker.errors import QuotaError
+from broker.nouns import noun
 from broker.types import Placement
 
 KNOWN_S = 600.0  # a quota changes by hand, a score with the market: both are worth asking again after a while
@@ -28,7 +28,7 @@ FAMILY = re.compile(r"(trn|inf|dl|vt|hpc|mac|[a-z])")
 ALIASES = {**dict.fromkeys("acdhimrtz", "standard"), "vt": "g"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Quota:
     """`vcpus` may run at once in the region."""
 

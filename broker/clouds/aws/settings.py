@@ -6,18 +6,19 @@ import dataclasses
 import ipaddress
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from broker.errors import UsageError
+from broker.nouns import noun
 
 FILE = "aws.toml"
 KINDS = {"list": "a list", "dict": "a table", "bool": "`true` or `false`", "str": "a string"}  # TOML's words
 ADDRESS_URL = "https://checkip.amazonaws.com"  # Amazon's own; answers with the caller's address as one line
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Settings:
     """`ssh_from`: blocks of addresses that may log in; empty: the address that this machine has now."""
 

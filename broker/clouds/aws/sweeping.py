@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.nouns import noun
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Kind:
     """How leftovers of one kind are listed and deleted. Where EC2 lists no pages, `is_paged` is False."""
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from broker.clouds.aws.check import inspect_account
+from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.policy import make_policy
 from broker.errors import AuthError
 from broker.types import MachineSpec, NodeState
-from tests.clouds.aws.bed import AwsBed
+from tests.clouds.aws.bed import AwsBed, open_session
 from tests.clouds.contract import OWNER, CloudContract, make_request, wait_state
 
 
@@ -53,7 +55,8 @@ def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
     }  # fmt: skip
 
     async def act() -> None:
-        await bed.cloud.check()
+        findings = await inspect_account(Clients(open_session), bed.settings, OWNER)
+        assert [each.name for each in findings if not each.is_ok] == []
         for zone, is_spot in (("us-east-1b", False), (None, True)):
             bed.offer = replace(bed.offer, zone=zone)
             bed.account.scores = {"us-east-1c": 9}

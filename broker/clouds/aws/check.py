@@ -1,0 +1,206 @@
+"""`broker check` for AWS: login, regions, network, permissions, quotas; for each fault the command that mends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from broker.clock import Clock
+from broker.clouds.aws import tags
+from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.faults import RefusedError, find_kind, translated
+from broker.clouds.aws.images import PLAIN_IMAGE
+from broker.clouds.aws.network import Network, Site
+from broker.clouds.aws.policy import make_policy
+from broker.clouds.aws.quotas import QUOTAS, Quota
+from broker.clouds.aws.settings import Settings, load_settings
+from broker.clouds.findings import Finding
+from broker.config import Config
+from broker.errors import InvalidRequestError
+
+LOGIN_COMMAND = "aws configure"
+POLICY_COMMAND = (
+    "broker check --policy aws > broker-policy.json && "
+    "aws iam put-user-policy --user-name {user} --policy-name broker --policy-document file://broker-policy.json"
+)
+GPU_FAMILIES = {"G (T4, A10G, L4, L40S)": "g", "P (V100, A100, H100, ...)": "p", "P5 (H100, H200)": "p5", "Trn": "trn"}
+NAMED_MAX = 4  # so many regions are named in a note
+
+
+async def inspect(config: Config, *, clock: Clock) -> Sequence[Finding]:
+    """See `Inspector`."""
+    return await inspect_account(Clients(), load_settings(config.home), config.owner)
+
+
+def write_policy(config: Config) -> str:
+    return json.dumps(make_policy(config.owner), indent=2) + "\n"
+
+
+async def inspect_account(clients: Clients, settings: Settings, owner: str) -> Sequence[Finding]:
+    with translated():
+        home = await clients.find_home()
+        login, user = await _check_login(clients, home)
+        if not login.is_ok:
+            return [login]
+        regions = await _check_regions(clients, home, settings)
+        network, site = await _check_network(clients, settings, home)
+        permissions = await _check_permissions(clients, home, site, owner, user)
+        quotas = await _check_quotas(clients, settings.regions or [home])
+    return [login, regions, network, permissions, *quotas]
+
+
+async def _check_login(clients: Clients, home: str) -> tuple[Finding, str]:
+    try:
+        answer = await clients.read("sts", home, "get_caller_identity")
+    except RefusedError as refusal:
+        if find_kind(refusal.code, refusal.status) not in ("login", "forbidden"):
+            raise
+        note = f"{refusal.code}: {refusal.message}"
+        return Finding(name="credentials", is_ok=False, note=note, command=LOGIN_COMMAND), ""
+    who = str(answer["Arn"]).rpartition(":")[2]  # user/NAME, assumed-role/NAME/SESSION, root
+    return Finding(name="credentials", is_ok=True, note=f"account {answer['Account']}, {who}"), who
+
+
+async def _check_regions(clients: Clients, home: str, settings: Settings) -> Finding:
+    try:
+        answer = await clients.read("ec2", home, "describe_regions", AllRegions=True)
+    except RefusedError as refusal:
+        return Finding(name="regions", is_ok=False, note=refusal.code, command=POLICY_COMMAND.format(user="USER"))
+    is_on = {each["RegionName"]: each.get("OptInStatus") != "not-opted-in" for each in answer["Regions"]}
+    off = sorted(name for name in is_on if not is_on[name])
+    wanted_off = [name for name in settings.regions if not is_on.get(name)]
+    note = f"{sum(is_on.values())} on" + (f", off: {_name(off)}" if off else "")
+    command = f"aws account enable-region --region-name {(wanted_off or off)[0]}" if off or wanted_off else ""
+    return Finding(name="regions", is_ok=not wanted_off, note=note, command=command if wanted_off else "")
+
+
+async def _check_network(clients: Clients, settings: Settings, home: str) -> tuple[Finding, Site | None]:
+    try:
+        site = await Network(clients, settings).find_site(home, None)
+    except InvalidRequestError as error:
+        command = f"aws ec2 create-default-vpc --region {home}"
+        return Finding(name="network", is_ok=False, note=error.message, command=command), None
+    except RefusedError as refusal:
+        command = POLICY_COMMAND.format(user="USER")
+        return Finding(name="network", is_ok=False, note=refusal.code, command=command), None
+    return Finding(name="network", is_ok=True, note=f"{home}: {site.vpc}, {len(site.subnets)} zones"), site
+
+
+async def _check_permissions(clients: Clients, home: str, site: Site | None, owner: str, user: str) -> Finding:
+    """Creates are tried without being carried out (DryRun); ends need something to end, and are not tried."""
+    parameter = {"Name": PLAIN_IMAGE.format(arch="amd64")}
+    needed: list[tuple[str, str, dict[str, Any]]] = [("ssm", "get_parameter", parameter)]
+    needed += [("ec2", name, {}) for name in ("describe_instances", "describe_security_groups", "describe_volumes")]
+    try:
+        image = str((await clients.read("ssm", home, "get_parameter", **parameter))["Parameter"]["Value"])
+    except RefusedError:
+        image = "ami-00000000"
+    needed += [("ec2", name, {**asked, "DryRun": True}) for name, asked in make_trials(owner, site, image)]
+    tried = await asyncio.gather(*(_may(clients, home, *each) for each in needed))
+    missing = [name for name in tried if name]
+    if not missing:
+        return Finding(name="permissions", is_ok=True, note=f"{len(needed)} calls tried")
+    note = f"missing: {', '.join(missing)}"
+    name = user.removeprefix("user/") if user.startswith("user/") else "USER"
+    return Finding(name="permissions", is_ok=False, note=note, command=POLICY_COMMAND.format(user=name))
+
+
+def make_trials(owner: str, site: Site | None, image: str) -> list[tuple[str, dict[str, Any]]]:
+    """What a launch would make, tagged as it would be; none of it is made."""
+    ours = {tags.OWNER: owner, tags.CLUSTER: "check"}
+    trials: list[tuple[str, dict[str, Any]]] = [
+        (
+            "create_placement_group",
+            {
+                "GroupName": "broker-check",
+                "Strategy": "cluster",
+                "TagSpecifications": tags.specify_tags(ours, "placement-group"),
+            },
+        ),
+        (
+            "create_launch_template",
+            {
+                "LaunchTemplateName": "broker-check",
+                "LaunchTemplateData": {"InstanceType": "m5.large"},
+                "TagSpecifications": tags.specify_tags(ours, "launch-template"),
+            },
+        ),
+    ]
+    if site is not None:
+        card = {"DeviceIndex": 0, "SubnetId": next(iter(site.subnets.values()))}
+        group = {"GroupName": "broker-check", "Description": "broker check", "VpcId": site.vpc}
+        trials += [
+            ("create_security_group", {**group, "TagSpecifications": tags.specify_tags(ours, "security-group")}),
+            (
+                "run_instances",
+                {
+                    "ImageId": image,
+                    "InstanceType": "m5.large",
+                    "MinCount": 1,
+                    "MaxCount": 1,
+                    "NetworkInterfaces": [card],
+                    "TagSpecifications": tags.specify_tags(ours, *tags.TAGGED_AT_LAUNCH),
+                },
+            ),
+        ]
+    return trials
+
+
+async def _may(clients: Clients, region: str, service: str, operation: str, asked: Mapping[str, Any]) -> str | None:
+    """The operation's name where it is forbidden."""
+    try:
+        await clients.read(service, region, operation, **asked)
+    except RefusedError as refusal:
+        return operation if find_kind(refusal.code, refusal.status) == "forbidden" else None
+    return None
+
+
+async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[Finding]:
+    """One line a family of machines and way of paying. None stands in the way: there are other families and clouds."""
+    try:
+        listed = await asyncio.gather(*(_list_quotas(clients, each) for each in regions))
+    except RefusedError as refusal:
+        command = POLICY_COMMAND.format(user="USER")
+        return [Finding(name="quotas", is_ok=False, note=refusal.code, command=command, is_needed=False)]
+    by_code: dict[str, list[Quota]] = defaultdict(list)
+    for region, quotas in zip(regions, listed, strict=True):
+        for code, vcpus in quotas.items():
+            by_code[code].append(Quota(code=code, region=region, vcpus=vcpus))
+    findings = []
+    for title, family in GPU_FAMILIES.items():
+        for kind, code in zip(("on-demand", "spot"), QUOTAS[family], strict=True):
+            limits = sorted(by_code.get(code, ()), key=lambda each: (-each.vcpus, each.region))
+            if family == "p5" and kind == "on-demand":
+                continue  # counts with P
+            findings.append(_judge_quota(f"quota {title} {kind}", limits, Quota(code=code, region=regions[0], vcpus=0)))
+    return findings
+
+
+def _judge_quota(name: str, limits: Sequence[Quota], missing: Quota) -> Finding:
+    some = [each for each in limits if each.vcpus]
+    note = ", ".join(f"{each.region} {each.vcpus:g} vCPUs" for each in some[:NAMED_MAX])
+    worst = limits[-1] if limits else missing
+    return Finding(
+        name=name, is_ok=bool(some), note=note or "0 vCPUs", command="" if some else worst.command, is_needed=False
+    )
+
+
+async def _list_quotas(clients: Clients, region: str) -> dict[str, float]:
+    """Quota code -> vCPUs."""
+    found: dict[str, float] = {}
+    more: dict[str, Any] = {}
+    for _ in range(100):
+        page = await clients.read("service-quotas", region, "list_service_quotas", ServiceCode="ec2", **more)
+        found.update((each["QuotaCode"], float(each["Value"])) for each in page.get("Quotas", ()))
+        if not page.get("NextToken"):
+            break
+        more = {"NextToken": page["NextToken"]}
+    return found
+
+
+def _name(regions: Sequence[str]) -> str:
+    more = len(regions) - NAMED_MAX
+    return ", ".join(regions[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")

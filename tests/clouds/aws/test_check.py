@@ -1,0 +1,109 @@
+"""`broker check` for AWS says what is wrong and prints the command that mends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.clouds.aws.check import inspect_account
+from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.policy import make_policy
+from broker.clouds.aws.settings import Settings
+from broker.clouds.findings import Finding
+from tests.cli.conftest import Shell
+from tests.clouds.aws.bed import AwsBed, open_session
+from tests.clouds.contract import OWNER
+from tests.testbed.ec2 import FakeAws
+from tests.testbed.ec2_account import Account
+
+
+def inspect(bed: AwsBed, settings: Settings | None = None) -> dict[str, Finding]:
+    found: Sequence[Finding] = asyncio.run(inspect_account(Clients(open_session), settings or bed.settings, OWNER))
+    return {each.name: each for each in found}
+
+
+def test_all_is_well_and_nothing_was_made(bed: AwsBed) -> None:
+    found = inspect(bed)
+    assert [each.name for each in found.values() if not each.is_ok] == []
+    assert found["credentials"].note == "account 123456789012, user/somebody"
+    assert found["regions"].note == "3 on"
+    assert (bed.account.instances, bed.account.groups, bed.account.templates) == ({}, {}, {})
+    assert bed.account.placement_groups == {}
+
+
+def test_wrong_login_is_the_only_thing_told(bed: AwsBed) -> None:
+    bed.log_out()
+    (finding,) = inspect(bed).values()
+    assert (finding.name, finding.is_ok, finding.command) == ("credentials", False, "aws configure")
+
+
+def test_region_that_is_off_is_told_only_where_it_was_asked_for(bed: AwsBed) -> None:
+    bed.account.disabled_regions = {"eu-central-1"}
+    assert inspect(bed)["regions"].is_ok
+    assert inspect(bed)["regions"].note == "2 on, off: eu-central-1"
+    wanting = inspect(bed, replace(bed.settings, regions=("us-east-1", "eu-central-1")))["regions"]
+    assert not wanting.is_ok
+    assert wanting.command == "aws account enable-region --region-name eu-central-1"
+
+
+@pytest.mark.parametrize(
+    "denied", ["RunInstances", "CreateSecurityGroup", "CreateLaunchTemplate", "CreatePlacementGroup"]
+)
+def test_missing_permission_is_named_with_the_policy_that_gives_it(bed: AwsBed, denied: str) -> None:
+    policy = make_policy(OWNER)
+    for statement in policy["Statement"]:
+        statement["Action"] = [action for action in statement["Action"] if action != f"ec2:{denied}"]
+    bed.account.policy = policy
+    finding = inspect(bed)["permissions"]
+    snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in denied).strip("_")
+    assert (finding.is_ok, finding.note) == (False, f"missing: {snake}")
+    assert "broker check --policy aws" in finding.command and "--user-name somebody" in finding.command
+
+
+def test_quota_of_nothing_comes_with_the_command_that_asks_for_more(bed: AwsBed) -> None:
+    bed.account.quotas = {("us-east-1", "L-417A185B"): 0.0, ("us-east-1", "L-DB2E81BA"): 64.0}
+    found = inspect(bed)
+    assert found["quota G (T4, A10G, L4, L40S) on-demand"].note == "us-east-1 64 vCPUs"
+    none = found["quota P (V100, A100, H100, ...) on-demand"]
+    assert (none.is_ok, none.is_needed, none.note) == (False, False, "0 vCPUs")
+    assert none.command.startswith("aws service-quotas request-service-quota-increase --service-code ec2")
+    assert "--quota-code L-417A185B --region us-east-1" in none.command
+
+
+@pytest.fixture
+def aws() -> Iterator[FakeAws]:
+    aws = FakeAws(Account(clock=SystemClock()))
+    yield aws
+    aws.close()
+
+
+def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    shell.environment |= aws.environment
+    aws.account.quotas = {("us-east-1", "L-417A185B"): 0.0}
+    rows = {row["cloud"]: row for row in shell.read_json("check")}
+    assert rows["aws"]["can_launch"] is True
+    close = shell.run("check", "aws").stdout
+    assert "ok     credentials: account 123456789012, user/somebody" in close
+    assert "none   quota P (V100, A100, H100, ...) on-demand: 0 vCPUs\n       mend: aws service-quotas" in close
+    policy = json.loads(shell.run("check", "--policy", "aws").stdout)
+    assert policy == make_policy((shell.home / "owner").read_text())
+    aws.account.has_login = False
+    rows = {row["cloud"]: row for row in shell.read_json("check")}
+    assert rows["aws"]["can_launch"] is False and "credentials" in rows["aws"]["note"]
+
+
+def test_command_without_login_says_how_to_log_in(aws: FakeAws, tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    shell.environment = {
+        name: value for name, value in shell.environment.items() if not name.startswith("AWS_")
+    } | {"HOME": str(tmp_path)}  # fmt: skip
+    rows = {row["cloud"]: row for row in shell.read_json("check")}
+    assert rows["aws"] == {"cloud": "aws", "can_launch": False, "note": "log in with `aws configure`"}
+    assert aws.account.calls == []
