@@ -41,7 +41,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 
 
 class GcpCloud:
-    """Cloud, CanStop and CanSweep. A token gives its gang's names: what is asked for twice is found, not made again."""
+    """Cloud, CanStop, CanPrepare, CanSweep. A token gives its gang's names: what is asked for twice is found, not made again."""
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0

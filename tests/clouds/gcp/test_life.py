@@ -177,3 +177,23 @@ def test_a_process_that_dies_in_its_create_call_leaves_what_the_next_one_finds(
     cluster = life.run(life.provisioner.up("c", make_plan(bed.offer, ["us-central1-a"])))
     assert sorted(node.id.rpartition("/")[2] for node in cluster.nodes) == life.standing
     assert len(life.standing) == 2 and before in ([], life.standing)
+
+
+def test_the_library_is_imported_while_somebody_reads_the_plan(bed: Any, tmp_path: Path) -> None:
+    """`prepare` returns before the import is done, and the first call waits for it instead of importing again."""
+    script = (
+        "import asyncio, sys\n"
+        "from pathlib import Path; from broker.clock import SystemClock; from broker.config import Config\n"
+        "from broker.clouds.base import CanPrepare; from broker.clouds.gcp.cloud import make_cloud\n"
+        f"cloud = make_cloud(Config(home=Path({str(tmp_path)!r}), owner='me'), clock=SystemClock())\n"
+        "assert isinstance(cloud, CanPrepare)\n"
+        "cloud.prepare(); cloud.prepare()\n"
+        "assert cloud._sdk._clients is None\n"
+        "assert asyncio.run(cloud.list_nodes('me')) == []\n"
+    )
+    environment = {
+        **{"PATH": "/usr/bin:/bin", "GOOGLE_CLOUD_PROJECT": "pretend"},
+        **{"BROKER_GCP_ENDPOINT": bed.login.endpoint, "PYTHONPATH": ":".join(sys.path)},
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
