@@ -179,6 +179,8 @@ class FakeGce:
                 return self._serve_firewalls(method, parts, query.get("filter"), body, fault)
             case (_, *_, "operations", name, "wait") if name in self.operations:
                 return self.operations[name]
+            case ("GET", ""):
+                return {"name": self.project, "quotas": [self._quota("global", "GPUS_ALL_REGIONS")]}
             case (_, "regions"):
                 return {"items": [self._region(region) for region in REGIONS]}
             case (_, "regions", region) if region in REGIONS:
@@ -280,11 +282,11 @@ class FakeGce:
         return {"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": message}
 
     def _find_quota_refusal(self, zone: str, bodies: list[Json]) -> Json | None:
-        region = zone.rpartition("-")[0]
         wanted: Counter[str] = Counter()
         for body in bodies:
             wanted.update(count_use(body))  # type: ignore[arg-type]
         for metric, amount in wanted.items():
+            region = "global" if metric == "GPUS_ALL_REGIONS" else zone.rpartition("-")[0]
             limit = self._limit(region, metric)
             plain = metric.removeprefix("PREEMPTIBLE_")
             if self._used(region, metric) + amount <= limit:
@@ -381,16 +383,18 @@ class FakeGce:
     # Everything else
 
     def _region(self, region: str) -> Json:
-        quotas = [
-            {"metric": each, "limit": self._limit(region, each), "usage": self._used(region, each)} for each in METRICS
-        ]
-        return {"name": region, "quotas": quotas}
+        return {"name": region, "quotas": [self._quota(region, each) for each in METRICS]}
+
+    def _quota(self, region: str, metric: str) -> Json:
+        """`region` is "global" for what counts in all regions together."""
+        return {"metric": metric, "limit": self._limit(region, metric), "usage": self._used(region, metric)}
 
     def _limit(self, region: str, metric: str) -> float:
         return self.limits.get((region, metric), 1000.0)
 
     def _used(self, region: str, metric: str) -> float:
-        live = (each for (zone, _), each in self.instances.items() if zone.startswith(f"{region}-"))
+        places = {zone: {zone.rpartition("-")[0], "global"} for zone in ZONES}
+        live = (each for (zone, _), each in self.instances.items() if region in places[zone])
         return sum(count_use(each).get(metric, 0.0) for each in live if each["status"] != "TERMINATED")
 
     def _insert_firewall(self, body: Json, fault: Fault | None) -> Json:

@@ -10,13 +10,14 @@ from broker.clouds.findings import Finding
 from broker.clouds.gcp.faults import DisabledError
 from broker.clouds.gcp.login import find_login
 from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
-from broker.clouds.gcp.quotas import GPU_METRICS
+from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, read_project_quotas
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.config import Config
 from broker.errors import AuthError
 
 LOGIN_COMMAND = "gcloud auth application-default login"
+QUOTA_COMMAND = "gcloud alpha services quota list --service=compute.googleapis.com --consumer=projects/{project}"
 NAMED_MAX = 4  # so many regions or permissions are named in a note
 
 
@@ -57,7 +58,10 @@ async def inspect_project(sdk: Sdk) -> Sequence[Finding]:
         pass  # it answers; what is missing is told below
     findings.append(Finding(name="api", is_ok=True, note="Compute Engine answers"))
     findings.append(judge_permissions(await sdk.call(_list_permissions), login.project))
-    return [*findings, *judge_quotas(quotas, login.project)] if findings[-1].is_ok else findings
+    if not findings[-1].is_ok:
+        return findings
+    everywhere = judge_project_quota(await sdk.call(read_project_quotas), login.project)
+    return [*findings, everywhere, *judge_quotas(quotas, login.project)]
 
 
 def require(findings: Sequence[Finding]) -> None:
@@ -80,6 +84,15 @@ def judge_permissions(allowed: frozenset[str], project: str) -> Finding:
     return Finding(name="permissions", is_ok=False, note=f"missing: {named}", command=command)
 
 
+def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> Finding:
+    """The limit that new projects run into first, whatever their regions would give."""
+    quota = quotas.get(ALL_REGIONS)
+    limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
+    note = f"{used:g} of {limit:g} in use" if limit else "none: on-demand GPUs cannot be had in any region"
+    name, command = "quota of all GPUs", "" if limit else QUOTA_COMMAND.format(project=project)
+    return Finding(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
+
+
 def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> list[Finding]:
     """One line an accelerator. Wanting quotas do not stand in the way: there are other accelerators and clouds."""
     findings = []
@@ -91,7 +104,7 @@ def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> lis
         best = sorted((region for region in limits if limits[region]), key=lambda region: (-limits[region], region))
         note = ", ".join(f"{region} {limits[region]:g}" for region in best[:NAMED_MAX])
         more = f" and {len(best) - NAMED_MAX} more regions" if best[NAMED_MAX:] else ""
-        command = f"gcloud alpha services quota list --service=compute.googleapis.com --consumer=projects/{project}"
+        command = QUOTA_COMMAND.format(project=project)
         findings.append(
             Finding(
                 name=f"quota {accelerator}",

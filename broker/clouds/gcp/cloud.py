@@ -18,7 +18,13 @@ from broker.clouds.gcp.machine import check_request
 from broker.clouds.gcp.memory import KEEP_ENDED_S, Memory
 from broker.clouds.gcp.names import NodeId, gang_name, instance_names
 from broker.clouds.gcp.operations import Ending, read_endings
-from broker.clouds.gcp.quotas import check_quotas, read_quotas
+from broker.clouds.gcp.quotas import (
+    check_quotas,
+    list_needs,
+    list_project_needs,
+    read_project_quotas,
+    read_quotas,
+)
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.clouds.gcp.zones import list_zones
@@ -41,7 +47,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 
 
 class GcpCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep. A token gives its gang's names: what is asked for twice is found, not made again."""
+    """Cloud, CanStop, CanPrepare, CanSweep. A token gives its gang's names: what is asked for twice is found again."""
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0
@@ -148,12 +154,9 @@ class GcpCloud:
 
     async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
         """The zone that gave the gang. Raises what the last zone said, CapacityError only after all were asked."""
-        region = request.placement.offer.region
-        quotas, image = await asyncio.gather(
-            self._sdk.call(lambda clients: read_quotas(clients, region)),
-            self._sdk.call(lambda clients: find_image(clients, request)),
+        image, _ = await asyncio.gather(
+            self._sdk.call(lambda clients: find_image(clients, request)), self._check_quotas(request)
         )
-        check_quotas(request, quotas, self._login.project)
         rules = await self._open_rules(request)
         refusal: CapacityError | None = None
         try:
@@ -172,6 +175,16 @@ class GcpCloud:
         await self._close_gang(gang_name(request))
         assert refusal is not None, "a region has a zone"
         raise refusal
+
+    async def _check_quotas(self, request: NodeRequest) -> None:
+        """Raises QuotaError before anything is tried."""
+        region, project, needs = request.placement.offer.region, self._login.project, list_project_needs(request)
+        works = [self._sdk.call(lambda clients: read_quotas(clients, region))]
+        works += [self._sdk.call(read_project_quotas)] if needs else []
+        quotas, *of_project = await asyncio.gather(*works)
+        check_quotas(list_needs(request), quotas, project=project, place=region)
+        for found in of_project:
+            check_quotas(needs, found, project=project)
 
     async def _insert_in(self, request: NodeRequest, zone: str, image: str) -> None:
         await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)

@@ -25,6 +25,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.firewalls.create": "let ssh in from here only",
     "compute.firewalls.delete": "close what was opened",
     "compute.firewalls.list": "find rules that were left over",
+    "compute.projects.get": "ask for the quota of GPUs in all regions",
     "compute.regions.get": "ask for quotas before trying",
     "compute.regions.list": "`broker check`: GPU quotas of every region",
     "compute.machineTypes.list": "find the zones that have a machine",

@@ -135,6 +135,16 @@ def test_a_quota_is_told_with_its_figures_before_anything_is_tried(
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer_of("n1-standard-4+1xT4"), node_count=2)))) == 2
 
 
+def test_a_project_without_gpus_anywhere_is_told_at_once(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
+    bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 1
+    offer = offer_of("n1-standard-4+1xT4")
+    with pytest.raises(QuotaError) as caught:
+        bench.run(bench.cloud.create_nodes(request_of(offer, is_spot=False, node_count=2)))
+    assert "2 GPUs of any kind wanted in all regions together, 1 of 1 left" in caught.value.message
+    assert bench.gce.calls["POST zones/instances/bulkInsert"] == 0
+    assert len(bench.run(bench.cloud.create_nodes(request_of(offer, node_count=2)))) == 2  # spot
+
+
 def test_what_is_there_already_is_not_held_against_its_own_quota(bench: Any, request_of: Make) -> None:
     bench.gce.limits["us-central1", "PREEMPTIBLE_CPUS"] = 4
     bench.gce.limits["us-central1", "CPUS"] = 0
