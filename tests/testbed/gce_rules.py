@@ -76,6 +76,7 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("GET", r"regions", ("compute.regions.list",)),
     ("GET", r"regions/[^/]+", ("compute.regions.get",)),
     ("GET", r"global/images/family/[^/]+", ("compute.images.getFromFamily",)),
+    ("GET", r"global/networks/[^/]+", ("compute.networks.get",)),
     ("GET", r"global/firewalls", ("compute.firewalls.list",)),
     ("POST", r"global/firewalls", ("compute.firewalls.create", "compute.networks.updatePolicy")),
     ("DELETE", r"global/firewalls/[^/]+", ("compute.firewalls.delete", "compute.networks.updatePolicy")),

@@ -7,7 +7,8 @@ from typing import Any
 
 from broker.clock import Clock
 from broker.clouds.findings import Finding
-from broker.clouds.gcp.faults import DisabledError
+from broker.clouds.gcp.faults import DisabledError, MissingError
+from broker.clouds.gcp.firewall import find_network
 from broker.clouds.gcp.login import find_login
 from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
 from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, read_project_quotas
@@ -57,18 +58,39 @@ async def inspect_project(sdk: Sdk) -> Sequence[Finding]:
     except AuthError:
         pass  # it answers; what is missing is told below
     findings.append(Finding(name="api", is_ok=True, note="Compute Engine answers"))
-    findings.append(judge_permissions(await sdk.call(_list_permissions), login.project))
-    if not findings[-1].is_ok:
+    findings.append(await _inspect_permissions(sdk))
+    if not findings[-1].is_ok and findings[-1].is_needed:
         return findings
+    findings.append(await _inspect_network(sdk))
     everywhere = judge_project_quota(await sdk.call(read_project_quotas), login.project)
     return [*findings, everywhere, *judge_quotas(quotas, login.project)]
+
+
+async def _inspect_permissions(sdk: Sdk) -> Finding:
+    try:
+        return judge_permissions(await sdk.call(_list_permissions), sdk.login.project)
+    except AuthError as error:
+        command = f"gcloud services enable cloudresourcemanager.googleapis.com --project={sdk.login.project}"
+        note = f"cannot be told: {error.message}"
+        return Finding(name="permissions", is_ok=False, note=note, command=command, is_needed=False)
+
+
+async def _inspect_network(sdk: Sdk) -> Finding:
+    name = sdk.login.settings.network
+    try:
+        await sdk.call(_look_at_network)
+    except MissingError as error:
+        command = f"gcloud compute networks create {name} --subnet-mode=auto --project={sdk.login.project}"
+        return Finding(name="network", is_ok=False, note=error.message, command="" if "/" in name else command)
+    return Finding(name="network", is_ok=True, note=name)
 
 
 def require(findings: Sequence[Finding]) -> None:
     """Raises AuthError for the first finding that stands in the way."""
     for finding in findings:
         if finding.is_needed and not finding.is_ok:
-            raise AuthError(f"{finding.name}: {finding.note}", hints=(f"Run `{finding.command}`.",))
+            hint = f"Run `{finding.command}`." if finding.command else "`broker check gcp` tells more."
+            raise AuthError(f"{finding.name}: {finding.note}", hints=(hint,))
 
 
 def judge_permissions(allowed: frozenset[str], project: str) -> Finding:
@@ -134,6 +156,12 @@ def _list_permissions(clients: Clients) -> frozenset[str]:
     if answer.status_code != 200:
         raise api.from_http_response(answer)  # type: ignore[no-untyped-call]
     return frozenset(answer.json().get("permissions", ()))
+
+
+def _look_at_network(clients: Clients) -> None:
+    path = find_network(clients)  # projects/P/global/networks/N, or without its project
+    project = path.split("projects/")[-1].split("/")[0] if "projects/" in path else clients.login.project
+    clients.get("Networks").get(project=project, network=path.rpartition("/")[2], timeout=TIMEOUT_S)
 
 
 def _list_gpu_quotas(clients: Clients) -> Mapping[str, Mapping[str, float]]:

@@ -18,6 +18,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.disks.setLabels": "tag disks with their owner",
     "compute.images.getFromFamily": "find the newest image of this project's own families",
     "compute.images.useReadOnly": "start from this project's own images",
+    "compute.networks.get": "see that the network is there",
     "compute.networks.updatePolicy": "put firewall rules into the network",
     "compute.subnetworks.get": "find the network of a subnetwork named in the settings",
     "compute.subnetworks.use": "put nodes into the network",

@@ -80,6 +80,22 @@ def test_a_project_that_may_have_no_gpu_at_all_is_told_so(bench: Any) -> None:
     assert not finding.is_ok and not finding.is_needed and "none" in finding.note and finding.command
 
 
+def test_a_project_without_the_network_is_told_how_to_get_it(bench: Any) -> None:
+    assert inspect(bench)["network"].is_ok
+    bench.gce.networks.clear()
+    finding = inspect(bench)["network"]
+    assert finding.command == "gcloud compute networks create default --subnet-mode=auto --project=pretend"
+    with pytest.raises(AuthError):
+        bench.run(bench.cloud.check())
+
+
+def test_permissions_that_nobody_tells_stand_in_nobodys_way(bench: Any) -> None:
+    bench.gce.tells_permissions = False
+    finding = inspect(bench)["permissions"]
+    assert not finding.is_ok and not finding.is_needed and "cloudresourcemanager" in finding.command
+    bench.run(bench.cloud.check())
+
+
 def test_no_login_at_all_says_how_to_log_in(tmp_path: Path, no_google: None, bench: Any) -> None:
     config = Config(home=tmp_path, owner="me")
     (finding,) = bench.run(check.inspect(config, clock=SystemClock()))
