@@ -79,6 +79,8 @@ def launch(
     one = context.resolve(options.read_task(entrypoint, overrides))
     options.check_notices([one], is_launch=not dryrun)
     plan = plan_launch(context, one, is_dryrun=dryrun)
+    if not dryrun:
+        context.prepare(plan)
     if dryrun and as_json:
         from broker.cli.plan import describe_plan
 

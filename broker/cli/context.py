@@ -57,6 +57,14 @@ class Context:
         clouds = {name: make(self.config, clock=self.clock) for name, make in makers.items()}
         return {name: cloud for name, cloud in clouds.items() if cloud is not None}
 
+    def prepare(self, plan: Plan) -> None:
+        """While somebody reads the plan, the cloud that it chose loads its library."""
+        from broker.clouds.base import CanPrepare
+
+        cloud = self.clouds.get(plan.choice.placement.offer.cloud)
+        if isinstance(cloud, CanPrepare):
+            cloud.prepare()
+
     @cached_property
     def provisioner(self) -> Provisioner:
         from broker.provision.lifecycle import Provisioner

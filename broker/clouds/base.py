@@ -49,6 +49,14 @@ class CanStop(Protocol):
 
 
 @runtime_checkable
+class CanPrepare(Protocol):
+    """Clouds whose library takes seconds to import."""
+
+    def prepare(self) -> None:
+        """Begin in a thread with what the first call will need, and return at once; twice does no harm."""
+
+
+@runtime_checkable
 class CanSweep(Protocol):
     """Clouds where a cluster leaves more behind than nodes: firewall groups, templates, disks."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +11,7 @@ from broker.clouds.gcp.faults import read_operation_error
 from broker.clouds.gcp.names import NodeId, owner_prefix
 from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
 from broker.errors import UnknownOutcomeError
+from broker.nouns import noun
 
 OPERATION_S_MAX = 300.0
 # operationType -> why the machine is gone or stands still
@@ -25,13 +25,12 @@ ENDINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Ending:
-    """How an instance ended. `is_done` only when nothing is left of it."""
+    """How an instance ended, in the words of `Node.reason`, and when."""
 
     reason: str
     ended_s: float
-    is_done: bool
 
 
 def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None:
@@ -75,11 +74,9 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
             if where is None or reason is None:
                 continue
             known = endings.get(where)
-            is_done = operation.operation_type == "delete" or reason == "preempted"
             endings[where] = Ending(
                 reason=known.reason if known and reason == "terminated" else reason,
                 ended_s=parse_time(operation.end_time or operation.insert_time),
-                is_done=is_done and operation.status.name == "DONE",
             )
     return endings
 

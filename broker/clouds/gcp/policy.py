@@ -18,18 +18,22 @@ PERMISSIONS: dict[str, str] = {
     "compute.disks.setLabels": "tag disks with their owner",
     "compute.images.getFromFamily": "find the newest image of this project's own families",
     "compute.images.useReadOnly": "start from this project's own images",
+    "compute.networks.get": "see that the network is there",
     "compute.networks.updatePolicy": "put firewall rules into the network",
+    "compute.subnetworks.get": "find the network of a subnetwork named in the settings",
     "compute.subnetworks.use": "put nodes into the network",
     "compute.subnetworks.useExternalIp": "reach nodes by ssh",
     "compute.firewalls.create": "let ssh in from here only",
     "compute.firewalls.delete": "close what was opened",
     "compute.firewalls.list": "find rules that were left over",
+    "compute.projects.get": "ask for the quota of GPUs in all regions",
     "compute.regions.get": "ask for quotas before trying",
     "compute.regions.list": "`broker check`: GPU quotas of every region",
     "compute.machineTypes.list": "find the zones that have a machine",
     "compute.zoneOperations.get": "wait for Google's verdict on a create",
     "compute.globalOperations.get": "wait for a firewall rule",
     "compute.globalOperations.list": "tell a preempted node from a deleted one",
+    "serviceusage.services.use": "count a user's calls against this project's own rate limits",
 }
 
 
