@@ -107,6 +107,7 @@ class CheckpointManager:
         self._is_copied = threading.Event()
         self._is_copied.set()
         self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
+        self.write_s = 0.0  # how long the last committed one was on its way, training going on
         self._run = ranks.share(uuid.uuid4().hex[:8])
         self._decide(self._register)
 
@@ -225,6 +226,7 @@ class CheckpointManager:
 
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
         """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
+        begin = time.perf_counter()
         try:
             try:
                 state = _copy(live)
@@ -241,6 +243,7 @@ class CheckpointManager:
             if problem is not None:
                 raise problem
             self.step_committed = name.step
+            self.write_s = time.perf_counter() - begin
             if self._ranks.is_first:
                 remove_old(self._storage, newest=name, keep=self._keep)
         except CheckpointError as error:

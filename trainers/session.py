@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
     from trainers.data import Samples
     from trainers.evaluate import Evaluation
+    from trainers.interval import Pacer
     from trainers.loop import StepReport
     from trainers.metrics import Meter, MetricFiles
     from trainers.profile import Profile
@@ -93,6 +94,7 @@ def train(
     from trainers.data import Prefetch
     from trainers.devices import check_memory
     from trainers.evaluate import Evaluation
+    from trainers.interval import Pacer
     from trainers.loop import Position, Work, iterate_steps
     from trainers.metrics import MetricFiles, make_meter
     from trainers.optimizer import AdamW
@@ -152,6 +154,7 @@ def train(
     supervisor = Supervisor(
         config=config,
         checkpoints=checkpoints,
+        pacer=Pacer(config.checkpoint.every_steps, environment, ranks.share, step=position.steps_done),
         progress=progress,
         files=MetricFiles(config.log, environment.attempt, is_silent=not ranks.is_first),
         meter=make_meter(
@@ -180,6 +183,7 @@ class Supervisor:
 
     config: RunConfig
     checkpoints: "CheckpointManager"
+    pacer: "Pacer"
     progress: "Progress"
     files: "MetricFiles"
     meter: "Meter"
@@ -204,7 +208,8 @@ class Supervisor:
                 told = committed
             if report.is_stop_asked and report.step < config.train.steps:
                 return self._flush(report.step)
-            if is_due(report.step, config.checkpoint.every_steps):
+            if self.pacer.is_due(report.step):
+                self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
                 checkpoints.save(report.step)
         self.watchdog.beat("saving the last step")
         checkpoints.save(config.train.steps)
