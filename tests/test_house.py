@@ -151,6 +151,7 @@ REGISTRIES = [
     ("broker.clouds", "CLOUDS"),
     ("broker.runtime.transports", "TRANSPORTS"),
     ("broker.catalog.sources", "SOURCES"),
+    ("broker.storage", "BUCKETS"),
     ("trainers.strategies", "STRATEGIES"),
 ]
 
