@@ -45,6 +45,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent_gang.py",
     "broker/runtime/agent_run.py",
     "broker/clouds/local_machine.py",
+    "broker/storage/node_mount.py",
 }
 
 
