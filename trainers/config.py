@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from trainers.flags import iterate_knobs, parse_flags, to_arguments
 from trainers.interval import AUTOMATIC
 from trainers.knobs import knob
+from trainers.launch import parse_elastic
 from trainers.presets import PRESETS
 from trainers.strategies.options import StrategyOptions
 
@@ -126,6 +127,9 @@ class RunConfig(StrategyOptions):
         "activation checkpointing: blocks computed again in the backward pass instead of kept: all, or every second",
         ("none", "selective", "full"),
     )
+    elastic: str = knob(
+        "", "fewest:most ranks, as `2:4`: goes on without lost ones, and with new ones; empty: all or none"
+    )
     prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -202,6 +206,11 @@ def find_run_problem(config: RunConfig) -> str | None:
         "--watchdog.timeout_s": config.watchdog.timeout_s,
         "--train.z_loss": train.z_loss,
     }
+    if config.elastic:
+        try:
+            parse_elastic(config.elastic)
+        except ValueError as error:
+            return str(error)
     return (
         find_small(positive, 1)
         or find_small(natural, 0)
