@@ -241,7 +241,7 @@ def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_aw
     check_losses(folder, tmp_path / "alone", gaps_max=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sharded_run_goes_on_from_its_newest_checkpoint(
     folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
