@@ -4,6 +4,7 @@ Knows no strategy: it is handed objects with a `state_dict`, by name. On the sto
 `attempts/<number>` registers attempts; `step-<n>-attempt-<n>-<run>/` holds shards and, written last, `manifest.json`.
 """
 
+import hashlib
 import json
 import re
 import sys
@@ -21,7 +22,7 @@ from trainers.errors import CheckpointError, StaleAttemptError
 from trainers.ranks import Ranks
 from trainers.storage import Storage
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 # Checkpoints in a row that may fail before the run does: what is not saved is paid for again after a preemption.
 FAILURES_MAX = 3
 NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
@@ -279,7 +280,7 @@ class CheckpointManager:
             "own": sorted(self._own),
             "files": files,
         }
-        content = json.dumps(manifest, indent=1).encode()
+        content = json.dumps({**manifest, "seal": seal_manifest(manifest)}, indent=1).encode()
         try:
             if newer := self._find_newer_attempt():
                 return StaleAttemptError(newer)
@@ -325,15 +326,18 @@ def verify(storage: Storage, name: CheckpointName) -> Contents | str:
     try:
         manifest = json.loads(content)
         version, files = manifest["version"], dict(manifest["files"])
+        seal = manifest.pop("seal", None)
         contents = Contents(
             world_size=int(manifest["world_size"]),
             shared=frozenset(manifest["shared"]),
             own=frozenset(manifest["own"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
     if version != MANIFEST_VERSION:
         return f"its manifest has version {version}, not {MANIFEST_VERSION}"
+    if seal != seal_manifest(manifest):
+        return "its manifest is not what was written"
     for file, seal in files.items():
         found = storage.checksum(f"{name}/{file}")
         if found is None:
@@ -341,6 +345,11 @@ def verify(storage: Storage, name: CheckpointName) -> Contents | str:
         if list(found) != seal:
             return f"`{file}` is not what was written"
     return contents
+
+
+def seal_manifest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of all that a manifest says; a flipped bit may well leave it readable."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:

@@ -66,7 +66,7 @@ def run_session(config: RunConfig, bring: Bring) -> int:
     watchdog = Watchdog(config.watchdog.timeout_s)
     watchdog.start()
     from trainers.devices import advise, is_out_of_memory
-    from trainers.ranks import join_ranks, leave_ranks
+    from trainers.ranks import is_first_to_say, join_ranks, leave_ranks
 
     try:
         member = join_world(config)
@@ -78,7 +78,8 @@ def run_session(config: RunConfig, bring: Bring) -> int:
                 member.await_change()
             raise
     except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if is_first_to_say(str(error)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
