@@ -66,3 +66,8 @@ def _draw_owner(identity: Path) -> None:
         pass
     finally:
         aside.unlink()
+
+
+def read_aws_environment() -> dict[str, str]:
+    """The variables that steer AWS's tools."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

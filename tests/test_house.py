@@ -46,6 +46,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent_notice.py",
     "broker/runtime/agent_run.py",
     "broker/clouds/local_machine.py",
+    "broker/storage/node_mount.py",
 }
 
 
@@ -153,6 +154,7 @@ REGISTRIES = [
     ("broker.runtime.transports", "TRANSPORTS"),
     ("broker.catalog.sources", "SOURCES"),
     ("broker.spot.policies", "POLICIES"),
+    ("broker.storage", "BUCKETS"),
     ("trainers.strategies", "STRATEGIES"),
 ]
 

@@ -4,6 +4,7 @@ Knows no strategy: it is handed objects with a `state_dict`, by name. On the sto
 `attempts/<number>` registers attempts; `step-<n>-attempt-<n>-<run>/` holds shards and, written last, `manifest.json`.
 """
 
+import hashlib
 import json
 import re
 import sys
@@ -11,9 +12,9 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,11 +22,16 @@ from trainers.errors import CheckpointError, StaleAttemptError
 from trainers.ranks import Ranks
 from trainers.storage import Storage
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+# Checkpoints in a row that may fail before the run does: what is not saved is paid for again after a preemption.
+FAILURES_MAX = 3
 NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
+
+Decision = TypeVar("Decision")
 
 # True and intended where one process trains alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # one that failed, written once more
 
 
 class Stateful(Protocol):
@@ -96,29 +102,43 @@ class CheckpointManager:
         self._shared, self._own = shared, own
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._failures = 0  # in a row
         self._step_saved: int | None = None
         self.step_committed: int | None = None
         self._is_copied = threading.Event()
         self._is_copied.set()
         self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
+        self.write_s = 0.0  # how long the last committed one was on its way, training going on
         self._run = ranks.share(uuid.uuid4().hex[:8])
-        problem = None
-        if ranks.is_first:
-            storage.create(f"attempts/{attempt:010d}", b"")
-            problem = self._find_newer_attempt()
-        problem = ranks.share(problem)
-        if problem:
-            raise StaleAttemptError(problem)
+        self._decide(self._register)
+
+    def _register(self) -> None:
+        self._storage.create(f"attempts/{self._attempt:010d}", b"")
+        if newer := self._find_newer_attempt():
+            raise StaleAttemptError(newer)
+
+    def _decide(self, look: Callable[[], Decision]) -> Decision:
+        """Let the first rank look, and every rank have its answer, or raise its error."""
+        answer: tuple[Any, CheckpointError | None] = None, None
+        if self._ranks.is_first:
+            try:
+                answer = look(), None
+            except CheckpointError as error:
+                answer = None, error
+            except OSError as error:
+                answer = None, CheckpointError(f"checkpoints cannot be reached: {error}")
+        value, problem = self._ranks.share(answer)
+        if problem is not None:
+            raise problem
+        decision: Decision = value
+        return decision
 
     def restore(self) -> int | None:
         """Load the newest complete checkpoint into the objects and return its step; None where there is none.
 
         Torn and corrupt ones are passed over with a warning. The first rank looks and decides for all.
         """
-        choice: tuple[CheckpointName, Contents] | None = None
-        if self._ranks.is_first:
-            choice = find_newest(self._storage)
-        choice = self._ranks.share(choice)
+        choice = self._decide(lambda: find_newest(self._storage))
         if choice is None:
             return None
         name, contents = choice
@@ -145,13 +165,22 @@ class CheckpointManager:
         return name.step
 
     def save(self, step: int) -> None:
-        """Copy and write the state in the background. Waits for a save still under way, and raises its failure.
+        """Copy and write the state in the background. Waits for a save still under way.
 
-        No tensor of the state may change before `settle` returns: forward and backward may go on, the optimizer not.
-        Saving the step that was saved last does nothing.
+        That one's failure is a warning, for training is worth more than one checkpoint; an error when the attempt is
+        stale or a few in a row failed. No tensor of the state may change before `settle` returns: forward and
+        backward may go on, the optimizer not. Saving the step that was saved last does nothing.
         """
         begin = time.perf_counter()
-        self.wait()
+        try:
+            self.wait()
+        except StaleAttemptError:
+            raise
+        except CheckpointError as error:
+            if self._failures >= FAILURES_MAX:
+                raise
+            if self._ranks.is_first:
+                _warn(f"{error}; training goes on to the next checkpoint")
         if step == self._step_saved:
             return
         # Asked on every rank, for the ranks may have to settle what the state is.
@@ -179,7 +208,11 @@ class CheckpointManager:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            self._failures += 1
+            self._step_saved = self.step_committed
             raise failure
+        if self._step_saved is not None and self._step_saved == self.step_committed:
+            self._failures = 0
 
     @property
     def _own_key(self) -> str:
@@ -194,6 +227,7 @@ class CheckpointManager:
 
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
         """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
+        begin = time.perf_counter()
         try:
             try:
                 state = _copy(live)
@@ -210,6 +244,7 @@ class CheckpointManager:
             if problem is not None:
                 raise problem
             self.step_committed = name.step
+            self.write_s = time.perf_counter() - begin
             if self._ranks.is_first:
                 remove_old(self._storage, newest=name, keep=self._keep)
         except CheckpointError as error:
@@ -219,18 +254,23 @@ class CheckpointManager:
             self._failure.__cause__ = error
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
-        """Every file with its checksum; each rank reads back what it wrote itself."""
+        """Every file with its checksum; each rank seals what it wrote itself."""
         mine: dict[str, Any] = {}
-        for file in self._storage.list_names(name):
-            # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
-            if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == ".metadata"):
-                mine[file] = self._storage.checksum(f"{name}/{file}")
-        return {file: seal for part in self._ranks.collect(mine) for file, seal in part.items()}
+        problem: CheckpointError | None = None
+        try:
+            for file in self._storage.list_names(name):
+                # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
+                if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == ".metadata"):
+                    mine[file] = self._storage.seal(f"{name}/{file}")
+        except OSError as error:  # told to all, who would wait for this rank's answer
+            problem = CheckpointError(f"`{name}` was not sealed: {error}")
+        parts = self._ranks.collect((mine, problem))
+        for _, failure in parts:
+            if failure is not None:
+                raise failure
+        return {file: seal for part, _ in parts for file, seal in part.items()}
 
     def _commit(self, name: CheckpointName, files: dict[str, list[Any]]) -> CheckpointError | None:
-        newer = self._find_newer_attempt()
-        if newer:
-            return StaleAttemptError(newer)
         manifest = {
             "version": MANIFEST_VERSION,
             "step": name.step,
@@ -240,8 +280,13 @@ class CheckpointManager:
             "own": sorted(self._own),
             "files": files,
         }
+        content = json.dumps({**manifest, "seal": seal_manifest(manifest)}, indent=1).encode()
         try:
-            is_ours = self._storage.create(f"{name}/manifest.json", json.dumps(manifest, indent=1).encode())
+            if newer := self._find_newer_attempt():
+                return StaleAttemptError(newer)
+            is_ours = self._storage.create(f"{name}/manifest.json", content)
+            # A write whose answer was lost on the way was repeated, and met itself.
+            is_ours = is_ours or self._storage.read(f"{name}/manifest.json") == content
         except OSError as error:  # told to all ranks, rather than leaving the others to wait for an answer
             return CheckpointError(f"the manifest of `{name}` was not written: {error}")
         if not is_ours:
@@ -281,15 +326,18 @@ def verify(storage: Storage, name: CheckpointName) -> Contents | str:
     try:
         manifest = json.loads(content)
         version, files = manifest["version"], dict(manifest["files"])
+        seal = manifest.pop("seal", None)
         contents = Contents(
             world_size=int(manifest["world_size"]),
             shared=frozenset(manifest["shared"]),
             own=frozenset(manifest["own"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
     if version != MANIFEST_VERSION:
         return f"its manifest has version {version}, not {MANIFEST_VERSION}"
+    if seal != seal_manifest(manifest):
+        return "its manifest is not what was written"
     for file, seal in files.items():
         found = storage.checksum(f"{name}/{file}")
         if found is None:
@@ -297,6 +345,11 @@ def verify(storage: Storage, name: CheckpointName) -> Contents | str:
         if list(found) != seal:
             return f"`{file}` is not what was written"
     return contents
+
+
+def seal_manifest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of all that a manifest says; a flipped bit may well leave it readable."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainers.flags import iterate_knobs, parse_flags, to_arguments
+from trainers.interval import AUTOMATIC
 from trainers.knobs import knob
+from trainers.launch import parse_elastic
 from trainers.presets import PRESETS
 from trainers.strategies.options import StrategyOptions
 
@@ -63,7 +65,10 @@ class TrainConfig:
 class CheckpointConfig:
     """How often the run is saved, and how much is kept."""
 
-    every_steps: int = knob(20, "steps between checkpoints; 0 saves at the end and on preemption only")
+    every_steps: int = knob(
+        AUTOMATIC,
+        "steps between checkpoints; 0 saves at the end and on preemption only; -1 as often as loses the least time",
+    )
     keep: int = knob(3, "complete checkpoints kept")
 
 
@@ -121,6 +126,9 @@ class RunConfig(StrategyOptions):
         "none",
         "activation checkpointing: blocks computed again in the backward pass instead of kept: all, or every second",
         ("none", "selective", "full"),
+    )
+    elastic: str = knob(
+        "", "fewest:most ranks, as `2:4`: goes on without lost ones, and with new ones; empty: all or none"
     )
     prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -193,13 +201,21 @@ def find_run_problem(config: RunConfig) -> str | None:
     }
     natural = {
         "--train.warmup_steps": train.warmup_steps,
-        "--checkpoint.every_steps": config.checkpoint.every_steps,
         "--evaluate.every_steps": config.evaluate.every_steps,
         "--profile.steps": config.profile.steps,
         "--watchdog.timeout_s": config.watchdog.timeout_s,
         "--train.z_loss": train.z_loss,
     }
-    return find_small(positive, 1) or find_small(natural, 0)
+    if config.elastic:
+        try:
+            parse_elastic(config.elastic)
+        except ValueError as error:
+            return str(error)
+    return (
+        find_small(positive, 1)
+        or find_small(natural, 0)
+        or find_small({"--checkpoint.every_steps": config.checkpoint.every_steps}, AUTOMATIC)
+    )
 
 
 def find_small(values: Mapping[str, float], least: int) -> str | None:

@@ -14,6 +14,8 @@ class Environment:
     attempt: int = 0
     progress_file: Path | None = None
     preemption_file: Path | None = None
+    hazard_per_hour: float | None = None  # of the whole gang
+    checkpoint_every_s: float | None = None
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
@@ -24,4 +26,15 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         attempt=int(variables.get("BROKER_ATTEMPT") or 0),
         progress_file=Path(progress) if progress else None,
         preemption_file=Path(preemption) if preemption else None,
+        hazard_per_hour=_read_number(variables, "BROKER_HAZARD_PER_HOUR"),
+        checkpoint_every_s=_read_number(variables, "BROKER_CHECKPOINT_EVERY_S"),
     )
+
+
+def _read_number(variables: Mapping[str, str], name: str) -> float | None:
+    """A number that is not negative; what is none counts as unset, for it only tunes."""
+    try:
+        value = float(variables.get(name) or "nan")
+    except ValueError:
+        return None
+    return value if value >= 0 else None

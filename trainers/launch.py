@@ -11,14 +11,19 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+
+from trainers.preemption import EXIT_CODE_PREEMPTED
 
 PORT_DEFAULT = 29500  # torchrun's own
 USAGE = "usage: python -m trainers.launch [--workers COUNT] -m MODULE [ARGUMENT ...]"
 # Workers get this long to end after one has failed; past that they hang in a collective and are killed.
 GRACE_S = 5.0
+# Times an elastic run starts killed workers of one node anew: a memory that does not suffice will not the next time.
+RESTARTS_MAX = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the workers to their end; return 0, or the first failing worker's exit code."""
     workers, command = split_arguments(arguments)
     plan = read_plan(os.environ, workers)
+    if elastic := find_elastic(command):
+        return run_elastic(plan, elastic, [sys.executable, *command])
     port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     command = [sys.executable, *command]
     if plan.workers == 1:
@@ -60,10 +67,10 @@ def launch_if_needed(module: str, arguments: Sequence[str]) -> int | None:
 
     Returns the exit code of the workers that were started in its stead; None where this process is itself a rank.
     """
-    if "RANK" in os.environ:  # under torchrun, or one of our own workers
+    if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
         return None
     plan = read_plan(os.environ)
-    if plan.workers > 1:
+    if plan.workers > 1 or find_elastic(arguments):
         return main(["-m", module, *arguments])
     if plan.node_count > 1:
         os.environ.update(plan.worker_variables(0, plan.master_port or PORT_DEFAULT))
@@ -106,20 +113,82 @@ def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
     )
 
 
-def run_workers(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> int:
-    """Start all, pass SIGTERM on, and end the others when one fails."""
-    running: set[int] = set()
+def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str]) -> int:
+    """Run workers that find their ranks at the first node's rendezvous, which is here if this is that node."""
+    port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
+    if plan.node_rank == 0:
+        from trainers.rendezvous import Rendezvous, Server  # asyncio, which plain runs need not import
+
+        first_count = plan.node_count * plan.workers
+        Server(
+            Rendezvous(least=bounds[0], most=bounds[1], first_count=first_count),
+            "127.0.0.1" if plan.master_address == "127.0.0.1" else "0.0.0.0",
+            port,
+        )
+
+    def prepare(local_rank: int) -> tuple[list[str], dict[str, str]]:
+        return command, {
+            **os.environ,
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(plan.workers),
+            "BROKER_ELASTIC_AT": f"{plan.master_address}:{port}",
+            "BROKER_ELASTIC_MEMBER": uuid.uuid4().hex,
+            # After all that were in the generation before; among newcomers in the order of nodes.
+            "BROKER_ELASTIC_ORDER": f"[1, {plan.node_rank * plan.workers + local_rank}]",
+        }
+
+    return run_workers([prepare(rank) for rank in range(plan.workers)], prepare_again=prepare)
+
+
+def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
+    """The trainer's own flag among its arguments, which the launcher must know too."""
+    for place, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag == "--elastic":
+            try:
+                return parse_elastic(value if equals else "".join(arguments[place + 1 : place + 2]))
+            except ValueError as error:
+                raise SystemExit(f"error: {error}") from None
+    return None
+
+
+def parse_elastic(text: str) -> tuple[int, int]:
+    """`2:4` as bounds of the number of ranks; ValueError for anything else."""
+    least, colon, most = text.partition(":")
+    if not colon or not least.isdecimal() or not most.isdecimal() or not 1 <= int(least) <= int(most):
+        raise ValueError(f"`--elastic {text}` is not like `2:4`, the fewest and the most ranks to go on with")
+    return int(least), int(most)
+
+
+Command = tuple[list[str], Mapping[str, str]]
+
+
+def run_workers(commands: Sequence[Command], prepare_again: Callable[[int], Command] | None = None) -> int:
+    """Start all, pass SIGTERM on, and end the others when one fails.
+
+    With `prepare_again` a worker killed by a signal is started anew, a few times a node, and one that was preempted
+    leaves the others be.
+    """
+    running: dict[int, int] = {}
+    restarts_left = RESTARTS_MAX if prepare_again else 0
     # Plain processes rather than Popen objects: those reap a child behind our back when they are sent a signal.
     signal.signal(signal.SIGTERM, lambda *_: _send(signal.SIGTERM, running))
     signal.signal(signal.SIGALRM, lambda *_: _send(signal.SIGKILL, running))
-    for command, environment in commands:
-        running.add(os.posix_spawn(command[0], command, environment))
+    for place, (command, environment) in enumerate(commands):
+        running[os.posix_spawn(command[0], command, environment)] = place
     exit_code = 0
     while running:
         pid, status = os.wait()
-        running.discard(pid)
+        place = running.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        if code and not exit_code:
+        if code < 0 and restarts_left and prepare_again and not exit_code:
+            restarts_left -= 1
+            command, environment = prepare_again(place)
+            running[os.posix_spawn(command[0], command, environment)] = place
+            continue
+        if code == EXIT_CODE_PREEMPTED and prepare_again:
+            exit_code = exit_code or code
+        elif code and not exit_code:
             exit_code = 128 - code if code < 0 else code  # death by a signal, as a shell reports it
             # Not at once: after a preemption the first rank may still be telling that its checkpoint is made.
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
@@ -127,7 +196,7 @@ def run_workers(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> int:
     return exit_code
 
 
-def _send(signal_number: int, pids: set[int]) -> None:
+def _send(signal_number: int, pids: Iterable[int]) -> None:
     for pid in tuple(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)

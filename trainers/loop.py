@@ -5,7 +5,7 @@ Knows no strategy, cloud or storage. Saving, resuming and stopping happen round 
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,12 @@ def iterate_steps(
     ranks: Ranks,
     is_stop_asked: Callable[[], bool],
     before_change: Callable[[], None],
+    changing: AbstractContextManager[Any] | None = None,
 ) -> Iterator[StepReport]:
     """Train from `position` to the last step, yielding after each. All state is consistent while suspended.
 
-    `before_change` is called before parameters move: a checkpoint may still be copying them. Whether one rank asks to
+    `before_change` is called before parameters move: a checkpoint may still be copying them. Outside `changing` the
+    state is whole, and that of the position. Whether one rank asks to
     stop travels with the loss, so that all ranks know at the same step.
     """
     skips = 0
@@ -97,8 +99,9 @@ def iterate_steps(
             _check_skips(config, position.steps_done + 1, norm, skips)
             optimizer.skip_step()
         before_change()
-        strategy.step(model, optimizer)
-        position.advance(config.batch)
+        with changing or nullcontext():
+            strategy.step(model, optimizer)
+            position.advance(config.batch)
         loss, is_stopping = strategy.tally(loss_part, part=passes.part, is_stop_asked=is_stop_asked())
         yield StepReport(
             step=position.steps_done,

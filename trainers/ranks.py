@@ -5,7 +5,9 @@ One process alone needs no process group, and gets none.
 
 import ctypes
 import datetime
+import hashlib
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 # A dead peer should be an error soon, not after torch's 30 minutes; the broker restarts the whole set anyway.
 TIMEOUT_S = 60
+# Ranks that make the same mistake make it at about the same time.
+SAY_S_MAX = 2.0
 # Of malloc.h; the second takes 32 MiB at most.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -103,6 +107,26 @@ def _keep_freed_memory() -> None:
 def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
     """What surrounds each forward pass: autocast for `bfloat16`, nothing for `float32`."""
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def is_first_to_say(message: str) -> bool:
+    """Whether no other rank has said it yet: a mistake that all ranks make is one mistake.
+
+    Whoever cannot ask says it. The first rank, which keeps the answer, stays until all others asked or time is up.
+    """
+    if not dist.is_initialized():
+        return True
+    # `key` on the store at which the ranks met; counting up is its one atomic step.
+    store = dist.distributed_c10d._get_default_store()
+    key = f"error/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        is_first = bool(store.add(key, 1) == 1)
+        end_s = time.monotonic() + SAY_S_MAX
+        while dist.get_rank() == 0 and store.add(key, 0) < dist.get_world_size() and time.monotonic() < end_s:
+            time.sleep(0.02)
+    except RuntimeError:
+        return True
+    return is_first
 
 
 def leave_ranks() -> None:

@@ -5,12 +5,14 @@ Imports torch only when flags are known to be right and SIGTERM is heard.
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainers.config import RunConfig
+from trainers.elastic import Elastic, Member, join_world
 from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
     from trainers.data import Samples
     from trainers.evaluate import Evaluation
+    from trainers.interval import Pacer
     from trainers.loop import StepReport
     from trainers.metrics import Meter, MetricFiles
     from trainers.profile import Profile
     from trainers.progress import Progress
     from trainers.ranks import Ranks
 
+# Further apart than any two ranks' draws.
+SEEDS_A_GENERATION = 1_000_003
 STARTED_S = time.perf_counter()
 
 
@@ -61,12 +66,20 @@ def run_session(config: RunConfig, bring: Bring) -> int:
     watchdog = Watchdog(config.watchdog.timeout_s)
     watchdog.start()
     from trainers.devices import advise, is_out_of_memory
-    from trainers.ranks import join_ranks, leave_ranks
+    from trainers.ranks import is_first_to_say, join_ranks, leave_ranks
 
     try:
-        return train(config, environment, notice, watchdog, bring, join_ranks())
+        member = join_world(config)
+        try:
+            return train(config, environment, notice, watchdog, bring, join_ranks(), member)
+        except Exception:
+            if member is not None:  # a peer that is gone makes all kinds of errors
+                watchdog.beat("waiting for a new world")
+                member.await_change()
+            raise
     except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if is_first_to_say(str(error)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -86,6 +99,7 @@ def train(
     watchdog: Watchdog,
     bring: Bring,
     ranks: "Ranks",
+    member: Member | None = None,
 ) -> int:
     """Build everything, resume, drive the steps."""
     from trainers.blocks import can_forward, check_shared, find_shared, prepare_blocks
@@ -93,6 +107,7 @@ def train(
     from trainers.data import Prefetch
     from trainers.devices import check_memory
     from trainers.evaluate import Evaluation
+    from trainers.interval import Pacer
     from trainers.loop import Position, Work, iterate_steps
     from trainers.metrics import MetricFiles, make_meter
     from trainers.optimizer import AdamW
@@ -109,29 +124,41 @@ def train(
     model = study.model
     prepare_blocks(model, recompute=config.recompute, is_compiled=config.compile)
     strategy = create_strategy(config.strategy, ranks, config)
-    random_numbers.seed(config.train.seed + 1 + strategy.share.draw)  # unequal: they drop different activations
-    shared = find_shared(model)
+    # Unequal: they drop different activations, and others again in another world.
+    generation = member.world.generation if member else 1
+    random_numbers.seed(config.train.seed + 1 + strategy.share.draw + SEEDS_A_GENERATION * (generation - 1))
+    tied = find_shared(model)
     wrapped = strategy.wrap(model)
-    check_shared(model, shared, config.strategy)
+    check_shared(model, tied, config.strategy)
     check_memory(model.parameters(), ranks.device, config)
     optimizer = AdamW(model.named_parameters(), config.train)
     position = Position(study.training.fingerprint)
+    shared = {**strategy.shared_state(model, optimizer), "position": position}
     checkpoints = CheckpointManager(
         open_storage(environment.checkpoint_url),
         ranks,
         attempt=environment.attempt,
         keep=config.checkpoint.keep,
-        shared={**strategy.shared_state(model, optimizer), "position": position},
+        shared=shared,
         own={**strategy.own_state(model, optimizer), "random_numbers": random_numbers},
     )
-    step = checkpoints.restore()
+    changing = threading.Lock()
+    is_kept = member is not None and strategy.IS_REPLICATED
+    step = member.take_over(ranks, shared) if member is not None and is_kept else None
+    event = "started" if member is None or step is None else "went on from memory"
+    if step is None:
+        step = checkpoints.restore()
+        event = "started" if step is None else "resumed"
+    if member is not None and is_kept:
+        member.offer(changing, position, shared)
     progress = Progress(
         environment.progress_file, total=config.train.steps, is_silent=not ranks.is_first, unit=study.unit
     )
     progress.report(
         step=position.steps_done,
-        event="started" if step is None else "resumed",
-        checkpoint_step=step,
+        event=event,
+        checkpoint_step=checkpoints.step_committed,
+        **({"ranks": ranks.world_size} if member else {}),
         startup_s=round(time.perf_counter() - STARTED_S, 3),
     )
     precision = choose_precision(ranks.device, config.dtype)
@@ -146,12 +173,14 @@ def train(
         work=Work(samples=samples, loss_of=study.loss_of, precision=precision),
         position=position,
         ranks=ranks,
-        is_stop_asked=notice.is_given,
+        is_stop_asked=lambda: notice.is_given() or (member is not None and member.is_change_asked),
         before_change=checkpoints.settle,
+        changing=changing,
     )
     supervisor = Supervisor(
         config=config,
         checkpoints=checkpoints,
+        pacer=Pacer(config.checkpoint.every_steps, environment, ranks.share, step=position.steps_done),
         progress=progress,
         files=MetricFiles(config.log, environment.attempt, is_silent=not ranks.is_first),
         meter=make_meter(
@@ -166,8 +195,11 @@ def train(
         profile=Profile(config.profile, ranks),
         watchdog=watchdog,
         device=ranks.device,
+        elastic=None if member is None else Elastic(member=member, notice=notice, is_kept=is_kept),
     )
     code = supervisor.drive(steps)
+    if member is not None and code == 0:
+        member.finish()
     if code == 0 and study.demonstrate is not None and can_forward(wrapped):
         watchdog.beat("showing what was learnt")
         progress.say(study.demonstrate(wrapped))
@@ -180,6 +212,7 @@ class Supervisor:
 
     config: RunConfig
     checkpoints: "CheckpointManager"
+    pacer: "Pacer"
     progress: "Progress"
     files: "MetricFiles"
     meter: "Meter"
@@ -187,6 +220,7 @@ class Supervisor:
     profile: "Profile"
     watchdog: Watchdog
     device: "torch.device"
+    elastic: Elastic | None = None
 
     def drive(self, steps: "Iterator[StepReport]") -> int:
         """Take all steps; return the exit code."""
@@ -203,8 +237,14 @@ class Supervisor:
                 self._tell(report, values, event)
                 told = committed
             if report.is_stop_asked and report.step < config.train.steps:
-                return self._flush(report.step)
-            if is_due(report.step, config.checkpoint.every_steps):
+                verdict = self.elastic.decide(checkpoints, report.step) if self.elastic else "stop"
+                if verdict == "stop":
+                    return self._flush(report.step)
+                if verdict == "go":
+                    self.progress.report(step=report.step, event="preempted, the others go on")
+                    return EXIT_CODE_PREEMPTED
+            if self.pacer.is_due(report.step):
+                self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
                 checkpoints.save(report.step)
         self.watchdog.beat("saving the last step")
         checkpoints.save(config.train.steps)

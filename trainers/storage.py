@@ -1,4 +1,4 @@
-"""Where checkpoints live: a folder for now, behind the few verbs that a bucket can offer too.
+"""Where checkpoints live: a folder here, a bucket in `buckets.py`, behind the few verbs that both can offer.
 
 Paths are relative, with `/`. Files are written once and never changed.
 """
@@ -37,6 +37,10 @@ class Storage(Protocol):
         """SHA-256 and size of a file, or None where there is none."""
         ...
 
+    def seal(self, path: str) -> tuple[str, int] | None:
+        """SHA-256 and size of a file that this process just wrote with `open_writer`. To be asked once."""
+        ...
+
     def delete(self, path: str) -> None:
         """Remove a path and all under it; nothing happens where it does not exist."""
         ...
@@ -55,7 +59,12 @@ def open_storage(url: str) -> Storage:
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
         return FolderStorage(Path(url.removeprefix("file://")))
-    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder, such as a mounted bucket")
+    from trainers.buckets import SCHEMES, open_bucket
+
+    if scheme in SCHEMES:
+        return open_bucket(url)
+    known = ", ".join(f"`{each}://`" for each in SCHEMES)
+    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder or one of {known}")
 
 
 class FolderStorage:
@@ -106,6 +115,10 @@ class FolderStorage:
                 return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return None
+
+    def seal(self, path: str) -> tuple[str, int] | None:
+        """Of what the disk gives back."""
+        return self.checksum(path)
 
     def delete(self, path: str) -> None:
         """Remove a file or a tree; another process may be removing it too."""

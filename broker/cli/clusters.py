@@ -11,6 +11,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
+from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
 from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
@@ -99,6 +100,7 @@ def launch(
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
+        note_copies(context, [plan])
         confirm_price([plan], yes=yes)
     try:
         asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
@@ -111,6 +113,8 @@ def launch(
 async def _launch(
     context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None, *, hedge: int, is_patient: bool
 ) -> None:
+    from broker.storage.mounts import add_mounts
+
     cluster = await context.provisioner.up(
         name, plan, autostop=autostop, on_event=print_note, hedge=hedge, retry_until_up=is_patient
     )
@@ -120,7 +124,7 @@ async def _launch(
             hints=["choose another name with `-c`"],
         )
     print_note(f"cluster `{name}` is up: {len(cluster.nodes)} nodes")
-    await _submit(context, cluster, task)
+    await _submit(context, cluster, add_mounts(task))
     if autostop:
         await context.gang.set_autostop(cluster, autostop)
     await context.provisioner.finish()  # nobody would wait for it later: this process may be the only one

@@ -54,6 +54,7 @@ def launch(
 ) -> None:
     """Promise a task: it runs until it succeeds or fails by itself."""
     from broker.cli.clusters import confirm_price, plan_launch
+    from broker.cli.copies import note_copies
     from broker.jobs.submission import submit_tasks
 
     context = Context()
@@ -70,6 +71,7 @@ def launch(
         show_plan(plan)
     if dryrun:
         return
+    note_copies(context, plans)
     confirm_price(plans, yes=yes)
     jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
     context.ensure_daemon()

@@ -24,6 +24,7 @@ from broker.provision.backoff import draw_backoff_s
 from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
+from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, RunStatus, Task
 
 POLL_S = 0.5
@@ -169,10 +170,9 @@ class JobController:
             return self._lose(attempt, "its cluster was taken down")
         watch = self._get_watch(attempt)
         try:
-            await self._gang.prepare(cluster, job.task)
-            await self._gang.start(
-                cluster, job.task, run_id=RUN_ID, envs=self._make_envs(job, attempt), lease_s=LEASE_S
-            )
+            task = add_mounts(job.task)
+            await self._gang.prepare(cluster, task)
+            await self._gang.start(cluster, task, run_id=RUN_ID, envs=self._make_envs(job, attempt), lease_s=LEASE_S)
         except InvalidRequestError as error:
             return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:

@@ -10,7 +10,11 @@ from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
 from broker.types import StorageMount
 
+# What nodes can be given (`storage/mounts.py`), as a URL or as the store of a named bucket.
+SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "file://")
+SERVED_STORES = ("s3", "gcs", "azure")
 _FETCH = "give a local path, or fetch the data in `setup`"
+_MAKE = "make the bucket once and write `source: s3://...`, `gs://...` or `az://...`"
 _FROM_HERE = "paths count from the current folder"
 
 
@@ -42,7 +46,8 @@ def read_file_mounts(reader: Reader, section: Section) -> tuple[dict[str, str], 
         elif value.startswith(BUCKET_SCHEMES):
             origin = reader.find_origin(source)
             storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
-            _warn(reader, source, "`file_mounts`: buckets are not copied", _FETCH)
+            if not value.startswith(SERVED_SCHEMES):
+                _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` is not copied", _FETCH)
         else:
             mounts[target] = value
             if not _exists(value, is_folder=False):
@@ -57,7 +62,8 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
     if store == "volume":
         _warn(reader, section.marked, "`file_mounts`: volumes are not mounted", "use `disk_size`, or a bucket")
     else:
-        _warn(reader, section.marked, "`file_mounts`: storage is not mounted", _FETCH)
+        if not _is_served(sources, name, store):
+            _warn(reader, section.marked, "`file_mounts`: this storage is not mounted", _MAKE)
         if not name and not sources:  # also where a variable that stands for it is still empty
             _warn(reader, section.marked, "`file_mounts`: storage needs `name` or `source`", "write `source: s3://...`")
     return StorageMount(
@@ -69,6 +75,13 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
         is_persistent=section.get("persistent", True),
         origin=reader.find_origin(section.marked),
     )
+
+
+def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:
+    """A bucket that exists; local files are not put into one, and none is made."""
+    if sources:
+        return len(sources) == 1 and sources[0].startswith(SERVED_SCHEMES)
+    return bool(name) and (store or "").lower() in SERVED_STORES
 
 
 def _warn(reader: Reader, marked: Marked, message: str, hint: str) -> None:

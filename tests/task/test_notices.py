@@ -25,8 +25,9 @@ def load(text: str) -> Task:
         ("service: {readiness_probe: /health, replicas: 2}", "service", True),
         ("pool: {workers: 2}", "pool", True),
         ("volumes: {/mnt: pvc0, /new: {size: 1Gi}}", "volumes", True),
-        ("file_mounts: {/data: 's3://bucket/x'}", "file_mounts", True),
-        ("file_mounts: {/data: {name: bucket, mode: mount_cached, store: GCS}}", "file_mounts", True),
+        ("file_mounts: {/data: 'r2://bucket/x'}", "file_mounts", True),
+        ("file_mounts: {/data: {name: bucket, source: ./here, store: GCS}}", "file_mounts", True),
+        ("file_mounts: {/data: {name: bucket}}", "file_mounts", True),
         ("file_mounts: {/data: {store: volume, config: {disk_size: 10}}}", "file_mounts", True),
         ("file_mounts: {/data: ./no/such/folder}", "file_mounts", True),
         ("workdir: ./no/such/folder", "workdir", True),
@@ -141,3 +142,12 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_bytes(b"\xef\xbb\xbfname: a\nrun: x\n")
     assert load_tasks(path)[0].name == "a"
+
+
+@pytest.mark.parametrize(
+    "value", ["s3://bucket/x", "gs://bucket", "{source: 'gcs://b/x', mode: MOUNT}", "{name: b, store: AZURE}"]
+)
+def test_bucket_that_nodes_can_be_given_is_no_notice(value: str) -> None:
+    written = value if value.startswith("{") else f"'{value}'"
+    task = load(f"run: x\nfile_mounts: {{/data: {written}}}")
+    assert task.notices == () and len(task.storage_mounts) == 1

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ class TrainingFolder:
     """One job's checkpoints and progress, across attempts."""
 
     path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, *flags: str, workers: int = 1, attempt: int = 1, strategy: str = "ddp") -> "subprocess.Popen[str]":
         """Begin an attempt in a process group of its own."""
@@ -36,6 +38,7 @@ class TrainingFolder:
             "SKYPILOT_NUM_GPUS_PER_NODE": str(workers),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            **self.environment,
         }
         command = [sys.executable, "-m", "trainers.launch", "-m", "trainers.lm", "--strategy", strategy, *TINY, *flags]
         pipe = subprocess.PIPE

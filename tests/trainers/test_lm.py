@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.testbed.s3 import BUCKET, serve_s3
+
 from .conftest import TOTAL, TrainingFolder, await_step, kill_all
 
 SEED = 20261121
@@ -35,6 +37,30 @@ def test_killed_run_resumes_bit_identically(tmp_path: Path, workers: int, strate
     for key, values in broken.losses().items():
         assert [each.hex() for each in values] == [expected[key].hex()] * len(values), f"step {key}"
     assert expected[TOTAL] < expected[1]
+
+
+@pytest.mark.slow
+def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(tmp_path: Path) -> None:
+    """Two ranks under FSDP; the machine is gone and all that is left is what lies in S3."""
+    with serve_s3() as server:
+        folders = []
+        for name in ("whole", "broken"):
+            (tmp_path / name).mkdir()
+            environment = server.variables | {"BROKER_CHECKPOINT_DIR": f"s3://{BUCKET}/{name}"}
+            folders.append(TrainingFolder(path=tmp_path / name, environment=environment))
+        whole, broken = folders
+        code, errors = whole.run(workers=2, strategy="fsdp")
+        assert code == 0, errors
+        process = broken.start(workers=2, strategy="fsdp")
+        await_step(process, 33)
+        kill_all(process)
+        code, errors = broken.run(workers=2, strategy="fsdp", attempt=2)
+        assert code == 0, errors
+    assert next(int(str(line["step"])) for line in broken.lines() if line["event"] == "resumed") > 0
+    assert not (tmp_path / "broken" / "checkpoints").exists()
+    expected = {key: values[0] for key, values in whole.losses().items()}
+    assert all(set(values) == {expected[key]} for key, values in broken.losses().items())
+    assert set(broken.losses()) == set(range(1, TOTAL + 1))
 
 
 @pytest.mark.slow

@@ -124,6 +124,27 @@ def test_z_loss_is_the_mean_of_squared_log_sums() -> None:
     assert float(extra) == pytest.approx(0.1 * float((logits.exp().sum(-1).log() ** 2).mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "z_weight"), [(torch.float32, 0.0), (torch.float32, 0.3), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("rows_a_chunk", [1, 5, 99])
+def test_loss_in_chunks_is_the_same_loss(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, z_weight: float, rows_a_chunk: int
+) -> None:
+    logits, targets = (4 * torch.randn(2, 9, 50)).to(dtype), torch.randint(0, 50, (2, 9))
+    found = []
+    for bytes_max in (2**30, 4 * 50 * rows_a_chunk):
+        monkeypatch.setattr("trainers.losses.CHUNK_BYTES", bytes_max)
+        mine = logits.clone().requires_grad_()
+        loss = next_token_loss(z_weight)(mine, targets)
+        (loss * 3).backward()
+        with torch.no_grad():
+            assert torch.equal(next_token_loss(z_weight)(mine, targets), loss)
+        found.append((loss, mine.grad))
+    (loss, gradient), (chunked, chunked_gradient) = found
+    torch.testing.assert_close(chunked, loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chunked_gradient, gradient)
+    assert chunked_gradient is not None and chunked_gradient.dtype == dtype
+
+
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_blocks_learn_the_same_to_the_last_bit(kind: str, recompute: str) -> None:

@@ -54,6 +54,8 @@ class Strategy:
     """How ranks share one model's work."""
 
     AXES: ClassVar[tuple[str, ...]] = ()
+    # Whether each rank alone holds all of the shared state, and moves it without asking the others.
+    IS_REPLICATED: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions) -> None:
         """Take a place in the grid. Nothing is sent yet."""

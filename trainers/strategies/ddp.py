@@ -13,6 +13,7 @@ class DataParallel(Strategy):
     """Every rank holds the whole model. One process alone runs the plain model."""
 
     AXES = ("replicate",)
+    IS_REPLICATED = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap for gradient exchange. The constructor imports torch._dynamo: 1.0 s on torch 2.13."""
@@ -26,7 +27,10 @@ class DataParallel(Strategy):
         # the groups. A resumed run would regroup one step later than an unbroken one and differ in the last bit.
         # Searching for unused parameters, though there are none, keeps the first grouping for good.
         group = self.grid.group("replicate")
-        return nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+        # Gradients live in the buckets that travel, rather than once more beside them: 4 bytes a parameter saved.
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=True
+        )
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -1,0 +1,29 @@
+"""Other people's bytes: folders and buckets behind one Protocol, and how a node comes to see them."""
+
+from __future__ import annotations
+
+import importlib
+from urllib.parse import urlsplit
+
+from broker.errors import InvalidRequestError
+from broker.storage.base import Bucket, MakeBucket
+
+# scheme -> "module:maker"; a maker is `broker.storage.base.MakeBucket`
+BUCKETS: dict[str, str] = {
+    "file": "broker.storage.folder:make_bucket",
+    "s3": "broker.storage.s3:make_bucket",
+    "gs": "broker.storage.gcs:make_bucket",
+    "az": "broker.storage.azure:make_bucket",
+}
+
+
+def open_bucket(url: str) -> Bucket:
+    """The bucket, or the folder in one, that a URL names. Raises InvalidRequestError for a scheme nobody serves."""
+    scheme = urlsplit(url).scheme
+    target = BUCKETS.get(scheme)
+    if target is None:
+        known = ", ".join(f"`{each}://`" for each in BUCKETS)
+        raise InvalidRequestError(f"no storage for `{scheme}://` in `{url}`", hints=(f"broker reads {known}",))
+    module, _, maker = target.partition(":")
+    make: MakeBucket = getattr(importlib.import_module(module), maker)
+    return make(url)

@@ -1,0 +1,93 @@
+"""A folder as a bucket, for rehearsals and shared disks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from broker.errors import AuthError, InvalidRequestError
+from broker.storage.base import StoredKey
+
+PARTIAL = ".partial"
+
+
+class FolderBucket:
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
+        place = self._find(prefix)
+        files = [place] if place.is_file() else place.rglob("*")
+        found = [each for each in files if each.is_file() and not each.name.endswith(PARTIAL)]
+        keys = (
+            StoredKey(key=each.relative_to(self._root).as_posix(), size_bytes=each.stat().st_size) for each in found
+        )
+        return sorted(keys, key=lambda each: each.key)
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return self._find(key).read_bytes()
+        except (FileNotFoundError, IsADirectoryError):
+            return None
+
+    def write(self, key: str, content: bytes) -> None:
+        self._put(key, lambda aside: _write(aside, content), is_new=False)
+
+    def write_if_absent(self, key: str, content: bytes) -> bool:
+        return self._put(key, lambda aside: _write(aside, content), is_new=True)
+
+    def upload(self, source: Path, key: str) -> None:
+        self._put(key, lambda aside: shutil.copyfile(source, aside), is_new=False)
+
+    def download(self, key: str, target: Path) -> bool:
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
+        try:
+            shutil.copyfile(self._find(key), aside)
+        except FileNotFoundError:
+            return False
+        aside.replace(target)
+        return True
+
+    def delete(self, key: str) -> None:
+        self._find(key).unlink(missing_ok=True)
+
+    def _find(self, key: str) -> Path:
+        path = self._root / key
+        if not path.resolve().is_relative_to(self._root.resolve()):
+            raise InvalidRequestError(f"`{key}` leads out of `{self._root}`")
+        return path
+
+    def _put(self, key: str, fill: Callable[[Path], object], *, is_new: bool) -> bool:
+        """Write beside the place and link into it: the link is the one step in which a file appears."""
+        target = self._find(key)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
+            try:
+                fill(aside)
+                if not is_new:
+                    aside.replace(target)
+                    return True
+                os.link(aside, target)
+            except FileExistsError:
+                return False
+            finally:
+                aside.unlink(missing_ok=True)
+        except PermissionError as error:
+            raise AuthError(f"cannot write to `{target}`: {error.strerror}") from error
+        return True
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def make_bucket(url: str) -> FolderBucket:
+    """`file:///path`."""
+    return FolderBucket(Path(url.removeprefix("file://")))

@@ -1,0 +1,135 @@
+"""What a node has to do to see a task's buckets, and what bringing them there costs. Pure, save `measure_mounts`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from broker.errors import InvalidRequestError
+from broker.nouns import noun
+from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable
+from broker.optimizer.data_cost import FREE_TO_LEAVE, find_bucket_cloud
+from broker.storage import open_bucket
+from broker.storage.base import StoredKey
+from broker.types import StorageMount, Task
+
+PROGRAM = "~/.broker/node_mount.py"
+# SkyPilot's names of stores -> schemes that a node can be given; `gcs://` is `gs://`.
+STORE_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az"}
+SCHEMES = ("s3", "gs", "az", "file")
+MODES = ("COPY", "MOUNT", "MOUNT_CACHED")
+GIB = 2**30
+
+
+@noun
+class MountStep:
+    """One bucket to one folder."""
+
+    target: str
+    url: str
+    mode: str
+
+
+@noun
+class MountPrice:
+    """What copying one bucket to all nodes costs once: each node fetches it, and its cloud bills what leaves."""
+
+    url: str
+    gib: float
+    usd: float
+
+
+def plan_mounts(task: Task) -> tuple[MountStep, ...]:
+    """The steps in the order they were written. Raises InvalidRequestError for what no node can be given."""
+    return tuple(
+        MountStep(target=mount.target, url=_find_url(mount), mode=_find_mode(mount)) for mount in task.storage_mounts
+    )
+
+
+def add_mounts(task: Task) -> Task:
+    """The task with its buckets brought to the nodes before anything else of `setup`.
+
+    There the agent runs it: it outlives a lost connection, its words are in the run's log, and its failure is setup's.
+    """
+    steps = plan_mounts(task)
+    if not steps:
+        return task
+    return replace(task, setup=make_script(steps) + (task.setup or ""), storage_mounts=())
+
+
+def make_script(steps: Sequence[MountStep]) -> str:
+    """Bash that carries the node's program along and runs it once a step; ends with the first failure's exit code."""
+    lines = [f"mkdir -p {PROGRAM.rpartition('/')[0]}", f"cat > {PROGRAM} <<'END_OF_NODE_MOUNT'", read_program()]
+    lines.append("END_OF_NODE_MOUNT")
+    for step in steps:
+        arguments = shlex.join((step.mode, step.url, step.target))
+        lines.append(f"python3 {PROGRAM} {arguments} || exit $?")
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def read_program() -> str:
+    return (Path(__file__).parent / "node_mount.py").read_text(encoding="utf-8").rstrip("\n")
+
+
+def measure_mounts(steps: Sequence[MountStep]) -> Mapping[str, float]:
+    """GiB that each copied URL holds, by asking the buckets. Raises what `Bucket.list_keys` raises."""
+    urls = {step.url for step in steps if step.mode == "COPY"}
+    return {url: sum(each.size_bytes for each in _list(url)) / GIB for url in sorted(urls)}
+
+
+def price_mounts(
+    sizes_gib: Mapping[str, float], *, cloud: str, node_count: int, table: EgressTable
+) -> tuple[MountPrice, ...]:
+    """What the copies cost on `node_count` nodes of `cloud`, dearest first.
+
+    As the planner counts data (`data_cost.py`): nothing within a cloud, for a URL doesn't say the bucket's region;
+    across clouds the price to the internet.
+    """
+    prices = []
+    for url, gib in sizes_gib.items():
+        seller = find_bucket_cloud(url)
+        is_free = seller is None or seller == cloud or seller in FREE_TO_LEAVE
+        usd_per_gb = 0.0 if is_free or seller is None else table.find(seller, "*").internet
+        prices.append(MountPrice(url=url, gib=gib, usd=gib * GB_PER_GIB * usd_per_gb * node_count))
+    return tuple(sorted(prices, key=lambda each: (-each.usd, each.url)))
+
+
+def _list(url: str) -> Sequence[StoredKey]:
+    scheme, _, rest = url.partition("://")
+    place, _, prefix = rest.rstrip("/").partition("/")
+    if scheme == "file":
+        return open_bucket(url).list_keys()
+    return open_bucket(f"{scheme}://{place}").list_keys(prefix)
+
+
+def _find_url(mount: StorageMount) -> str:
+    if len(mount.source) > 1:
+        raise _refuse(mount, "several sources", "write one mount for each")
+    if mount.source and "://" in mount.source[0]:
+        scheme, _, rest = mount.source[0].partition("://")
+        scheme = {"gcs": "gs"}.get(scheme, scheme)
+        if scheme not in SCHEMES:
+            raise _refuse(mount, f"`{scheme}://`", "copy the data in `setup`, or move it to s3://, gs:// or az://")
+        return f"{scheme}://{rest}"
+    if mount.source:
+        raise _refuse(mount, "local files put into a bucket", "upload them once and name `source: s3://...`")
+    scheme = STORE_SCHEMES.get((mount.store or "").lower(), "")
+    if not scheme or not mount.name:
+        raise _refuse(mount, "a bucket to be made", "make it once and name `source: s3://...`")
+    return f"{scheme}://{mount.name}"
+
+
+def _find_mode(mount: StorageMount) -> str:
+    mode = mount.mode.upper()
+    if mode not in MODES:
+        raise _refuse(mount, f"mode `{mount.mode}`", f"one of {', '.join(MODES)}")
+    return mode
+
+
+def _refuse(mount: StorageMount, what: str, hint: str) -> InvalidRequestError:
+    place = f"{mount.origin}: " if mount.origin else ""
+    return InvalidRequestError(f"{place}`file_mounts: {mount.target}`: {what} is not supported", hints=(hint,))

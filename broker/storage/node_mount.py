@@ -1,0 +1,235 @@
+"""A program of its own on a node: brings a bucket to a folder. Standard library only; obstore where it is there.
+
+`python3 node_mount.py COPY|MOUNT|MOUNT_CACHED URL TARGET`. May be run again: what is there already stays, what was cut
+short goes on. Exit code 69 where the node lacks a tool.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+EX_UNAVAILABLE = 69
+WORKERS = 16
+PART_BYTES = 8 << 20
+ATTEMPTS_MAX = 3
+LIBRARY = pathlib.Path.home() / ".broker" / "lib"
+# rclone's names of who sells a bucket, with the machine's own login.
+RCLONE = {"s3": ":s3,provider=AWS,env_auth=true:", "gs": ":gcs,env_auth=true:", "az": ":azureblob,env_auth=true:"}
+MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
+CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
+
+
+class Failure(Exception):
+    """Told in one line."""
+
+
+def main(mode: str, url: str, target: str) -> None:
+    scheme, _, rest = url.partition("://")
+    place = make_room(target)
+    if scheme == "file":
+        source = pathlib.Path("/" + rest.lstrip("/"))
+        (copy_folder if mode == "COPY" else link_folder)(source, place)
+    elif mode == "COPY":
+        copy_bucket(url, place)
+    else:
+        mount_bucket(scheme, rest, place, is_cached=mode == "MOUNT_CACHED")
+
+
+def make_room(target: str) -> pathlib.Path:
+    """The target as a path whose parent exists; outside the home folder that may take root."""
+    place = pathlib.Path(target).expanduser()
+    place = place if place.is_absolute() else pathlib.Path.home() / place
+    if "BROKER_NODE_DIR" in os.environ and pathlib.Path.home() not in (place, *place.parents):
+        raise Failure(f"`{target}` lies outside the home folder of a local node; use a path below `~/`")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(place.parent, os.W_OK) and not os.access(place, os.W_OK):
+            raise PermissionError
+    except PermissionError:
+        owner = f"{os.getuid()}:{os.getgid()}"
+        for argv in (["mkdir", "-p", str(place)], ["chown", owner, str(place)]):
+            if subprocess.run(["sudo", "-n", *argv], check=False).returncode:
+                raise Failure(f"no leave to make `{target}`; use a path below `~/`") from None
+    return place
+
+
+def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
+    """A folder of this very machine is seen where it is."""
+    if not source.is_dir():
+        raise Failure(f"`file://{source}` is not a folder")
+    if place.is_symlink():
+        place.unlink()
+    elif place.is_dir():
+        place.rmdir()
+    place.symlink_to(source)
+
+
+def copy_folder(source: pathlib.Path, place: pathlib.Path) -> None:
+    if source.is_file():
+        fetch_whole(place / source.name if place.is_dir() else place, lambda aside: shutil.copy2(source, aside))
+    elif source.is_dir():
+        shutil.copytree(source, place, dirs_exist_ok=True)
+    else:
+        raise Failure(f"`file://{source}` is not there")
+
+
+def copy_bucket(url: str, place: pathlib.Path) -> None:
+    if not import_obstore():
+        copy_by_tool(url, place)
+        return
+    import obstore
+
+    store, path = open_store(url)
+    try:
+        meta = obstore.head(store, path) if path else None
+    except FileNotFoundError:
+        meta = None
+    if meta is not None:
+        fetch(obstore, store, meta, place / path.rsplit("/", 1)[-1] if place.is_dir() else place)
+        return
+    found = [each for page in obstore.list(store, path or None, chunk_size=1000) for each in page]
+    if not found:
+        raise Failure(f"nothing lies at `{url}`")
+    place.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        jobs = []
+        for each in found:
+            inside = each["path"][len(path) :].lstrip("/") if path else each["path"]
+            if inside and not inside.endswith("/"):
+                jobs.append(pool.submit(fetch, obstore, store, each, find_inside(place, inside)))
+        for job in jobs:
+            job.result()
+    total = sum(each["size"] for each in found)
+    print(f"{len(jobs)} files, {total / 2**30:.2f} GiB from `{url}`", flush=True)
+
+
+def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
+    path = place / name
+    if ".." in path.parts:
+        raise Failure(f"the key `{name}` leads out of `{place}`")
+    return path
+
+
+def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
+    """One object; a file of its size that is no older is taken to be it."""
+    if file.is_file():
+        here = file.stat()
+        if here.st_size == meta["size"] and here.st_mtime >= meta["last_modified"].timestamp():
+            return
+
+    def fill(aside: pathlib.Path) -> None:
+        with aside.open("wb") as out:
+            for part in obstore.get(store, meta["path"]).stream(PART_BYTES):
+                out.write(part)
+
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        try:
+            fetch_whole(file, fill)
+            return
+        except obstore.exceptions.GenericError:  # the wire broke in the middle of the answer
+            if attempt == ATTEMPTS_MAX:
+                raise
+
+
+def fetch_whole(file: pathlib.Path, fill: Callable[[pathlib.Path], object]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
+    try:
+        fill(aside)
+        aside.replace(file)
+    finally:
+        if aside.exists():
+            aside.unlink()
+
+
+def import_obstore() -> bool:
+    """Whether obstore can be used; fetched by pip into a folder of ours where nothing else can copy either."""
+    sys.path.insert(0, str(LIBRARY))
+    for is_fetched in (False, True):
+        try:
+            import obstore  # noqa: F401
+        except ImportError:
+            if is_fetched or any(shutil.which(tool) for tool in ("aws", "gcloud", "rclone")):
+                return False
+            argv = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(LIBRARY), "obstore>=0.6"]
+            if subprocess.run(argv, check=False).returncode:
+                return False
+        else:
+            return True
+    return False
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """The bucket alone, and the path in it."""
+    import obstore.store
+
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint:
+        options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+    return obstore.store.from_url(f"{scheme}://{bucket}", **options), path.strip("/")
+
+
+def copy_by_tool(url: str, place: pathlib.Path) -> None:
+    """With what the image brings."""
+    scheme, _, rest = url.partition("://")
+    place.mkdir(parents=True, exist_ok=True)
+    if scheme == "s3" and shutil.which("aws"):
+        run(["aws", "s3", "sync", "--no-progress", url, str(place)])
+    elif scheme == "gs" and shutil.which("gcloud"):
+        run(["gcloud", "storage", "rsync", "--recursive", url, str(place)])
+    elif scheme in RCLONE and shutil.which("rclone"):
+        run(["rclone", "copy", RCLONE[scheme] + rest, str(place)])
+    else:
+        raise Failure(f"this node has nothing to copy `{url}` with: no obstore, aws, gcloud or rclone, and pip failed")
+
+
+def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
+    if os.path.ismount(place):
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    bucket, _, path = rest.partition("/")
+    path = path.strip("/")
+    own = MOUNTERS.get(scheme)
+    if own and not is_cached and shutil.which(own):
+        if own == "mount-s3":
+            run(
+                [own, "--allow-delete", "--allow-overwrite", *(["--prefix", path + "/"] if path else []), bucket, place]
+            )
+        else:
+            run([own, "--implicit-dirs", *(["--only-dir", path] if path else []), bucket, place])
+    elif scheme in RCLONE and shutil.which("rclone"):
+        flags = CACHE_FLAGS if is_cached else ("--vfs-cache-mode", "writes")
+        run(["rclone", "mount", RCLONE[scheme] + rest, place, "--daemon", "--daemon-wait", "60s", *flags])
+    else:
+        tools = [each for each in (None if is_cached else own, "rclone") if each]
+        raise Failure(
+            f"this node cannot mount `{scheme}://{rest}`: it has no {' and no '.join(tools)}\n\n"
+            "hint: use `mode: COPY`, or an `image_id` that brings one of them"
+        )
+
+
+def run(argv: Sequence[str | pathlib.Path]) -> None:
+    done = subprocess.run([str(each) for each in argv], check=False)
+    if done.returncode:
+        raise Failure(f"`{argv[0]}` failed with exit code {done.returncode}")
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except Failure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(EX_UNAVAILABLE)
+    except Exception as error:
+        first = str(error).partition("\n")[0].partition("<?xml")[0]
+        print(f"error: `{sys.argv[2]}` was not brought to `{sys.argv[3]}`: {first}", file=sys.stderr)
+        sys.exit(1)

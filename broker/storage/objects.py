@@ -1,0 +1,170 @@
+"""A bucket behind obstore, whoever sells it; and that library's errors as ours."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from broker.errors import AuthError, BrokerError, InvalidRequestError, TransientError
+from broker.storage.base import StoredKey
+
+Answer = TypeVar("Answer")
+PART_BYTES = 32 << 20  # S3 takes 10,000 parts, so a file of 312 GiB
+READ_BYTES = 8 << 20
+
+# obstore.exceptions -> ours. FileNotFoundError is obstore's NotFoundError, of an object or of the bucket.
+ERRORS: dict[str, type[BrokerError]] = {
+    "AlreadyExistsError": InvalidRequestError,
+    "BaseError": TransientError,
+    "GenericError": TransientError,  # whatever it tried again until its patience ended
+    "InvalidPathError": InvalidRequestError,
+    "JoinError": TransientError,
+    "NotFoundError": InvalidRequestError,
+    "NotModifiedError": InvalidRequestError,
+    "NotSupportedError": InvalidRequestError,
+    "PermissionDeniedError": AuthError,
+    "PreconditionError": InvalidRequestError,
+    "UnauthenticatedError": AuthError,
+    "UnknownConfigurationKeyError": InvalidRequestError,
+}
+# The services' own codes, where the library says no more than GenericError.
+CODES: dict[str, type[BrokerError]] = {
+    "NoSuchBucket": InvalidRequestError,
+    "ContainerNotFound": InvalidRequestError,
+    "PermanentRedirect": InvalidRequestError,
+    "AccessDenied": AuthError,
+    "InvalidAccessKeyId": AuthError,
+    "SignatureDoesNotMatch": AuthError,
+    "ExpiredToken": AuthError,
+}
+
+
+class ObjectBucket:
+    def __init__(self, store: Any, url: str, *, login: str) -> None:
+        """Keep below the store's prefix. `login` is what to do where the login is missing."""
+        import obstore
+
+        self._store, self._library, self._url, self._login = store, obstore, url, login
+
+    def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
+        def look() -> list[StoredKey]:
+            pages = self._library.list(self._store, prefix or None, chunk_size=1000)
+            return [StoredKey(key=each["path"], size_bytes=each["size"]) for page in pages for each in page]
+
+        found = self._ask("list", look)
+        if not found and prefix and (size := self._ask("look into", lambda: self._measure(prefix))) is not None:
+            found = [StoredKey(key=prefix, size_bytes=size)]  # listings are of what lies below; this is the object
+        return sorted(found, key=lambda each: each.key)
+
+    def read(self, key: str) -> bytes | None:
+        def get() -> bytes | None:
+            try:
+                return bytes(self._library.get(self._store, key).bytes())
+            except FileNotFoundError as error:
+                return self._pass_over(error)
+
+        return self._ask("read", get)
+
+    def write(self, key: str, content: bytes) -> None:
+        self._ask("write", lambda: self._library.put(self._store, key, content))
+
+    def write_if_absent(self, key: str, content: bytes) -> bool:
+        def put() -> bool:
+            try:
+                self._library.put(self._store, key, content, mode="create")
+            except self._library.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+        return self._ask("write", put)
+
+    def upload(self, source: Path, key: str) -> None:
+        self._ask("write", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
+
+    def download(self, key: str, target: Path) -> bool:
+        def fetch() -> bool:
+            try:
+                parts = self._library.get(self._store, key).stream(READ_BYTES)
+            except FileNotFoundError as error:
+                self._pass_over(error)
+                return False
+            aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+            try:
+                with aside.open("wb") as file:
+                    for part in parts:
+                        file.write(part)
+                aside.replace(target)
+            finally:
+                aside.unlink(missing_ok=True)
+            return True
+
+        return self._ask("read", fetch)
+
+    def delete(self, key: str) -> None:
+        def remove() -> None:
+            try:
+                self._library.delete(self._store, key)
+            except FileNotFoundError as error:
+                self._pass_over(error)
+
+        self._ask("delete", remove)
+
+    def _measure(self, key: str) -> int | None:
+        try:
+            size: int = self._library.head(self._store, key)["size"]
+        except FileNotFoundError:
+            return None
+        return size
+
+    @staticmethod
+    def _pass_over(error: FileNotFoundError) -> None:
+        """An object that is not there is an answer; a bucket that is not, a mistake."""
+        if find_code(error) in ("NoSuchBucket", "ContainerNotFound"):
+            raise error
+
+    def _ask(self, verb: str, call: Callable[[], Answer]) -> Answer:
+        try:
+            return call()
+        except self._library.exceptions.BaseError as error:
+            raise self._translate(verb, error) from error
+        except FileNotFoundError as error:
+            raise self._translate(verb, error) from error
+
+    def _translate(self, verb: str, error: Exception) -> BrokerError:
+        name = "NotFoundError" if isinstance(error, FileNotFoundError) else type(error).__name__
+        code = find_code(error)
+        kind = CODES.get(code or "") or ERRORS[name]
+        first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
+        message = f"cannot {verb} in `{self._url}`: {code or first or name}"
+        return kind(message, hints=(self._login,) if kind is AuthError else ())
+
+
+def find_code(error: Exception) -> str | None:
+    """The service's own word, where its XML is part of the message."""
+    found = re.search(r"<Code>(\w+)</Code>", str(error))
+    return found[1] if found else None
+
+
+def open_store(url: str, **options: Any) -> Any:
+    """obstore's store for a URL. Raises InvalidRequestError without the package or without a bucket's name."""
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"`{url}` needs the package obstore", hints=("pip install 'intercloud-broker[storage]'",)
+        ) from error
+    try:
+        return from_url(url.rstrip("/"), **options)
+    except (ValueError, _base_error()) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise InvalidRequestError(f"`{url}` cannot be opened: {first}") from error
+
+
+def _base_error() -> type[Exception]:
+    from obstore.exceptions import BaseError
+
+    found: type[Exception] = BaseError
+    return found

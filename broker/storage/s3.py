@@ -1,0 +1,55 @@
+"""Amazon S3, and what speaks like it when AWS_ENDPOINT_URL says where."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from broker.config import read_aws_environment
+from broker.storage.objects import ObjectBucket, open_store
+
+LOGIN = "log in with `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+REGION_TIMEOUT_S = 10.0
+
+
+def make_bucket(url: str) -> ObjectBucket:
+    """`s3://bucket/prefix`."""
+    return ObjectBucket(open_store(url, **find_options(urlsplit(url).netloc, read_aws_environment())), url, login=LOGIN)
+
+
+def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
+    """What obstore does not find by itself: where else S3 is, the bucket's region, and logins in `~/.aws`."""
+    options: dict[str, Any] = {}
+    endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options |= {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+    elif bucket and not (variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION")):
+        region = find_region(bucket)
+        options |= {"region": region} if region else {}
+    if "AWS_ACCESS_KEY_ID" not in variables:
+        with contextlib.suppress(ImportError):
+            import boto3
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            session = boto3.Session()
+            if session.get_credentials() is not None:
+                options["credential_provider"] = Boto3CredentialProvider(session)
+    return options
+
+
+def find_region(bucket: str) -> str | None:
+    """S3 tells a bucket's region to anyone, in a header of whatever it answers; None without a network."""
+    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except OSError:
+        return None
+    region: str | None = headers.get("x-amz-bucket-region")
+    return region

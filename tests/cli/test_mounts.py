@@ -1,0 +1,40 @@
+"""A task's buckets, from the file to the nodes, and what it costs to bring them there."""
+
+from __future__ import annotations
+
+import boto3
+
+from tests.cli.conftest import Shell
+from tests.testbed.s3 import BUCKET, serve_s3
+
+TASK = f"""\
+resources: {{infra: local}}
+num_nodes: 2
+file_mounts: {{~/data: 's3://{BUCKET}/set'}}
+run: cat ~/data/deep/words
+"""
+
+
+def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell) -> None:
+    with serve_s3() as server:
+        shell.environment |= server.variables
+        login = server.variables
+        client = boto3.client(
+            "s3",
+            endpoint_url=login["AWS_ENDPOINT_URL"],
+            region_name=login["AWS_REGION"],
+            aws_access_key_id=login["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=login["AWS_SECRET_ACCESS_KEY"],
+        )
+        client.put_object(Bucket=BUCKET, Key="set/deep/words", Body=b"from the bucket\n")
+        client.put_object(Bucket=BUCKET, Key="set/big", Body=bytes(11 << 20))
+        flags = [each for name, value in login.items() for each in ("--env", f"{name}={value}")]
+        task = shell.write("task.yaml", TASK)
+        done = shell.run("launch", task, "-c", "dev", *flags)
+        assert done.stdout.count("from the bucket\n") == 2
+        # 0.0107 GiB at AWS's 0.09 USD per GB, twice.
+        assert f"copying `s3://{BUCKET}/set` to 2 nodes: 0.01 GiB each, 0.0021 USD, at every start" in done.stderr
+        wrong = shell.write("wrong.yaml", TASK.replace(f"s3://{BUCKET}", "s3://no-such-bucket"))
+        refused = shell.run("launch", wrong, "-c", "other", *flags, code=5)
+        assert "cannot list in `s3://no-such-bucket`: NoSuchBucket" in refused.stderr
+        assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]

@@ -1,0 +1,134 @@
+"""One contract for every bucket: folder, S3 (moto's, on the loopback), and the library's own in memory."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from broker.errors import AuthError, InvalidRequestError
+from broker.storage import BUCKETS, open_bucket
+from broker.storage.base import Bucket
+from broker.storage.objects import ERRORS, ObjectBucket
+from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+def open_memory() -> Bucket:
+    from obstore.store import MemoryStore
+
+    return ObjectBucket(MemoryStore(), "memory://", login="log in")
+
+
+@pytest.fixture(params=["file", "s3", "memory"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    if request.param == "memory":
+        return open_memory()
+    place = {"file": f"file://{tmp_path}/deep/bucket", "s3": f"s3://{BUCKET}/{uuid.uuid4().hex}"}[request.param]
+    return open_bucket(place)
+
+
+def test_what_is_written_is_read_listed_and_deleted(bucket: Bucket) -> None:
+    assert bucket.list_keys() == [] and bucket.read("a") is None
+    bucket.write("a/b", b"one")
+    bucket.write("a/b", b"three")
+    bucket.write("a/c/d", b"")
+    bucket.write("ab", b"x")
+    assert bucket.read("a/b") == b"three"
+    assert [(each.key, each.size_bytes) for each in bucket.list_keys()] == [("a/b", 5), ("a/c/d", 0), ("ab", 1)]
+    assert [each.key for each in bucket.list_keys("a")] == ["a/b", "a/c/d"]
+    assert [each.key for each in bucket.list_keys("a/b")] == ["a/b"]
+    assert bucket.list_keys("none") == []
+    bucket.delete("a/b")
+    bucket.delete("a/b")
+    assert [each.key for each in bucket.list_keys()] == ["a/c/d", "ab"]
+
+
+def test_of_many_writers_at_once_one_is_first(bucket: Bucket) -> None:
+    heard: dict[int, bool] = {}
+
+    def write(number: int) -> None:
+        heard[number] = bucket.write_if_absent("lock/1", str(number).encode())
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    winners = [number for number, is_first in heard.items() if is_first]
+    assert len(heard) == 8 and len(winners) == 1
+    assert bucket.read("lock/1") == str(winners[0]).encode()
+    assert [each.key for each in bucket.list_keys()] == ["lock/1"]
+
+
+def test_files_go_up_and_come_down_whole(bucket: Bucket, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 40_000
+    (tmp_path / "source").write_bytes(content)
+    bucket.upload(tmp_path / "source", "deep/file")
+    assert bucket.download("deep/file", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == content
+    assert not bucket.download("deep/none", tmp_path / "none")
+    assert {each.name for each in tmp_path.iterdir()} - {"deep"} == {"source", "target"}
+
+
+def test_bucket_that_is_not_there_is_an_error_and_not_an_empty_one(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    gone = open_bucket("s3://no-such-bucket/x")
+    for verb in (gone.list_keys, lambda: gone.read("a"), lambda: gone.write("a", b"")):
+        with pytest.raises(InvalidRequestError, match=r"cannot \w+ in `s3://no-such-bucket/x`: NoSuchBucket"):
+            verb()
+
+
+def test_every_error_of_the_library_has_one_of_ours() -> None:
+    from obstore import exceptions
+
+    assert {name for name in dir(exceptions) if name.endswith("Error")} == set(ERRORS)
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """An S3 that knows nobody."""
+
+    def do_GET(self) -> None:
+        content = b"<Error><Code>InvalidAccessKeyId</Code></Error>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def test_refused_login_says_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in S3Server(port=server.server_port).variables.items():
+            monkeypatch.setenv(name, value)
+        bucket = open_bucket("s3://bucket/x")
+        for verb in (bucket.list_keys, lambda: bucket.read("a")):
+            with pytest.raises(AuthError, match="InvalidAccessKeyId") as caught:
+                verb()
+            assert "aws configure" in caught.value.hints[0]
+        server.shutdown()
+
+
+def test_unknown_scheme_and_a_way_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="no storage for `ftp://`"):
+        open_bucket("ftp://host/x")
+    with pytest.raises(InvalidRequestError, match="leads out of"):
+        open_bucket(f"file://{tmp_path}/in").write("../out", b"")
+    assert set(BUCKETS) == {"file", "s3", "gs", "az"}

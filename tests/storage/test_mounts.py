@@ -1,0 +1,214 @@
+"""Buckets as folders on a node: the scripts are run, on this machine as on a node of the local cloud."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from local_gang import Rig, make_task
+
+from broker.errors import InvalidRequestError
+from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable
+from broker.storage import open_bucket
+from broker.storage.mounts import MountStep, add_mounts, make_script, measure_mounts, plan_mounts, price_mounts
+from broker.types import EgressPrice, Origin, RunStatus, StorageMount, Task
+from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+
+WRITABLE = "mount-s3 --allow-delete --allow-overwrite"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix with three objects, beside another that begins alike."""
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    prefix = uuid.uuid4().hex
+    bucket = open_bucket(f"s3://{BUCKET}")
+    for key, content in {"data/a": b"one", "data/deep/b": b"two" * 10**6, "data/c d": b"", "data2/x": b"no"}.items():
+        bucket.write(f"{prefix}/{key}", content)
+    return f"s3://{BUCKET}/{prefix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A home folder and a PATH."""
+
+    home: Path
+    environment: Mapping[str, str]
+
+    def run(self, *steps: MountStep) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", make_script(steps) + "echo done"],
+            env={**self.environment, "HOME": str(self.home)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def files(self, folder: str) -> dict[str, int]:
+        place = self.home / folder
+        return {str(each.relative_to(place)): each.stat().st_size for each in place.rglob("*") if each.is_file()}
+
+
+@pytest.fixture
+def node(tmp_path: Path, server: S3Server) -> Node:
+    (tmp_path / "home").mkdir()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return Node(home=tmp_path / "home", environment={"PATH": path, **server.variables})
+
+
+def copy_to(target: str, url: str) -> MountStep:
+    return MountStep(target=target, url=url, mode="COPY")
+
+
+def test_prefix_is_copied_whole_and_again_only_where_it_changed(node: Node, url: str) -> None:
+    assert node.run(copy_to("~/in", f"{url}/data/")).stdout.endswith("done\n")
+    assert node.files("in") == {"a": 3, "deep/b": 3_000_000, "c d": 0}
+    kept, changed = (node.home / "in/deep/b").stat().st_mtime_ns, node.home / "in/a"
+    changed.write_text("torn off")
+    assert node.run(copy_to("in", f"{url}/data")).returncode == 0
+    assert changed.read_bytes() == b"one" and (node.home / "in/deep/b").stat().st_mtime_ns == kept
+
+
+def test_one_object_becomes_one_file(node: Node, url: str) -> None:
+    assert node.run(copy_to("~/in/name", f"{url}/data/a")).returncode == 0
+    assert (node.home / "in/name").read_bytes() == b"one" and len(node.files("in")) == 1
+
+
+def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url: str) -> None:
+    done = node.run(copy_to("~/in", f"{url}/dat"), copy_to("~/more", f"{url}/data"))
+    assert done.returncode == 69 and "done" not in done.stdout and not (node.home / "more").exists()
+    assert done.stderr == f"error: nothing lies at `{url}/dat`\n"
+    done = node.run(copy_to("~/in", "s3://no-such-bucket/x"))
+    assert done.returncode == 1 and "`s3://no-such-bucket/x` was not brought to `~/in`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "url", "tools", "expected"),
+    [
+        (
+            "MOUNT",
+            "s3://b/deep/x/",
+            ["mount-s3", "rclone"],
+            "mount-s3 --allow-delete --allow-overwrite --prefix deep/x/ b",
+        ),
+        ("MOUNT", "gs://b/x", ["gcsfuse"], "gcsfuse --implicit-dirs --only-dir x b"),
+        ("MOUNT", "az://b/x", ["rclone"], "rclone mount :azureblob,env_auth=true:b/x"),
+        ("MOUNT", "s3://b", ["rclone"], "rclone mount :s3,provider=AWS,env_auth=true:b"),
+        ("MOUNT_CACHED", "s3://b/x", ["mount-s3", "rclone"], "rclone mount :s3,provider=AWS,env_auth=true:b/x"),
+    ],
+)
+def test_mount_takes_the_tool_that_the_node_has(
+    node: Node, tmp_path: Path, mode: str, url: str, tools: list[str], expected: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for tool in tools:
+        (tmp_path / "bin" / tool).write_text(f'#!/bin/sh\necho {tool} "$@" >> "$HOME/calls"\n')
+        (tmp_path / "bin" / tool).chmod(0o755)
+    with_tools = replace(node, environment={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
+    done = with_tools.run(MountStep(target="~/see", url=url, mode=mode))
+    assert done.returncode == 0, done.stderr
+    call = (node.home / "calls").read_text().strip()
+    assert call.startswith(f"{expected} {node.home}/see")
+    assert ("--vfs-cache-mode full" in call) == (mode == "MOUNT_CACHED")
+
+
+def test_node_without_a_tool_says_which(node: Node) -> None:
+    bare = replace(node, environment={"PATH": "/usr/bin:/bin"})
+    done = bare.run(MountStep(target="~/see", url="s3://b/x", mode="MOUNT"))
+    assert done.returncode == 69
+    assert "cannot mount `s3://b/x`: it has no mount-s3 and no rclone" in done.stderr
+    assert "hint: use `mode: COPY`" in done.stderr
+
+
+def test_local_node_stays_in_its_home(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a").write_text("one")
+    local = replace(node, environment={**node.environment, "BROKER_NODE_DIR": str(tmp_path)})
+    outside = tmp_path / "outside"
+    done = local.run(copy_to(str(outside), f"file://{tmp_path}/source"))
+    assert done.returncode == 69 and "outside the home folder" in done.stderr and not outside.exists()
+    step = MountStep(target="~/see", url=f"file://{tmp_path}/source", mode="MOUNT")
+    assert local.run(step, step, copy_to("~/copy", f"file://{tmp_path}/source")).returncode == 0
+    (tmp_path / "source/a").write_text("two")
+    assert ((node.home / "see/a").read_text(), (node.home / "copy/a").read_text()) == ("two", "one")
+
+
+def mount(source: str = "", **fields: object) -> Task:
+    made = StorageMount(target="/d", source=(source,) if source else (), **fields)  # type: ignore[arg-type]
+    return Task(setup="true", storage_mounts=(made,))
+
+
+def test_task_is_given_the_script_before_its_own_setup() -> None:
+    task = add_mounts(mount("gcs://bucket/a b", mode="COPY"))
+    assert task.setup is not None and task.storage_mounts == ()
+    assert task.setup.splitlines()[-2:] == [
+        "python3 ~/.broker/node_mount.py COPY 'gs://bucket/a b' /d || exit $?",
+        "true",
+    ]
+    bare = Task(setup="true")
+    assert add_mounts(bare) is bare
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (mount("r2://b"), "`r2://`"),
+        (mount("./local", name="b"), "local files put into a bucket"),
+        (mount(name="b"), "a bucket to be made"),
+        (mount("s3://b", mode="LINK"), "mode `LINK`"),
+        (Task(storage_mounts=(StorageMount(target="/d", source=("s3://a", "s3://b")),)), "several sources"),
+    ],
+)
+def test_what_no_node_can_be_given_is_refused_with_its_place(task: Task, words: str) -> None:
+    placed = replace(task.storage_mounts[0], origin=Origin(file="t.yaml", line=4, column=3))
+    with pytest.raises(InvalidRequestError) as caught:
+        plan_mounts(replace(task, storage_mounts=(placed,)))
+    assert str(caught.value) == f"t.yaml:4:3: `file_mounts: /d`: {words} is not supported" and caught.value.hints
+    assert plan_mounts(mount(name="b", store="gcs"))[0].url == "gs://b"
+
+
+def test_copies_cost_what_leaves_the_bucket_once_a_node(url: str) -> None:
+    table = EgressTable.from_prices([EgressPrice(cloud="aws", from_region="*", target="internet", usd_per_gb=0.09)])
+    steps = (copy_to("/a", f"{url}/data"), MountStep(target="/b", url=f"{url}/data2", mode="MOUNT"))
+    sizes = measure_mounts(steps)
+    assert sizes == {f"{url}/data": 3_000_003 / 2**30}
+    prices = price_mounts({"s3://b": 100.0, "gs://g": 10.0, "r2://r": 5.0}, cloud="gcp", node_count=2, table=table)
+    assert [(each.url, each.usd) for each in prices] == [
+        ("s3://b", pytest.approx(100 * GB_PER_GIB * 0.09 * 2)),
+        ("gs://g", 0.0),
+        ("r2://r", 0.0),
+    ]
+
+
+def test_nodes_of_a_gang_see_the_data_and_a_missing_source_fails_the_run(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a").write_text("one")
+    there = StorageMount(target="~/data", source=(f"file://{tmp_path}/source",), mode="COPY")
+    gone = replace(there, source=(f"file://{tmp_path}/gone",))
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        task = make_task("cat ~/data/a", num_nodes=2)
+        await rig.start(cluster, add_mounts(replace(task, storage_mounts=(there,))))
+        assert (await rig.finish(cluster)).returncode == 0
+        assert (await rig.read_log(cluster)).count("one") == 2
+        await rig.start(cluster, add_mounts(replace(task, storage_mounts=(gone,))), run_id=2)
+        report = await rig.finish(cluster, run_id=2)
+        assert (report.status, report.returncode) == (RunStatus.FAILED_SETUP, 69)
+        assert f"error: `file://{tmp_path}/gone` is not there" in await rig.read_log(cluster, run_id=2)
+
+    asyncio.run(act())

@@ -1,0 +1,99 @@
+"""An S3 on the loopback, moto's, and a wire to it that can be cut."""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+BUCKET = "testbed"
+LOGIN = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Server:
+    """Where it listens."""
+
+    port: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment in which a program finds it."""
+        return LOGIN | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+
+
+@contextlib.contextmanager
+def serve_s3() -> Iterator[S3Server]:
+    """One bucket, empty."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        port = server.get_host_and_port()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as wire:
+            wire.sendall(f"PUT /{BUCKET} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 0\r\n\r\n".encode())
+            assert b" 200 " in wire.recv(4096)
+        yield S3Server(port=port)
+    finally:
+        server.stop()
+
+
+@dataclass(kw_only=True)
+class Wire:
+    """Passes bytes on to a port, and breaks the connection that carries too many, as often as it is told to."""
+
+    target: int
+    cuts_left: int = 0
+    cut_after_bytes: int = 100_000
+    cuts_made: int = 0
+    _listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def port(self) -> int:
+        """Where to connect to."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def open(self) -> None:
+        """Begin to listen."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.target))
+            threading.Thread(target=self._pass_on, args=(client, server), kwargs={"may_cut": True}, daemon=True).start()
+            threading.Thread(
+                target=self._pass_on, args=(server, client), kwargs={"may_cut": False}, daemon=True
+            ).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, *, may_cut: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                passed += len(data)
+                if may_cut and passed > self.cut_after_bytes and self._take_cut():
+                    break
+                target.sendall(data)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _take_cut(self) -> bool:
+        with self._lock:
+            if not self.cuts_left:
+                return False
+            self.cuts_left -= 1
+            self.cuts_made += 1
+            return True

@@ -1,0 +1,92 @@
+"""How often a run saves itself."""
+
+import itertools
+import math
+
+import pytest
+
+from trainers.environment import Environment, read_environment
+from trainers.interval import AUTOMATIC, INTERVAL_S_MAX, STEPS_FIRST, Pacer, find_interval_s
+
+
+def count_time(interval_s: float, stall_s: float, hazard_per_hour: float) -> float:
+    """Time to finish over work, failures arriving at random (Daly's eq. 13 without restart)."""
+    mean_s = 3600 / hazard_per_hour
+    return mean_s * math.expm1((interval_s + stall_s) / mean_s) / interval_s
+
+
+@pytest.mark.parametrize("stall_s", [0.5, 5.0, 40.0])
+@pytest.mark.parametrize("hazard_per_hour", [0.5, 4.0, 30.0])
+def test_interval_takes_hardly_more_time_than_the_best_of_all(stall_s: float, hazard_per_hour: float) -> None:
+    chosen = find_interval_s(stall_s, 0.0, hazard_per_hour)
+    best = min(count_time(second / 10, stall_s, hazard_per_hour) for second in range(5, 18000, 5))
+    assert count_time(chosen, stall_s, hazard_per_hour) <= best * 1.001
+    assert count_time(2 * chosen, stall_s, hazard_per_hour) > best * 1.001
+
+
+def test_interval_heeds_slow_writes_and_caution() -> None:
+    assert find_interval_s(0.0, 20.0, 1.0) == 200.0  # a tenth of the time
+    assert find_interval_s(10.0, 0.0, 0.0) == find_interval_s(300.0, 0.0, 0.01) == INTERVAL_S_MAX
+    assert find_interval_s(10.0, 4000.0, 1.0) == 4000.0  # no sooner than the last is written
+    assert find_interval_s(9000.0, 0.0, 1.0) == INTERVAL_S_MAX
+
+
+def list_saves(pacer: Pacer, clock: list[float], steps: int, step_s: float, stall_s: float) -> list[int]:
+    saves = []
+    for step in range(1, steps + 1):
+        clock[0] += step_s
+        if pacer.is_due(step):
+            pacer.note(step, stall_s=stall_s, write_s=0.1)
+            saves.append(step)
+    return saves
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("trainers.interval.time.perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("environment", "interval_s"),
+    [
+        (Environment(hazard_per_hour=1.0), find_interval_s(2.0, 0.1, 1.0)),
+        (Environment(hazard_per_hour=16.0), find_interval_s(2.0, 0.1, 16.0)),
+        (Environment(hazard_per_hour=16.0, checkpoint_every_s=50.0), 50.0),
+    ],
+    ids=["calm", "wild", "told"],
+)
+def test_run_saves_by_what_it_measured_and_was_told(
+    clock: list[float], environment: Environment, interval_s: float
+) -> None:
+    pacer = Pacer(AUTOMATIC, environment, lambda value: value)
+    saves = list_saves(pacer, clock, 1000, step_s=0.5, stall_s=2.0)
+    assert saves[:2] == [STEPS_FIRST, 2 * STEPS_FIRST]
+    assert {later - sooner for sooner, later in itertools.pairwise(saves[1:])} == {round(interval_s / 0.5)}
+
+
+def test_every_rank_follows_the_first(clock: list[float]) -> None:
+    told: list[int] = []
+
+    def tell(value: int) -> int:
+        told.append(value)
+        return value
+
+    first = Pacer(AUTOMATIC, Environment(), tell)
+    saves = list_saves(first, clock, 3000, step_s=0.5, stall_s=2.0)
+    answers = iter(told)
+    other = Pacer(AUTOMATIC, Environment(hazard_per_hour=99.0), lambda _: next(answers))
+    assert list_saves(other, clock, 3000, step_s=0.7, stall_s=9.0) == saves
+
+
+def test_flag_fixes_the_steps(clock: list[float]) -> None:
+    for every_steps, expected in ((7, [7, 14, 21, 28]), (0, [])):
+        pacer = Pacer(every_steps, Environment(checkpoint_every_s=1.0), lambda value: value)
+        assert list_saves(pacer, clock, 30, step_s=5.0, stall_s=0.1) == expected
+
+
+def test_environment_that_is_no_number_is_as_if_unset() -> None:
+    found = read_environment({"BROKER_HAZARD_PER_HOUR": "0.25", "BROKER_CHECKPOINT_EVERY_S": "often"})
+    assert (found.hazard_per_hour, found.checkpoint_every_s) == (0.25, None)
+    assert read_environment({"BROKER_HAZARD_PER_HOUR": "-1"}).hazard_per_hour is None

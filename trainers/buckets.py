@@ -1,0 +1,279 @@
+"""Checkpoints in a bucket: S3, Google's, Azure's, through obstore.
+
+A bucket has no rename, and needs none: a file appears whole or not at all, and `create` is one conditional write.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainers.errors import TrainerError
+
+SCHEMES = ("s3", "gs", "az")
+# Of one part of an upload. S3 takes 10,000 parts, so that a file can have 312 GiB.
+PART_BYTES = 32 * 2**20
+READ_BYTES = 8 * 2**20
+REGION_TIMEOUT_S = 10.0
+
+
+class BucketStorage:
+    """A bucket, or a folder in one. Every verb is repeated by the library while the network is at fault."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        """Keep to what lies under the store's prefix; `url` is for messages."""
+        import obstore
+
+        self._store, self._url, self._library = store, url, obstore
+        self._seals: dict[str, tuple[str, int]] = {}
+
+    def list_names(self, path: str) -> list[str]:
+        """Names of files and of prefixes."""
+        found = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
+        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        return sorted(each.rstrip("/").rsplit("/", 1)[-1] for each in paths)
+
+    def read(self, path: str) -> bytes | None:
+        """A whole object."""
+        try:
+            return bytes(self._ask("read", lambda: self._library.get(self._store, path).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Put on condition that nothing is there (If-None-Match on S3 and Azure, generation 0 on Google's)."""
+        try:
+            self._ask("write", lambda: self._library.put(self._store, path, content, mode="create"))
+        except self._library.exceptions.AlreadyExistsError:
+            return False
+        except FileNotFoundError as error:  # the bucket itself
+            raise self._explain("write", error) from error
+        return True
+
+    def checksum(self, path: str) -> tuple[str, int] | None:
+        """Read the object through."""
+        digest, size = hashlib.sha256(), 0
+        try:
+            for part in self._ask("read", lambda: self._library.get(self._store, path).stream(READ_BYTES)):
+                digest.update(part)
+                size += len(part)
+        except FileNotFoundError:
+            return None
+        except (self._library.exceptions.BaseError, OSError) as error:
+            raise self._explain("read", error) from error
+        return digest.hexdigest(), size
+
+    def seal(self, path: str) -> tuple[str, int] | None:
+        """Of what was sent: the connection itself is sealed (TLS), so nothing is fetched to be counted again."""
+        return self._seals.pop(path, None)
+
+    def delete(self, path: str) -> None:
+        """Remove an object, or all under a prefix."""
+        names = [each["path"] for page in self._library.list(self._store, path) for each in page]
+        with contextlib.suppress(FileNotFoundError):
+            self._ask("delete", self._library.delete, self._store, names or [path])
+
+    def open_writer(self, path: str) -> Any:
+        """One object a rank, sent in parts while it is made."""
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        writer = FileSystemWriter(path, sync_files=False)
+        writer.fs, writer.path = BucketFiles(self._store, self._seals), path
+        return writer
+
+    def open_reader(self, path: str) -> Any:
+        """Read what `open_writer` wrote."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        reader = FileSystemReader(path)
+        reader.fs, reader.path = BucketFiles(self._store, self._seals), path
+        return reader
+
+    def _ask(self, verb: str, call: Any, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except (FileNotFoundError, self._library.exceptions.AlreadyExistsError):
+            raise
+        except self._library.exceptions.BaseError as error:
+            raise self._explain(verb, error) from error
+
+    def _explain(self, verb: str, error: Exception) -> OSError:
+        # The service's own word for it, where it is in the answer; else the library's first line.
+        code = re.search(r"<Code>(\w+)</Code>", str(error))
+        first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
+        return OSError(f"could not {verb} in `{self._url}`: {code[1] if code else first or type(error).__name__}")
+
+
+class BucketFiles:
+    """What torch.distributed.checkpoint asks of a file system."""
+
+    def __init__(self, store: Any, seals: dict[str, tuple[str, int]]) -> None:
+        """Leave in `seals` the checksum and size of each file written."""
+        self._store, self._seals = store, seals
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
+        """An object to read at any place, or to write from end to end; what fails half-way leaves no object."""
+        import obstore
+
+        if mode == "rb":
+            yield io.BufferedReader(Reader(obstore.open_reader(self._store, path)), READ_BYTES)
+            return
+        writer = Writer(obstore.open_writer(self._store, path, buffer_size=PART_BYTES))
+        yield writer  # an exception passes, and what was sent is never put together
+        writer.finish()
+        self._seals[path] = writer.digest.hexdigest(), writer.size
+
+    def concat_path(self, path: str, suffix: str) -> str:
+        """With the slash."""
+        return f"{path}/{suffix}"
+
+    def init_path(self, path: str) -> str:
+        """As it is."""
+        return path
+
+    def mkdir(self, path: str) -> None:
+        """Buckets have no folders."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such an object."""
+        import obstore
+
+        try:
+            obstore.head(self._store, path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rename(self, path: str, new_path: str) -> None:
+        """Copy and delete."""
+        import obstore
+
+        obstore.rename(self._store, path, new_path)
+        if path in self._seals:
+            self._seals[new_path] = self._seals.pop(path)
+
+    def rm_file(self, path: str) -> None:
+        """Gone is gone."""
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store, path)
+
+
+class Writer(io.RawIOBase):
+    """Sends what is written and counts it."""
+
+    def __init__(self, file: Any) -> None:
+        """Write to an open upload."""
+        self._file, self.digest, self.size = file, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        """That alone."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Take all of it."""
+        content = memoryview(data).cast("B")
+        self._file.write(bytes(content))
+        self.digest.update(content)
+        self.size += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self.size
+
+    def finish(self) -> None:
+        """Put the object together: only now does it exist."""
+        self._file.close()
+
+
+class Reader(io.RawIOBase):
+    """Reads any part of an object."""
+
+    def __init__(self, file: Any) -> None:
+        """Read from an open object."""
+        self._file = file
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """As many bytes as fit, fewer at the end."""
+        content = bytes(self._file.read(len(buffer)))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Where to read next."""
+        place: int = self._file.seek(offset, whence)
+        return place
+
+    def tell(self) -> int:
+        """Where that is."""
+        place: int = self._file.tell()
+        return place
+
+
+def open_bucket(url: str) -> BucketStorage:
+    """The bucket of an `s3://`, `gs://` or `az://` URL, with the login that the machine has."""
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise TrainerError(
+            f"checkpoints in `{url}` need the package obstore\n\nhint: `pip install 'intercloud-broker[storage]'`"
+        ) from error
+    parts = urlsplit(url)
+    if not parts.netloc:
+        raise TrainerError(f"`{url}` names no bucket")
+    options: dict[str, Any] = find_s3_options(parts.netloc) if parts.scheme == "s3" else {}
+    store = from_url(url.rstrip("/"), **options)
+    return BucketStorage(store, url)
+
+
+def find_s3_options(bucket: str) -> dict[str, Any]:
+    """What obstore does not find by itself: the bucket's region, and logins in `~/.aws`."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options["endpoint"] = endpoint
+        options["client_options"] = {"allow_http": endpoint.startswith("http://")}
+    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        region = find_region(bucket)
+        options |= {"region": region} if region else {}
+    if "AWS_ACCESS_KEY_ID" not in os.environ and (Path.home() / ".aws").is_dir():
+        with contextlib.suppress(ImportError):
+            import boto3
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            session = boto3.Session()
+            if session.get_credentials() is not None:
+                options["credential_provider"] = Boto3CredentialProvider(session)
+    return options
+
+
+def find_region(bucket: str) -> str | None:
+    """S3 tells a bucket's region to anyone, in a header of whatever it answers."""
+    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except OSError:
+        return None
+    region: str | None = headers.get("x-amz-bucket-region")
+    return region

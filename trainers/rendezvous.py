@@ -1,0 +1,196 @@
+"""Where the ranks of an elastic run meet: who is in, in which order, and when the world changes.
+
+Runs in the launcher of the first node and imports no torch. Each worker keeps one connection, of JSON lines; the
+connection that ends is a worker that is gone. Every change begins a new generation, for which all workers start again.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# A worker that says nothing for so long is gone, though its connection is not: the machine vanished.
+SILENCE_S_MAX = 30.0
+# Survivors come back within their start-up time; whoever does not is left behind.
+RETURN_S_MAX = 60.0
+# With fewer than the least, others may still come; then the run ends, and the broker starts it again.
+WAIT_S_MAX = 600.0
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A worker that is connected."""
+
+    id: str
+    address: str
+    port: int  # free on its machine, for torch's store should it come first
+    order: tuple[int, int]  # ranks of the generation before come first, in their order
+    step: int  # of the state it holds in memory; -1 for none
+    writer: Any
+
+    def tell(self, **message: Any) -> None:
+        """Send one line; a connection that broke is noticed where it is read."""
+        if not self.writer.is_closing():
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+
+@dataclass(kw_only=True)
+class Rendezvous:
+    """Gathers members, then watches over them until one goes or another comes. Used by one event loop only."""
+
+    least: int
+    most: int
+    first_count: int  # how many the first generation waits for
+    generation: int = 0
+    is_gathering: bool = True
+    is_over: bool = False
+    waiting: dict[str, Member] = field(default_factory=dict)
+    current: dict[str, Member] = field(default_factory=dict)
+    expected: set[str] = field(default_factory=set)  # survivors that will come back
+    votes: dict[str, bool] = field(default_factory=dict)
+    is_late: bool = False  # whether the time to come back has passed
+    on_gather: Callable[[], None] = lambda: None
+
+    def arrive(self, member: Member) -> None:
+        """A worker asks to be let in."""
+        self.waiting[member.id] = member
+        self.expected.discard(member.id)
+        if self.is_gathering:
+            self.consider()
+        elif len(self.current) < self.most and not self.is_over:
+            for each in self.current.values():
+                each.tell(kind="joiner")
+
+    def depart(self, member: Member) -> None:
+        """A connection ended."""
+        if self.waiting.get(member.id) is member:
+            del self.waiting[member.id]
+        if self.current.get(member.id) is not member:
+            return
+        del self.current[member.id]
+        if self.is_over or self.is_gathering:
+            return
+        for each in self.current.values():
+            each.tell(kind="change")
+        self.gather(set(self.current))
+
+    def vote(self, member: Member, *, is_leaving: bool) -> None:
+        """All members stand between the same two steps, and say whether their machine is about to go."""
+        self.votes[member.id] = is_leaving
+        if self.is_gathering or set(self.votes) < set(self.current):
+            return
+        leavers = {key for key, each in self.votes.items() if each}
+        staying = set(self.current) - leavers
+        self.votes = {}
+        if not leavers and not self.waiting:
+            verdicts = dict.fromkeys(self.current, "stay")
+        elif staying and len(staying) + len(self.waiting) >= self.least:
+            verdicts = {key: "go" if key in leavers else "again" for key in self.current}
+        else:
+            verdicts = dict.fromkeys(self.current, "stop")
+            self.is_over = True
+        for key, each in self.current.items():
+            each.tell(kind="verdict", verdict=verdicts[key])
+        if "again" in verdicts.values():
+            self.gather(staying)
+
+    def gather(self, expected: set[str]) -> None:
+        """Begin a new generation."""
+        self.is_gathering, self.is_late = True, False
+        self.expected, self.votes = expected - set(self.waiting), {}
+        self.on_gather()
+        self.consider()
+
+    def consider(self) -> None:
+        """Let the members in when all are here, or when enough are and the time is up."""
+        count = len(self.waiting)
+        is_complete = not self.expected if self.generation else count >= min(self.first_count, self.most)
+        if count >= self.least and (is_complete or self.is_late):
+            self._form()
+
+    def give_up(self) -> None:
+        """Nobody comes any more."""
+        for each in self.waiting.values():
+            each.tell(kind="end", reason=f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}")
+
+    def _form(self) -> None:
+        members = sorted(self.waiting.values(), key=lambda each: each.order)
+        chosen, spare = members[: self.most], members[self.most :]
+        self.generation += 1
+        self.is_gathering = False
+        self.expected, self.votes = set(), {}
+        self.current = {each.id: each for each in chosen}
+        self.waiting = {each.id: each for each in spare}
+        steps = [each.step for each in chosen]
+        for rank, each in enumerate(chosen):
+            each.tell(
+                kind="world",
+                generation=self.generation,
+                rank=rank,
+                world_size=len(chosen),
+                address=chosen[0].address,
+                port=chosen[0].port,
+                steps=steps,
+            )
+
+
+class Server:
+    """Puts a `Rendezvous` on a port, in a thread of its own."""
+
+    def __init__(self, rendezvous: Rendezvous, host: str, port: int) -> None:
+        """Listen from now on; a port that is taken is an OSError."""
+        self._rendezvous = rendezvous
+        self._loop = asyncio.new_event_loop()
+        self._timers: list[asyncio.TimerHandle] = []
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, host, port))
+        self.port: int = server.sockets[0].getsockname()[1]
+        rendezvous.on_gather = self._set_timers
+        self._loop.call_soon(self._set_timers)
+        threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True).start()
+
+    def _set_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        # Nodes of a new gang may come minutes apart: only those that were here before are known to be quick.
+        return_s = RETURN_S_MAX if self._rendezvous.generation else WAIT_S_MAX
+        self._timers = [
+            self._loop.call_later(return_s, self._come_late),
+            self._loop.call_later(return_s + WAIT_S_MAX, self._give_up),
+        ]
+
+    def _come_late(self) -> None:
+        if self._rendezvous.is_gathering:
+            self._rendezvous.is_late = True
+            self._rendezvous.consider()
+
+    def _give_up(self) -> None:
+        if self._rendezvous.is_gathering:
+            self._rendezvous.give_up()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        member: Member | None = None
+        try:
+            while line := await asyncio.wait_for(reader.readline(), SILENCE_S_MAX):
+                message = json.loads(line)
+                if message["kind"] == "hello":
+                    member = Member(
+                        id=message["id"],
+                        address=writer.get_extra_info("peername")[0],
+                        port=message["port"],
+                        order=tuple(message["order"]),
+                        step=message["step"],
+                        writer=writer,
+                    )
+                    self._rendezvous.arrive(member)
+                elif member and message["kind"] == "vote":
+                    self._rendezvous.vote(member, is_leaving=message["is_leaving"])
+                elif message["kind"] == "done":
+                    self._rendezvous.is_over = True
+        except (OSError, TimeoutError, ValueError, KeyError):
+            pass  # whatever broke, the worker behind this connection is not to be counted on
+        finally:
+            if member:
+                self._rendezvous.depart(member)
+            writer.close()
