@@ -117,12 +117,20 @@ class SkyCloud:
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         for name in self._list_names(ids):
-            await self._engine.stop(name)
+            seen = (await self._engine.look(name, [])).find(name)
+            if seen is not None and seen.status != "STOPPED":
+                await self._engine.stop(name)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
         """By launching again, which also starts the keeper; SkyPilot's own start would leave nobody to end it."""
         for name in self._list_names(ids):
             gang = self._memory.read().get(name)
+            look = await self._engine.look(name, [])
+            seen = look.find(name)
+            if seen is None:
+                raise InvalidRequestError(f"SkyPilot has no cluster {name} to start")
+            if seen.status != "STOPPED" or look.is_launching(name):
+                continue
             if gang is None or not gang.task:
                 raise InvalidRequestError(
                     f"how {name} was launched is not in this state folder", hints=(f"Run `sky start {name}`.",)

@@ -65,11 +65,12 @@ class Engine(Protocol):
 class WorkerEngine:
     """Starts the worker with the first call and again after its end; usable from any event loop."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, *, worker: Path = WORKER) -> None:
         self._python = python
+        self._worker = worker
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, tuple[subprocess.Popen[str], Future[Any]]] = {}
         self._ids = count(1)
 
     def start(self) -> None:
@@ -144,7 +145,8 @@ class WorkerEngine:
         with self._lock:
             process = self._ensure()
             call_id = next(self._ids)
-            answer = self._waiting[call_id] = Future()
+            answer: Future[Any] = Future()
+            self._waiting[call_id] = process, answer
             assert process.stdin is not None, "it was made with a pipe"
             try:
                 process.stdin.write(json.dumps({"id": call_id, "verb": verb, "arguments": arguments}) + "\n")
@@ -155,10 +157,11 @@ class WorkerEngine:
         return call_id, answer
 
     def _ensure(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+        """Called with the lock held. A process stands here until its reader has told everybody of its end."""
+        if self._process is None:
             try:
                 self._process = subprocess.Popen(
-                    [self._python, str(WORKER)],
+                    [self._python, str(self._worker)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -179,17 +182,21 @@ class WorkerEngine:
         for line in process.stdout:
             try:
                 reply = json.loads(line)
-            except ValueError:
+                call_id = reply["id"]
+            except (ValueError, TypeError, KeyError):
                 log.warning("SkyPilot's worker said what is no answer: %s", line[:200])
                 continue
             with self._lock:
-                answer = self._waiting.get(reply["id"])
+                _, answer = self._waiting.pop(call_id, (None, None))
             if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_result(reply)
+        process.wait()
         with self._lock:
-            if self._process not in (process, None):
-                return  # whoever waits now waits for its successor
-            left, self._waiting = list(self._waiting.values()), {}
-        for answer in left:
+            if self._process is process:
+                self._process = None
+            left = {each: answer for each, (asked, answer) in self._waiting.items() if asked is process}
+            for each in left:
+                del self._waiting[each]
+        for answer in left.values():
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(EOFError())

@@ -20,6 +20,7 @@ from broker.nouns import noun
 
 CHECK_HINT = "Run `sky check` to see which clouds SkyPilot can use, and how to enable the others."
 SERVER_HINT = "Start SkyPilot's API server with `sky api start`, or look at it with `sky api info`."
+QUOTA_HINT = "Ask the cloud for more in its console, or choose another place with `--infra`."
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 MESSAGE_MAX = 400
 
@@ -167,6 +168,8 @@ def translate(fault: Fault, *, does_change: bool = False) -> CloudError:
         return (UnknownOutcomeError if does_change else TransientError)(text)
     if kind is CapacityError:
         return CapacityError(text, scope="zone")
+    if kind is QuotaError:
+        return QuotaError(text, hints=(QUOTA_HINT,))
     if kind is AuthError:
         return AuthError(text, hints=(CHECK_HINT,))
     if fault.type == "ApiServerConnectionError":

@@ -11,7 +11,7 @@ from broker.errors import InvalidRequestError
 from broker.nouns import noun
 from broker.types import Node, NodeRequest, NodeState
 
-NAME = re.compile(r"b-(?P<owner>[0-9a-z]+)-(?P<cloud>[a-z]+)-(?P<token>[0-9a-f]+)")
+NAME = re.compile(r"b-(?P<owner>[0-9a-z-]+)-(?P<cloud>[a-z]+)-(?P<token>[0-9a-f]+)")
 CLUSTER_LABEL, ATTEMPT_LABEL = "broker-cluster", "broker-attempt"
 LAUNCHES = ("launch", "start")
 LIVE, FAILED = ("PENDING", "RUNNING"), ("FAILED", "CANCELLED")  # of a request; the third is SUCCEEDED
@@ -46,6 +46,7 @@ class Gang:
     reached_at: float = 0.0  # `Seen.launched_at` for which we know how to reach its nodes
     was_seen: bool = False
     was_up: bool = False
+    addresses: tuple[str, ...] = ()
     is_down_asked: bool = False
     ended_s: float | None = None
     reason: str = ""
@@ -62,6 +63,7 @@ class Seen:
     nodes: int = 1
     labels: Mapping[str, str] = field(default_factory=dict)
     launched_at: float = 0.0
+    addresses: Sequence[str] = ()  # by rank, as the nodes know each other
     why: str = ""
 
 
@@ -149,7 +151,9 @@ def judge(gang: Gang, look: Look, *, now_s: float) -> tuple[Gang, NodeState | No
     seen = look.find(gang.name)
     if seen is not None:
         is_up = seen.status == "UP" or gang.was_up
-        return replace(gang, was_seen=True, was_up=is_up), STATES.get(seen.status, NodeState.PENDING)
+        addresses = tuple(seen.addresses) or gang.addresses
+        found = replace(gang, was_seen=True, was_up=is_up, addresses=addresses)
+        return found, STATES.get(seen.status, NodeState.PENDING)
     if look.is_launching(gang.name):
         return gang, NodeState.PENDING
     status = look.read_status(gang.request_id)
@@ -186,6 +190,7 @@ def list_nodes_of(gang: Gang, state: NodeState) -> Sequence[Node]:
             attempt=gang.attempt,
             rank=rank,
             state=state,
+            address=gang.addresses[rank] if rank < len(gang.addresses) else "",
             region=gang.region,
             zone=gang.zone,
             token=gang.token,
@@ -202,7 +207,7 @@ def list_nodes_of(gang: Gang, state: NodeState) -> Sequence[Node]:
 
 def read_name(node_id: str) -> str:
     """The cluster of a node."""
-    name, slash, rank = node_id.rpartition("/")
-    if not slash or not rank.isdigit() or not NAME.fullmatch(name):
+    name = node_id.partition("/")[0]
+    if not NAME.fullmatch(name):
         raise InvalidRequestError(f"`{node_id}` is no node of SkyPilot's")
     return name

@@ -117,6 +117,7 @@ def read_cluster(record: Any) -> dict[str, Any]:
         "nodes": record["nodes"],
         "labels": dict(record["labels"] or {}),
         "launched_at": float(record["launched_at"] or 0),
+        "addresses": list(getattr(record["handle"], "cached_internal_ips", None) or ()),
         "why": str(record["init_status_reason"] or "")[:MESSAGE_MAX],
     }
 
