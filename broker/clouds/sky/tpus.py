@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from broker.clock import Clock
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.gcp.cloud import make_cloud as make_own
-from broker.clouds.sky.cloud import SkyCloud
 from broker.clouds.sky.gangs import NAME
 from broker.clouds.sky.makers import make_cloud as make_behind
 from broker.clouds.sky.orders import is_tpu
 from broker.config import Config
 from broker.types import Node, NodeRequest
+
+if TYPE_CHECKING:
+    from broker.clouds.sky.cloud import SkyCloud  # 40 ms that who has no SkyPilot need not pay
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | TpuCloud | None:
@@ -28,7 +30,7 @@ class TpuCloud:
     """Cloud, CanStop, CanPrepare, CanSweep. A node's id tells which way it was made."""
 
     name: ClassVar[str] = "gcp"
-    settle_s: ClassVar[float] = max(GcpCloud.settle_s, SkyCloud.settle_s)
+    settle_s: ClassVar[float] = 10.0  # the longer of both
 
     def __init__(self, own: GcpCloud, behind: SkyCloud) -> None:
         self._own = own

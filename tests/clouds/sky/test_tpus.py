@@ -10,6 +10,7 @@ import pytest
 
 from broker.clouds import CLOUDS
 from broker.clouds.base import CanPrepare, CanStop, CanSweep
+from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.sky import tpus
 from broker.clouds.sky.cloud import SkyCloud
 from broker.clouds.sky.memory import Memory
@@ -84,6 +85,7 @@ def test_half_a_list_is_no_list(cloud: TpuCloud, own: Own) -> None:
 
 def test_it_can_what_googles_adapter_can(cloud: TpuCloud) -> None:
     assert isinstance(cloud, CanStop) and isinstance(cloud, CanPrepare) and isinstance(cloud, CanSweep)
+    assert cloud.settle_s == max(GcpCloud.settle_s, SkyCloud.settle_s)
     assert CLOUDS["gcp"] == "broker.clouds.sky.tpus:make_cloud"
 
 
