@@ -98,10 +98,10 @@ def launch(name: str, task: dict[str, Any], *, is_dry: bool = False) -> str:
     import sky
     from sky.client import sdk
 
+    place = {key: value for key, value in task["resources"].items() if key in PLACE}  # before SkyPilot empties it
     try:
         return str(sdk.launch(sky.Task.from_yaml_config(task), cluster_name=name, dryrun=is_dry))
     except ValueError as error:
-        place = {key: value for key, value in task["resources"].items() if key in PLACE}
         if is_valid({"resources": place}):
             raise
         raise NotForSaleError(str(error)) from error
