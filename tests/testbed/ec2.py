@@ -24,7 +24,10 @@ class FakeAws:
 
     def __init__(self, account: Account) -> None:
         self.account = account
+        self.calls_at_once_max = 0
+        self._calls_at_once = 0
         self._lock = threading.RLock()
+        self._count_lock = threading.Lock()
         self._server = AwsServer(self._serve)
         self.url = self._server.url
 
@@ -45,6 +48,16 @@ class FakeAws:
         self._server.close()
 
     def _serve(self, key: str, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        with self._count_lock:
+            self._calls_at_once += 1
+            self.calls_at_once_max = max(self.calls_at_once_max, self._calls_at_once)
+        try:
+            return self._answer(service, region, name, parameters)
+        finally:
+            with self._count_lock:
+                self._calls_at_once -= 1
+
+    def _answer(self, service: str, region: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             account = self.account
             action = f"{service}:{name}"

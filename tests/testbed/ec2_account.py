@@ -74,6 +74,8 @@ class Account:
     list_lag_s: float = 2.0
     page_size: int = 1000
     partial_fleet: int | None = None  # the next fleet gets so many machines, whatever it asked for
+    partial_is_silent: bool = False  # and without a reason
+    fleet_errors: Mapping[str, str] = field(default_factory=dict)  # zone -> why a fleet gets nothing there
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
     has_login: bool = True
     disabled_regions: set[str] = field(default_factory=set)

@@ -217,6 +217,8 @@ def _fill_fleet(
         zone = _find_zone(region, override["SubnetId"])
         chosen = {"Overrides": {"SubnetId": override["SubnetId"], "AvailabilityZone": zone}}
         try:
+            if zone in account.fleet_errors:
+                raise ApiError(account.fleet_errors[zone])
             if _count_available(account, region, zone, data["InstanceType"], count, is_spot=is_spot) < count:
                 raise ApiError("InsufficientInstanceCapacity")
         except ApiError as error:
@@ -235,7 +237,7 @@ def _fill_fleet(
                 "InstanceType": data["InstanceType"],
             }
         )
-        if given < count:
+        if given < count and not account.partial_is_silent:
             short = {
                 "ErrorCode": "InsufficientInstanceCapacity",
                 "ErrorMessage": "",

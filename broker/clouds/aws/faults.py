@@ -29,6 +29,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("InsufficientReservedInstanceCapacity", "UnfulfillableCapacity", "SpotMaxPriceTooLow"),
         *("InsufficientFreeAddressesInSubnet", "InsufficientAddressCapacity", "InsufficientVolumeCapacity"),
         *("InsufficientCapacityOnOutpost", "InsufficientCapacityOnHost", "ReservationCapacityExceeded"),
+        *("InsufficientReservedInstancesCapacity", "IncompatibleHostRequirements"),
     ),
     "quota": (
         *("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "VolumeLimitExceeded"),
@@ -74,6 +75,8 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("ParameterNotFound", "ParameterVersionNotFound", "NoSuchResourceException", "ParamValidationError"),
         *("IllegalArgumentException", "InvalidResourceStateException", "UnknownOperationException"),
         *("ResourceAlreadyExists", "EncryptedVolumesNotSupported", "InvalidOptionException", "InvalidRequest"),
+        *("MissingAction", "InvalidQueryParameter", "UnsupportedInstanceAttribute", "UnsupportedProtocol"),
+        *("FilterLimitExceeded", "BootForVolumeTypeUnsupported", "CustomerKeyHasBeenRevoked", "InvalidHostState"),
         *("InvalidSpotMaxPrice", "InvalidInterface.IpAddressLimitExceeded", "NoRegionError", "InvalidRegionError"),
     ),
     "transient": (
@@ -124,10 +127,12 @@ class RefusedError(Exception):
 
 
 def find_kind(code: str, status: int = 0) -> Kind:
-    """What a code means; one that nobody wrote down goes by its HTTP status."""
+    """What a code means; one that nobody wrote down goes by its ending and its HTTP status."""
     known = KINDS.get(code)
     if known is not None:
         return known
+    if code.endswith("LimitExceeded"):
+        return "quota"  # as all of EC2's quotas end; its two exceptions are in the table
     if status == 429:
         return "throttled"
     return "unknown" if status >= 500 or status == 0 else "invalid"

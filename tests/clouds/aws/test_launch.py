@@ -1,0 +1,359 @@
+"""What a launch asks of EC2: machines that end by themselves, tell nobody secrets, and let in whom they should."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from broker.clouds.aws.images import choose_parameter
+from broker.clouds.aws.quotas import find_code
+from broker.errors import InvalidRequestError, QuotaError, TransientError, UnknownOutcomeError
+from broker.types import MachineSpec, NodeState, Secret, Task
+from tests.clouds.aws.bed import OFFER, AwsBed
+from tests.clouds.contract import OWNER, make_request, settle, wait_state
+
+CPU = {"accelerator": None, "accelerator_count": 0, "instance_type": "m5.large", "vcpus": 2}
+
+
+def launch(bed: AwsBed, **request: Any) -> Mapping[str, Any]:
+    """The parameters of RunInstances."""
+
+    async def act() -> None:
+        await bed.cloud.create_nodes(make_request(bed, **request))
+
+    bed.run(act())
+    return next(parameters for action, _, parameters in reversed(bed.account.calls) if action == "ec2:RunInstances")
+
+
+def find_calls(bed: AwsBed, action: str) -> list[Mapping[str, Any]]:
+    return [parameters for name, _, parameters in bed.account.calls if name == f"ec2:{action}"]
+
+
+def test_machine_ends_when_it_switches_itself_off_and_keeps_its_identity_to_itself(bed: AwsBed) -> None:
+    asked = launch(bed, node_count=2)
+    assert asked["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert asked["MetadataOptions"] == {
+        "HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1,
+    }  # fmt: skip
+    assert (asked["MinCount"], asked["MaxCount"]) == (2, 2)
+    assert "IamInstanceProfile" not in asked and "KeyName" not in asked
+
+
+@pytest.mark.parametrize(
+    ("tier", "wanted"),
+    [
+        (None, {"VolumeType": "gp3", "Iops": 3500, "Throughput": 250}),
+        ("low", {"VolumeType": "gp3"}),
+        ("best", {"VolumeType": "gp3", "Iops": 16000, "Throughput": 1000}),
+        ("ultra", {"VolumeType": "io2", "Iops": 20000}),
+    ],
+)
+def test_disk_is_encrypted_of_the_asked_size_and_goes_with_its_machine(
+    bed: AwsBed, tier: str | None, wanted: Mapping[str, Any]
+) -> None:
+    (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=500, disk_tier=tier))["BlockDeviceMappings"]
+    common = {"VolumeSize": 500, "Encrypted": True, "DeleteOnTermination": True}
+    assert disk == {"DeviceName": "/dev/sda1", "Ebs": common | wanted}
+
+
+def test_disk_is_never_smaller_than_its_image(bed: AwsBed) -> None:
+    (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=4))["BlockDeviceMappings"]
+    assert disk["Ebs"]["VolumeSize"] == 8
+
+
+def test_everything_made_carries_the_owner_from_its_first_moment(bed: AwsBed) -> None:
+    spec = MachineSpec(labels={"team": "vision", "broker-owner": "mallory"})
+    asked = launch(bed, attempt=3, spec=spec, token="t" * 32)
+    kinds = {
+        each["ResourceType"]: {tag["Key"]: tag["Value"] for tag in each["Tags"]} for each in asked["TagSpecifications"]
+    }
+    assert set(kinds) == {"instance", "volume", "network-interface"}
+    for found in kinds.values():
+        assert found == {
+            "Name": "train-3", "team": "vision", "broker-owner": OWNER, "broker-cluster": "train",
+            "broker-attempt": "3", "broker-token": "t" * 32, "broker-usd-hour": "32.77",
+        }  # fmt: skip
+    assert asked["ClientToken"] == "t" * 32
+    for group in (*bed.account.groups.values(), *bed.account.placement_groups.values()):
+        assert {"Key": "broker-owner", "Value": OWNER} in group["Tags"]
+
+
+def test_ssh_comes_from_the_caller_only_and_asked_ports_from_everywhere(bed: AwsBed) -> None:
+    launch(bed, spec=MachineSpec(ports=("8080", "9000-9010")))
+    ((group_id, group),) = bed.account.groups.items()
+    assert group["GroupName"] == f"broker-{OWNER}-train"
+    everywhere = {"IpRanges": [{"CidrIp": "0.0.0.0/0"}], "Ipv6Ranges": [{"CidrIpv6": "::/0"}]}
+    assert group["rules"] == [
+        {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]},
+        {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]},
+        {"IpProtocol": "tcp", "FromPort": 8080, "ToPort": 8080, **everywhere},
+        {"IpProtocol": "tcp", "FromPort": 9000, "ToPort": 9010, **everywhere},
+    ]
+
+
+def test_second_attempt_shares_the_cluster_group_and_adds_what_is_new(bed: AwsBed) -> None:
+    launch(bed)
+    bed.settings = replace(bed.settings, ssh_from=("198.51.100.0/24",))
+    bed.cloud = bed.reopen()
+    launch(bed, attempt=2)
+    (group,) = bed.account.groups.values()
+    blocks = [rule["IpRanges"][0]["CidrIp"] for rule in group["rules"] if rule.get("FromPort") == 22]
+    assert blocks == ["203.0.113.7/32", "198.51.100.0/24"]
+
+
+def test_unknown_own_address_refuses_instead_of_opening_to_everybody(bed: AwsBed) -> None:
+    bed.settings = replace(bed.settings, address_url="http://127.0.0.1:9/")
+    bed.cloud = bed.reopen()
+
+    async def act() -> None:
+        with pytest.raises(TransientError) as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        assert "ssh_from" in caught.value.hints[0]
+
+    bed.run(act())
+    assert bed.account.instances == {}
+
+
+@pytest.mark.parametrize(("is_gpu", "node_count", "is_grouped"), [(True, 2, True), (True, 1, False), (False, 2, False)])
+def test_only_gangs_of_gpus_stand_close_together(bed: AwsBed, is_gpu: bool, node_count: int, is_grouped: bool) -> None:
+    bed.offer = OFFER if is_gpu else replace(OFFER, **CPU)
+    asked = launch(bed, node_count=node_count)
+    assert ("Placement" in asked) is is_grouped
+    assert len(bed.account.placement_groups) == is_grouped
+
+
+def test_best_network_is_efa_where_the_machine_has_it(bed: AwsBed) -> None:
+    spec = MachineSpec(network_tier="best")
+    (card,) = launch(bed, spec=spec)["NetworkInterfaces"]
+    assert card["InterfaceType"] == "efa"
+    (group,) = bed.account.groups.values()
+    assert {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group["GroupId"]}], "Direction": "out"} in group[
+        "rules"
+    ]
+    bed.offer = replace(OFFER, **CPU)
+    (card,) = launch(bed, spec=spec, cluster="other")["NetworkInterfaces"]
+    assert "InterfaceType" not in card
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "accelerator", "words"),
+    [
+        ("p4d.24xlarge", "A100", ("deeplearning", "x86_64")),
+        ("g5g.xlarge", "T4g", ("deeplearning", "arm64")),
+        ("trn1.32xlarge", "Trainium", ("neuron",)),
+        ("p3.2xlarge", "V100", ("canonical", "amd64")),
+        ("m5.large", None, ("canonical", "amd64")),
+        ("c6g.xlarge", None, ("canonical", "arm64")),
+    ],
+)
+def test_image_suits_the_machine(instance_type: str, accelerator: str | None, words: tuple[str, ...]) -> None:
+    parameter = choose_parameter(replace(OFFER, instance_type=instance_type, accelerator=accelerator))
+    assert all(word in parameter for word in words), parameter
+
+
+@pytest.mark.parametrize(
+    ("image", "booted"),
+    [
+        (None, "ami-gpu-x86-us-east-1"),
+        ("ami-0123", "ami-0123"),
+        ("ssm:/aws/service/canonical/x", "ami-plain-x86-us-east-1"),
+    ],
+)
+def test_named_image_boots_instead(bed: AwsBed, image: str | None, booted: str) -> None:
+    assert launch(bed, spec=MachineSpec(image_id=image))["ImageId"] == booted
+
+
+@pytest.mark.parametrize("image", ["docker:ubuntu:22.04", "ami-0missing", "ssm:/nobody/has/this"])
+def test_image_that_is_not_there_is_told_before_anything_is_made(bed: AwsBed, image: str) -> None:
+    async def act() -> None:
+        with pytest.raises(InvalidRequestError):
+            await bed.cloud.create_nodes(make_request(bed, spec=MachineSpec(image_id=image)))
+
+    bed.run(act())
+    assert (bed.account.instances, bed.account.groups) == ({}, {})
+
+
+def test_first_boot_script_arrives_as_it_was_written(bed: AwsBed) -> None:
+    asked = launch(bed, boot="#!/bin/sh\necho grüß\n")
+    assert base64.b64decode(asked["UserData"]).decode() == "#!/bin/sh\necho grüß\n"
+
+
+@pytest.mark.parametrize("zone", ["us-east-1b", None], ids=["zone", "fleet"])
+def test_long_script_is_packed_and_the_same_each_time(bed: AwsBed, zone: str | None) -> None:
+    bed.offer = replace(OFFER, zone=zone)
+    boot = "#!/bin/sh\n" + "echo the same again\n" * 2000
+    request = make_request(bed, boot=boot)
+
+    async def act() -> None:
+        first = await bed.cloud.create_nodes(request)
+        again = await bed.reopen().create_nodes(request)
+        assert [node.id for node in again] == [node.id for node in first]
+
+    bed.run(act())
+    (instance,) = bed.account.instances.values()
+    assert len(instance.user_data) < 16384
+    assert gzip.decompress(instance.user_data).decode() == boot
+
+
+def test_script_that_does_not_fit_is_told(bed: AwsBed) -> None:
+    noise = random.Random(1).randbytes(20_000).hex()
+
+    async def act() -> None:
+        with pytest.raises(InvalidRequestError, match="16384"):
+            await bed.cloud.create_nodes(make_request(bed, boot=noise))
+
+    bed.run(act())
+    assert bed.account.calls == [] or bed.account.find_actions() == {"ec2:DescribeRegions"}
+
+
+@pytest.mark.parametrize("zone", ["us-east-1b", None], ids=["zone", "fleet"])
+def test_secrets_of_the_task_and_of_the_login_are_in_nothing_that_amazon_keeps(bed: AwsBed, zone: str | None) -> None:
+    """Tags, user data and templates can be read by everybody in the account, and by every program on the node."""
+    bed.offer = replace(OFFER, zone=zone)
+    canary = "canary-task-secret"
+    task = Task(secrets={"TOKEN": Secret(value=canary)})
+
+    async def act() -> None:
+        request = make_request(bed, node_count=2, is_spot=True, boot=f"#!/bin/sh\n# {task.secrets}\n")
+        await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, NodeState.RUNNING, 2)
+
+    bed.run(act())
+    sent = json.dumps([parameters for _, _, parameters in bed.account.calls], default=str)
+    kept = sent + "".join(each.user_data.decode() for each in bed.account.instances.values())
+    assert "broker-owner" in kept and "***" in kept
+    assert canary not in kept and "canary-aws-secret" not in kept
+
+
+def test_hopeless_quota_is_told_with_numbers_before_anything_is_made(bed: AwsBed) -> None:
+    bed.account.quotas["us-east-1", "L-417A185B"] = 96.0
+
+    async def act() -> None:
+        with pytest.raises(QuotaError) as caught:
+            await bed.cloud.create_nodes(make_request(bed, node_count=2))
+        assert caught.value.message == (
+            "quota of us-east-1: 2 x p4d.24xlarge on-demand takes 192 vCPUs, the account may have 96"
+        )
+        assert "--quota-code L-417A185B --region us-east-1 --desired-value 192`" in caught.value.hints[0]
+
+    bed.run(act())
+    assert find_calls(bed, "RunInstances") == []
+
+
+def test_quota_used_up_by_others_is_told_with_numbers_too(bed: AwsBed) -> None:
+    bed.account.quotas["us-east-1", "L-417A185B"] = 200.0
+
+    async def act() -> None:
+        await bed.cloud.create_nodes(make_request(bed, node_count=2))
+        with pytest.raises(QuotaError, match="takes 96 vCPUs, the account may have 200, and others run already"):
+            await bed.cloud.create_nodes(make_request(bed))
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "is_spot", "code"),
+    [
+        ("p4d.24xlarge", True, "L-7212CCBC"),
+        ("p5.48xlarge", True, "L-C4BD4855"),
+        ("p5en.48xlarge", False, "L-417A185B"),
+        ("p6-b200.48xlarge", True, None),
+        ("g6e.xlarge", True, "L-3819A6DF"),
+        ("trn2.48xlarge", False, "L-2C3B7624"),
+        ("inf2.xlarge", False, "L-1945791B"),
+        ("im4gn.large", False, "L-1216C47A"),
+        ("t3.micro", True, "L-34B43A08"),
+        ("u-6tb1.metal", False, None),
+        ("hpc7a.96xlarge", False, None),
+    ],
+)
+def test_machine_counts_for_its_quota(instance_type: str, is_spot: bool, code: str | None) -> None:
+    assert find_code(instance_type, is_spot=is_spot) == code
+
+
+def test_quota_that_may_not_be_asked_stops_nobody(bed: AwsBed) -> None:
+    bed.account.fail("GetServiceQuota", "AccessDeniedException")
+    assert launch(bed)["MinCount"] == 1
+
+
+def test_region_that_is_off_names_the_command_that_turns_it_on(bed: AwsBed) -> None:
+    bed.account.disabled_regions = {"us-east-1"}
+
+    async def act() -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        assert "aws account enable-region --region-name us-east-1" in caught.value.hints[0]
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize("zone", ["us-east-1b", None], ids=["zone", "fleet"])
+def test_group_that_is_not_shown_yet_is_a_reason_to_ask_again(bed: AwsBed, zone: str | None) -> None:
+    bed.offer = replace(OFFER, zone=zone)
+    bed.account.fail("RunInstances" if zone else "CreateFleet", "InvalidGroup.NotFound")
+
+    async def act() -> None:
+        request = make_request(bed)
+        with pytest.raises(TransientError):
+            await bed.cloud.create_nodes(request)
+        assert len(await bed.cloud.create_nodes(request)) == 1
+
+    bed.run(act())
+
+
+def test_token_that_ec2_knows_and_lists_no_nodes_of_is_unknown(bed: AwsBed) -> None:
+    """They may be listed in a moment: neither a refusal nor nodes."""
+    bed.account.fail("RunInstances", "IdempotentParameterMismatch")
+
+    async def act() -> None:
+        with pytest.raises(UnknownOutcomeError):
+            await bed.cloud.create_nodes(make_request(bed))
+
+    bed.run(act())
+
+
+def test_token_of_another_cluster_is_refused(bed: AwsBed) -> None:
+    async def act() -> None:
+        await bed.cloud.create_nodes(make_request(bed, token="t" * 32))
+        await settle(bed)
+        with pytest.raises(InvalidRequestError, match="another request"):
+            await bed.cloud.create_nodes(make_request(bed, token="t" * 32, cluster="other"))
+
+    bed.run(act())
+
+
+def test_own_vpc_profile_and_private_addresses_are_used(bed: AwsBed) -> None:
+    settings = replace(
+        bed.settings, vpcs={"us-east-1": "vpc-of-us-east-1"}, instance_profile="reader", uses_private_addresses=True
+    )
+    bed.settings = settings
+    bed.cloud = bed.reopen()
+    asked = launch(bed)
+    assert asked["IamInstanceProfile"] == {"Name": "reader"}
+    assert asked["NetworkInterfaces"][0]["AssociatePublicIpAddress"] is False
+    assert find_calls(bed, "DescribeVpcs") == []
+
+    async def act() -> None:
+        await bed.clock.sleep(60)
+        (node,) = await bed.cloud.list_nodes(OWNER)
+        assert node.handle == f"ssh://ubuntu@{node.address}:22"
+
+    bed.run(act())
+
+
+def test_vpc_without_a_subnet_in_the_zone_is_told(bed: AwsBed) -> None:
+    bed.settings = replace(bed.settings, vpcs={"us-east-1": "vpc-empty"})
+    bed.cloud = bed.reopen()
+
+    async def act() -> None:
+        with pytest.raises(InvalidRequestError, match="vpc-empty has no subnet in us-east-1b"):
+            await bed.cloud.create_nodes(make_request(bed))
+
+    bed.run(act())

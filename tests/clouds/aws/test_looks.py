@@ -1,0 +1,191 @@
+"""Lists see all regions and all pages; what is left of clusters is swept, and nothing of anybody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from broker.clouds.base import CanStop, CanSweep
+from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError
+from broker.types import MachineSpec, NodeState
+from tests.clouds.aws.bed import OFFER, AwsBed
+from tests.clouds.contract import OWNER, count_living, make_request, settle, wait_state
+
+WEST = replace(OFFER, region="us-west-2", zone="us-west-2a")
+
+
+def test_adapter_has_the_abilities_it_claims(bed: AwsBed) -> None:
+    assert isinstance(bed.cloud, CanStop) and isinstance(bed.cloud, CanSweep)
+
+
+def test_nodes_of_every_region_are_listed_and_ended_by_a_process_that_made_none(bed: AwsBed) -> None:
+    async def act() -> None:
+        for offer in (OFFER, WEST):
+            bed.offer = offer
+            await bed.cloud.create_nodes(make_request(bed, node_count=2))
+        await settle(bed)
+        found = await bed.reopen().list_nodes(OWNER)
+        assert sorted(node.region for node in found) == ["us-east-1", "us-east-1", "us-west-2", "us-west-2"]
+        await bed.reopen().terminate_nodes([node.id for node in found])
+        assert await count_living(bed) == 0
+
+    bed.run(act())
+
+
+def test_only_named_regions_are_asked(bed: AwsBed) -> None:
+    bed.settings = replace(bed.settings, regions=("us-west-2",))
+    bed.cloud = bed.reopen()
+
+    async def act() -> None:
+        assert await bed.cloud.list_nodes(OWNER) == []
+
+    bed.run(act())
+    assert [(action, region) for action, region, _ in bed.account.calls] == [("ec2:DescribeInstances", "us-west-2")]
+
+
+def test_long_list_comes_in_pages(bed: AwsBed) -> None:
+    bed.account.page_size = 2
+
+    async def act() -> None:
+        await bed.cloud.create_nodes(make_request(bed, node_count=5))
+        await settle(bed)
+        assert [node.rank for node in await bed.cloud.list_nodes(OWNER)] == [0, 1, 2, 3, 4]
+
+    bed.run(act())
+
+
+def test_region_that_does_not_answer_makes_no_short_list(bed: AwsBed) -> None:
+    """A list that leaves out a region would have its nodes believed gone."""
+    bed.account.fail("DescribeInstances", "UnauthorizedOperation", status=403)
+
+    async def act() -> None:
+        with pytest.raises(AuthError):
+            await bed.cloud.list_nodes(OWNER)
+
+    bed.run(act())
+
+
+def test_machine_on_its_way_down_is_neither_running_nor_gone(bed: AwsBed) -> None:
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        assert node.handle == f"ssh://ubuntu@{bed.account.instances[node.id].public_address}:22"
+        assert node.address == bed.account.instances[node.id].private_address
+        await bed.cloud.terminate_nodes([node.id])
+        (node,) = await bed.cloud.list_nodes(OWNER)
+        assert (node.state, node.handle, node.ended_s) == (NodeState.PENDING, "", None)
+
+    bed.run(act())
+
+
+def test_ended_machine_is_forgotten_as_ec2_forgets_it(bed: AwsBed) -> None:
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        bed.account.preempt(node.id)
+        (node,) = await wait_state(bed, request.token, NodeState.TERMINATED)
+        first_seen_s = bed.clock.now_s()
+        assert node.ended_s == first_seen_s  # EC2 does not tell, so it is when we saw it
+        await bed.clock.sleep(60)
+        (node,) = await bed.cloud.list_nodes(OWNER)
+        assert node.ended_s == first_seen_s
+        await bed.clock.sleep(3700)
+        assert await bed.cloud.list_nodes(OWNER) == []
+
+    bed.run(act())
+
+
+def test_spot_machine_cannot_be_stopped_and_a_full_zone_starts_none(bed: AwsBed) -> None:
+    async def act() -> None:
+        spot, ondemand = make_request(bed, is_spot=True), make_request(bed)
+        await bed.cloud.create_nodes(spot)
+        await bed.cloud.create_nodes(ondemand)
+        (node,) = await wait_state(bed, spot.token, NodeState.RUNNING)
+        with pytest.raises(InvalidRequestError):
+            await bed.adapter.stop_nodes([node.id])
+        (node,) = await wait_state(bed, ondemand.token, NodeState.RUNNING)
+        before = node.handle
+        await bed.adapter.stop_nodes([node.id])
+        await wait_state(bed, ondemand.token, NodeState.STOPPED)
+        bed.account.fail("StartInstances", "InsufficientInstanceCapacity", status=500)
+        with pytest.raises(CapacityError):
+            await bed.adapter.start_nodes([node.id])
+        await bed.adapter.start_nodes([node.id])
+        (node,) = await wait_state(bed, ondemand.token, NodeState.RUNNING)
+        assert node.handle != before, "a started machine has another public address"
+
+    bed.run(act())
+
+
+def test_sweep_deletes_what_a_cluster_left_and_spares_living_and_foreign_things(bed: AwsBed) -> None:
+    async def act() -> None:
+        dead, live = make_request(bed, node_count=2, cluster="dead"), make_request(bed, node_count=2, cluster="live")
+        theirs = make_request(bed, owner="somebody-else", cluster="dead")
+        for request in (dead, live, theirs):
+            await bed.cloud.create_nodes(request)
+        nodes = await wait_state(bed, dead.token, NodeState.RUNNING, 2)
+        await bed.cloud.terminate_nodes([node.id for node in nodes])
+        assert await bed.adapter.sweep(OWNER, ("live",)) == 1  # the placement group; the other is in use until they end
+        await wait_state(bed, dead.token, NodeState.TERMINATED, 2)
+        assert await bed.adapter.sweep(OWNER, ("live",)) == 1
+        assert await bed.adapter.sweep(OWNER, ("live",)) == 0
+        names = {group["GroupName"] for group in bed.account.groups.values()}
+        assert names == {f"broker-{OWNER}-live", "broker-somebody-else-dead"}
+        assert {name for _, name in bed.account.placement_groups} == {f"broker-{OWNER}-live"}
+        assert len([each for each in bed.account.instances.values() if each.state == "running"]) == 3
+
+    bed.run(act())
+
+
+def test_sweep_reaches_every_region_templates_and_stray_disks(bed: AwsBed) -> None:
+    for number, (region, owner, state) in enumerate(
+        [("us-west-2", OWNER, "available"), ("us-west-2", OWNER, "in-use"), ("us-east-1", "somebody-else", "available")]
+    ):
+        bed.account.volumes[f"vol-{number}"] = {
+            "region": region, "VolumeId": f"vol-{number}", "State": state,
+            "Tags": [{"Key": "broker-owner", "Value": owner}, {"Key": "broker-cluster", "Value": "train"}],
+        }  # fmt: skip
+    bed.offer = replace(WEST, zone=None)
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        assert await bed.adapter.sweep(OWNER, ("train",)) == 0
+        await bed.cloud.terminate_nodes([node.id])
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+        assert await bed.adapter.sweep(OWNER, ()) == 3  # group, template, disk
+
+    bed.run(act())
+    assert set(bed.account.volumes) == {"vol-1", "vol-2"}
+    assert (bed.account.groups, bed.account.templates) == ({}, {})
+
+
+def test_sweep_that_is_throttled_goes_on_and_one_that_is_forbidden_says_so(bed: AwsBed) -> None:
+    async def act() -> None:
+        request = make_request(bed, spec=MachineSpec())
+        (node,) = await bed.cloud.create_nodes(request)
+        await settle(bed)
+        await bed.cloud.terminate_nodes([node.id])
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+        bed.account.fail("DeleteSecurityGroup", "RequestLimitExceeded", status=503)
+        assert await bed.adapter.sweep(OWNER, ()) == 0
+        bed.account.fail("DeleteSecurityGroup", "UnauthorizedOperation", status=403)
+        with pytest.raises(AuthError):
+            await bed.adapter.sweep(OWNER, ())
+        assert await bed.adapter.sweep(OWNER, ()) == 1
+
+    bed.run(act())
+
+
+def test_many_calls_at_once_stay_within_a_bound(bed: AwsBed) -> None:
+    async def act() -> None:
+        results = await asyncio.gather(*(bed.cloud.list_nodes(OWNER) for _ in range(40)), return_exceptions=True)
+        assert not any(isinstance(result, CloudError) for result in results)
+
+    bed.run(act())
+    assert bed.aws.calls_at_once_max <= 16
