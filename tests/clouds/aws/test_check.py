@@ -43,6 +43,12 @@ def test_wrong_login_is_the_only_thing_told(bed: AwsBed) -> None:
     assert (finding.name, finding.is_ok, finding.command) == ("credentials", False, "aws configure")
 
 
+def test_profile_that_is_not_there_is_a_wrong_login(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody-wrote-this")
+    (finding,) = inspect(bed).values()
+    assert finding.note.startswith("ProfileNotFound: ") and not finding.is_ok
+
+
 def test_region_that_is_off_is_told_only_where_it_was_asked_for(bed: AwsBed) -> None:
     bed.account.disabled_regions = {"eu-central-1"}
     assert inspect(bed)["regions"].is_ok
