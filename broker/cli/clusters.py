@@ -77,6 +77,8 @@ def launch(
     one = context.resolve(options.read_task(entrypoint, overrides))
     options.check_notices([one], is_launch=not dryrun)
     plan = plan_launch(context, one, is_dryrun=dryrun)
+    if not dryrun:
+        context.prepare(plan)
     if dryrun and as_json:
         from broker.cli.plan import describe_plan
 
@@ -93,6 +95,7 @@ def launch(
     autostop = one.resources[0].autostop
     if idle is not None or down:
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
+    context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
         confirm_price([plan], yes=yes)

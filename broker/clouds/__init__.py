@@ -11,4 +11,5 @@ CLOUDS: dict[str, str] = {
 # name -> module with `inspect` and `write_policy` (`broker.clouds.findings.Inspector`), for `broker check`
 CHECKS: dict[str, str] = {
     "aws": "broker.clouds.aws.check",
+    "gcp": "broker.clouds.gcp.check",
 }

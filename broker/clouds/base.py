@@ -49,6 +49,14 @@ class CanStop(Protocol):
 
 
 @runtime_checkable
+class CanPrepare(Protocol):
+    """Clouds whose library takes seconds to import."""
+
+    def prepare(self) -> None:
+        """Begin in a thread with what the first call will need, and return at once; twice does no harm."""
+
+
+@runtime_checkable
 class CanSweep(Protocol):
     """Clouds where a cluster leaves more behind than nodes: firewall groups, templates, disks."""
 
@@ -58,6 +66,19 @@ class CanSweep(Protocol):
         What a machine on its way down still uses stays for the next sweep. `keep` is read before the cloud is listed,
         so it must name every cluster that is there or may be coming up.
         """
+
+
+@runtime_checkable
+class HandsOutHosts(Protocol):
+    """Clouds whose nodes are machines that boot with a script and are reached by ssh as `user`.
+
+    A node that shuts itself down there is gone, or stands still without anybody knowing: only a call stops one.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def user(self) -> str: ...
 
 
 @runtime_checkable

@@ -134,6 +134,10 @@ def test_launch_runs_a_gang_on_spot_machines_and_down_leaves_nothing(stage: Stag
     assert sorted(line.split("hello from ")[1].split()[0] for line in hellos) == names
     assert {each.is_spot for each in stage.account.instances.values()} == {True}
     assert stage.run("ssh", "dev-1", "--", "hostname").stdout.strip() in names
+    refused = stage.run("autostop", "dev", "-i", "1", code=2).stderr
+    assert "cannot stop themselves" in refused and "--down" in refused
+    stage.run("autostop", "dev", "-i", "0", "--down")
+    stage.wait_until(lambda: not stage.list_living(), "an idle cluster ends by itself")
     stage.run("down", "dev", "--yes")
     assert stage.list_living() == set()
     assert stage.read_json("status")["clusters"] == []

@@ -62,6 +62,10 @@ class AwsCloud:
         self._regions_by_id: dict[str, str] = {}
         self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
 
+    @property
+    def user(self) -> str:
+        return self._settings.user
+
     async def check(self) -> None:
         with translated():
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")

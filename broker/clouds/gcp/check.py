@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from broker.clock import Clock
+from broker.clouds.findings import Finding
 from broker.clouds.gcp.faults import DisabledError
-from broker.clouds.gcp.policy import PERMISSIONS, ROLE
+from broker.clouds.gcp.login import find_login
+from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
 from broker.clouds.gcp.quotas import GPU_METRICS
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
+from broker.clouds.gcp.settings import load_settings
+from broker.config import Config
 from broker.errors import AuthError
 
 LOGIN_COMMAND = "gcloud auth application-default login"
 NAMED_MAX = 4  # so many regions or permissions are named in a note
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that was looked at. `command` mends it; a finding may be wanting without standing in the way."""
-
-    name: str
-    is_ok: bool
-    note: str
-    command: str = ""
-    is_needed: bool = True
+async def inspect(config: Config, *, clock: Clock) -> Sequence[Finding]:
+    """See `Inspector`."""
+    login = find_login(load_settings(config.home))
+    if login is None:
+        return [Finding(name="credentials", is_ok=False, note="none are found", command=LOGIN_COMMAND)]
+    return await inspect_project(Sdk(login))
 
 
-async def inspect(sdk: Sdk) -> Sequence[Finding]:
+def write_policy(config: Config) -> str:
+    """YAML for `gcloud iam roles create`."""
+    login = find_login(load_settings(config.home))
+    return write_role(login.project if login else "")
+
+
+async def inspect_project(sdk: Sdk) -> Sequence[Finding]:
     """In the order in which they depend on each other; the first that fails ends it. Raises CloudError only where
     Google cannot be reached."""
     login = sdk.login

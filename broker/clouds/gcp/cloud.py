@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from broker.clock import Clock
 from broker.clouds.gcp import firewall, instances
 from broker.clouds.gcp.callers import find_callers
-from broker.clouds.gcp.check import inspect, require
+from broker.clouds.gcp.check import inspect_project, require
 from broker.clouds.gcp.images import find_image
 from broker.clouds.gcp.login import Login, find_login, is_sdk_installed
 from broker.clouds.gcp.machine import check_request
@@ -20,28 +20,28 @@ from broker.clouds.gcp.names import NodeId, gang_name, instance_names
 from broker.clouds.gcp.operations import Ending, read_endings
 from broker.clouds.gcp.quotas import check_quotas, read_quotas
 from broker.clouds.gcp.sdk import Clients, Sdk
+from broker.clouds.gcp.settings import load_settings
 from broker.clouds.gcp.zones import list_zones
 from broker.config import Config
-from broker.errors import AuthError, CapacityError, CloudError
+from broker.errors import AuthError, CapacityError, CloudError, TransientError, UnknownOutcomeError
 from broker.types import Node, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
-SWEEP_S = 600.0  # between two looks for firewall rules that nobody needs any more
 NO_PROJECT = "no project is named"
 PROJECT_HINT = "Run `gcloud config set project PROJECT`, or set `GOOGLE_CLOUD_PROJECT`."
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
     """For the registry."""
-    login = find_login()
+    login = find_login(load_settings(config.home))
     if login is None or not is_sdk_installed():
         return None
     return GcpCloud(login, memory=Memory(config.home / "gcp"), clock=clock)
 
 
 class GcpCloud:
-    """Cloud and CanStop. A gang's token gives its names, so that whatever is asked twice is found, not made again."""
+    """Cloud and all abilities but CanPreempt. A token gives its gang's names: asked for twice, they are found."""
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0
@@ -59,27 +59,34 @@ class GcpCloud:
         self._clock = clock
         self._find_callers = callers
         self._sdk = Sdk(login)
-        self._swept_s: float | None = None
         self._callers: Sequence[str] = ()
+
+    @property
+    def user(self) -> str:
+        return instances.SSH_USER
 
     def prepare(self) -> None:
         """Begin to import Google's library, which takes seconds; returns at once."""
         self._sdk.prepare()
 
     async def check(self) -> None:
-        require(await inspect(self._sdk))
+        require(await inspect_project(self._sdk))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         """Waits for Google's verdict, which lies in the operation; the machines start meanwhile."""
         check_request(request)
         if not self._login.project:
             raise AuthError(NO_PROJECT, hints=(PROJECT_HINT,))
+        dead = self._find_dead(request)
+        if dead:
+            return dead
         zones = await self._sdk.call(lambda clients: list_zones(clients, request.placement.offer))
         zone = await self._find_zone(request, zones)
         if zone is None:
             zone = await self._insert(request, zones)
-        else:
-            await self._open_rules(request)  # our earlier call may not have come so far
+        else:  # our earlier call may not have come so far
+            rules = await self._open_rules(request)
+            await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
         nodes = await self._read_gang(request, zone)
         self._memory.note(nodes, now_s=self._clock.now_s())
         return nodes
@@ -98,7 +105,7 @@ class GcpCloud:
         nodes = {**known, **found, **listed}
         changed = [node for node in nodes.values() if known.get(node.id) != node]
         self._memory.note(changed, now_s=now_s)
-        await self._tidy(owner, list(nodes.values()), changed, now_s)
+        await self._tidy(list(nodes.values()), changed)
         return [node for node in nodes.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or node.id in listed]
 
     async def terminate_nodes(self, ids: Sequence[str]) -> None:
@@ -110,6 +117,12 @@ class GcpCloud:
     async def start_nodes(self, ids: Sequence[str]) -> None:
         await self._each(ids, instances.start)
 
+    async def sweep(self, owner: str, keep: Collection[str]) -> int:
+        """Firewall rules are all that a gang leaves behind; disks and addresses go with their instance."""
+        nodes = await self.list_nodes(owner)
+        live = {NodeId.parse(node.id).gang for node in nodes if node.state is not NodeState.TERMINATED}
+        return await self._sdk.call(lambda clients: firewall.sweep_rules(clients, owner, keep, live))
+
     async def _each(self, ids: Sequence[str], act: Callable[[Clients, NodeId], None]) -> None:
         """All are asked for, whatever becomes of one; then the first failure is told."""
         works = [self._act(act, NodeId.parse(node_id)) for node_id in ids]
@@ -120,6 +133,12 @@ class GcpCloud:
 
     async def _act(self, act: Callable[[Clients, NodeId], None], where: NodeId) -> None:
         await self._sdk.call(lambda clients: act(clients, where), does_change=True)
+
+    def _find_dead(self, request: NodeRequest) -> Sequence[Node]:
+        """The nodes of a token that was used up: Google has forgotten them, and would make them anew after an hour."""
+        nodes = [node for node in self._memory.read().values() if node.token == request.token]
+        is_dead = nodes and all(node.state is NodeState.TERMINATED for node in nodes)
+        return sorted(nodes, key=lambda node: node.rank) if is_dead else ()
 
     async def _find_zone(self, request: NodeRequest, zones: Sequence[str]) -> str | None:
         """Where an earlier call with this token has made its nodes. By name: lists may lag."""
@@ -139,15 +158,18 @@ class GcpCloud:
             self._sdk.call(lambda clients: find_image(clients, request)),
         )
         check_quotas(request, quotas, self._login.project)
-        await self._open_rules(request)
+        rules = await self._open_rules(request)
         refusal: CapacityError | None = None
         try:
             for zone in zones:
                 try:
                     await self._insert_in(request, zone, image)
+                    await self._await_rules(request, zone, rules)
                     return zone
                 except CapacityError as error:
                     refusal = error
+        except (UnknownOutcomeError, TransientError):
+            raise  # the nodes may be there, and will need their rules
         except CloudError:
             await self._close_gang(gang_name(request))
             raise
@@ -158,15 +180,26 @@ class GcpCloud:
     async def _insert_in(self, request: NodeRequest, zone: str, image: str) -> None:
         await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)
 
-    async def _open_rules(self, request: NodeRequest) -> None:
+    async def _await_rules(self, request: NodeRequest, zone: str, rules: Sequence[Any]) -> None:
+        """Nodes that nobody could reach are ended before the failure is told."""
+        try:
+            await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
+        except CloudError:
+            await self.terminate_nodes([str(where) for where in self._list_places(request, zone)])
+            raise
+
+    def _list_places(self, request: NodeRequest, zone: str) -> list[NodeId]:
+        return [NodeId(project=self._login.project, zone=zone, name=name) for name in instance_names(request)]
+
+    async def _open_rules(self, request: NodeRequest) -> Sequence[Any]:
         if not self._callers:
             self._callers = await asyncio.to_thread(self._find_callers, self._login)
         callers = self._callers
-        await self._sdk.call(lambda clients: firewall.open_rules(clients, request, callers))
+        return await self._sdk.call(lambda clients: firewall.open_rules(clients, request, callers))
 
     async def _read_gang(self, request: NodeRequest, zone: str) -> list[Node]:
         """Every node of the gang; one that Google does not know has ended already."""
-        places = [NodeId(project=self._login.project, zone=zone, name=name) for name in instance_names(request)]
+        places = self._list_places(request, zone)
 
         def look(where: NodeId) -> Callable[[Clients], Node | None]:
             return lambda clients: instances.fetch(clients, where)
@@ -212,15 +245,11 @@ class GcpCloud:
     async def _read_endings(self, project: str, owner: str) -> dict[NodeId, Ending]:
         return dict(await self._sdk.call(lambda clients: read_endings(clients, project, owner)))
 
-    async def _tidy(self, owner: str, nodes: Sequence[Node], changed: Sequence[Node], now_s: float) -> None:
-        """Close the rules of gangs that have just ended, and now and then those that were forgotten."""
+    async def _tidy(self, nodes: Sequence[Node], changed: Sequence[Node]) -> None:
+        """Close the rules of gangs that have just ended."""
         live = {NodeId.parse(node.id).gang for node in nodes if node.state is not NodeState.TERMINATED}
-        ended = {NodeId.parse(node.id).gang for node in changed if node.state is NodeState.TERMINATED} - live
-        for gang in ended:
+        for gang in {NodeId.parse(node.id).gang for node in changed if node.state is NodeState.TERMINATED} - live:
             await self._close_gang(gang)
-        if self._swept_s is None or now_s - self._swept_s >= SWEEP_S:
-            self._swept_s = now_s
-            await self._sweep(owner, live, now_s)
 
     async def _close_gang(self, gang: str) -> None:
         """What fails here is swept later."""
@@ -229,13 +258,6 @@ class GcpCloud:
             await self._sdk.call(lambda clients: firewall.close_gang(clients, project, gang))
         except CloudError as error:
             log.warning("firewall rules of %s are left over for now: %s", gang, error.message)
-
-    async def _sweep(self, owner: str, live: set[str], now_s: float) -> None:
-        project = self._login.project
-        try:
-            await self._sdk.call(lambda clients: firewall.close_rules(clients, project, owner, live, now_s=now_s))
-        except CloudError as error:
-            log.warning("firewall rules cannot be swept now: %s", error.message)
 
 
 def _end(node: Node, ending: Ending | None, now_s: float) -> Node:

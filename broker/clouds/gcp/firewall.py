@@ -1,108 +1,117 @@
 """Who may reach a gang: its maker by ssh, its own nodes, and whoever for the ports that were asked for.
 
 Rules belong to one gang and are named after it; they go with it. One more rule for all gangs of an owner shuts out the
-rest, which the default network would let in by ssh.
+rest, which the default network would let in by ssh: it costs nothing, and stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from broker.clouds.gcp.faults import BusyError, ExistsError, MissingError
 from broker.clouds.gcp.instances import as_cloud_error
-from broker.clouds.gcp.names import gang_name, owner_prefix, request_id
-from broker.clouds.gcp.operations import parse_time, wait_global
+from broker.clouds.gcp.machine import network_path
+from broker.clouds.gcp.names import gang_name, owner_prefix, read_description
+from broker.clouds.gcp.operations import wait_global
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.types import NodeRequest
 
 ANYWHERE = "0.0.0.0/0"
 ALLOW_PRIORITY, DENY_PRIORITY = 900, 910  # lower wins; the default network's rules have 65534
-LOST_S = 1800.0  # a rule so old, of a gang that has no instance, is nobody's
+PURPOSES = ("ssh", "nodes", "ports")
 
 
 def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> list[dict[str, Any]]:
     """Bodies of the rules for one gang. `callers`: address ranges that ssh may come from."""
-    gang = gang_name(request)
-    path = network if "/" in network else f"global/networks/{network}"
-    base = {"network": path, "direction": "INGRESS", "priority": ALLOW_PRIORITY, "target_tags": [gang]}
-    shut = base | {
-        "name": f"{owner_prefix(request.owner)}shut",
+    gang, owner = gang_name(request), owner_prefix(request.owner)
+    shut = {
+        "name": f"{owner}shut",
         "priority": DENY_PRIORITY,
-        "target_tags": [owner_prefix(request.owner).strip("-")],
+        "target_tags": [owner.strip("-")],
         "source_ranges": [ANYWHERE],
         "denied": [{"I_p_protocol": "all"}],
+        "description": json.dumps({"broker": 1, "owner": request.owner}),
     }
-    ssh = base | {
-        "name": f"{gang}-ssh",
-        "source_ranges": list(callers),
-        "allowed": [{"I_p_protocol": "tcp", "ports": ["22"]}],
+    rules: dict[str, dict[str, Any]] = {
+        "ssh": {"source_ranges": list(callers), "allowed": [{"I_p_protocol": "tcp", "ports": ["22"]}]}
     }
-    rules = [shut, ssh]
     if request.placement.node_count > 1:
-        rules.append(base | {"name": f"{gang}-nodes", "source_tags": [gang], "allowed": [{"I_p_protocol": "all"}]})
+        rules["nodes"] = {"source_tags": [gang], "allowed": [{"I_p_protocol": "all"}]}
     if request.spec.ports:
         allowed = [{"I_p_protocol": "tcp", "ports": list(request.spec.ports)}]
-        rules.append(base | {"name": f"{gang}-ports", "source_ranges": [ANYWHERE], "allowed": allowed})
-    return [rule | {"description": f"broker {request.cluster}"[:2000]} for rule in rules]
+        rules["ports"] = {"source_ranges": [ANYWHERE], "allowed": allowed}
+    about = json.dumps({"broker": 1, "owner": request.owner, "cluster": request.cluster})
+    own = {"priority": ALLOW_PRIORITY, "target_tags": [gang], "description": about}
+    bodies = [shut, *(rules[purpose] | own | {"name": f"{gang}-{purpose}"} for purpose in PURPOSES if purpose in rules)]
+    return [body | {"network": network, "direction": "INGRESS"} for body in bodies]
 
 
-def open_rules(clients: Clients, request: NodeRequest, callers: Sequence[str]) -> None:
-    """All rules of a gang, side by side; those that are there already stay."""
-    operations = []
-    for rule in make_rules(request, callers, clients.login.network):
-        operations.append(_insert(clients, request, rule))
+def open_rules(clients: Clients, request: NodeRequest, callers: Sequence[str]) -> list[Any]:
+    """Ask for all rules of a gang; those that are there already stay. Returns what `await_rules` waits for, so that
+    the machines can be asked for meanwhile. No request ids: Google would answer a second try with the first's failure.
+    """
+    network = _find_network(clients)
+    operations = [_insert(clients, rule) for rule in make_rules(request, callers, network)]
+    return [operation for operation in operations if operation is not None]
+
+
+def await_rules(clients: Clients, operations: Sequence[Any]) -> None:
+    """Raises the CloudError of the first rule that was not made."""
     for operation in operations:
-        if operation is not None:
-            _ignore_existing(clients, operation)
-
-
-def _insert(clients: Clients, request: NodeRequest, rule: dict[str, Any]) -> Any:
-    types = clients.types
-    message = types.InsertFirewallRequest(
-        project=clients.login.project,
-        firewall_resource=types.Firewall(rule),
-        request_id=request_id(request.token, rule["name"]),
-    )
-    try:
-        return clients.get("Firewalls").insert_unary(request=message, timeout=TIMEOUT_S)
-    except Exception as error:
-        if isinstance(as_cloud_error(error), ExistsError):
-            return None
-        raise
-
-
-def _ignore_existing(clients: Clients, operation: Any) -> None:
-    try:
-        wait_global(clients, clients.login.project, operation)
-    except ExistsError:
-        pass
-
-
-def close_rules(clients: Clients, project: str, owner: str, live_gangs: set[str], *, now_s: float) -> int:
-    """Delete the rules of all gangs of `owner` that have no instance left, save those that may be about to get one.
-    Returns how many are left."""
-    left = 0
-    for rule in list_rules(clients, project, owner):
-        gang = rule.name.rpartition("-")[0]
-        is_shut = rule.name == f"{owner_prefix(owner)}shut"
-        is_young = now_s - parse_time(rule.creation_timestamp) < LOST_S
-        if gang in live_gangs or is_shut or is_young:
-            left += 1
-        else:
-            _delete(clients, project, rule.name)
-    return left
+        try:
+            wait_global(clients, clients.login.project, operation)
+        except ExistsError:
+            pass
 
 
 def close_gang(clients: Clients, project: str, gang: str) -> None:
     """Delete the rules of a gang whose nodes are gone."""
-    for purpose in ("ssh", "nodes", "ports"):
+    for purpose in PURPOSES:
         _delete(clients, project, f"{gang}-{purpose}")
 
 
-def list_rules(clients: Clients, project: str, owner: str) -> Iterator[Any]:
-    request = clients.types.ListFirewallsRequest(project=project, filter=f"name eq {owner_prefix(owner)}.*")
-    yield from clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S)
+def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs: Collection[str]) -> int:
+    """Delete the rules of this owner's gangs that have no instance and whose cluster is not in `keep`."""
+    count = 0
+    for rule in list_rules(clients, owner):
+        told = read_description(rule.description) or {}
+        is_kept = "cluster" not in told or told["cluster"] in keep or told.get("owner") != owner
+        if not is_kept and rule.name.rpartition("-")[0] not in live_gangs:
+            _delete(clients, clients.login.project, rule.name)
+            count += 1
+    return count
+
+
+def list_rules(clients: Clients, owner: str) -> list[Any]:
+    wanted = f"name eq {owner_prefix(owner)}.*"
+    request = clients.types.ListFirewallsRequest(project=clients.login.project, filter=wanted)
+    return list(clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S))
+
+
+def _find_network(clients: Clients) -> str:
+    """Rules belong to a network; where the settings name a subnetwork, it tells which."""
+    network = clients.login.settings.network
+    if "/subnetworks/" not in network:
+        return network_path(network)
+    parts = network.split("/")
+    project = parts[parts.index("projects") + 1] if "projects" in parts else clients.login.project
+    region, name = parts[parts.index("regions") + 1], parts[-1]
+    found = clients.get("Subnetworks").get(project=project, region=region, subnetwork=name, timeout=TIMEOUT_S)
+    return str(found.network)
+
+
+def _insert(clients: Clients, rule: dict[str, Any]) -> Any:
+    body = clients.types.Firewall(rule)
+    try:
+        return clients.get("Firewalls").insert_unary(
+            project=clients.login.project, firewall_resource=body, timeout=TIMEOUT_S
+        )
+    except Exception as error:
+        if isinstance(as_cloud_error(error), ExistsError):
+            return None
+        raise
 
 
 def _delete(clients: Clients, project: str, name: str) -> None:

@@ -24,14 +24,20 @@ IMAGE_PATH = re.compile(r"projects/[^/]+/global/images/(family/)?[^/]+")
 
 def list_families(request: NodeRequest) -> tuple[tuple[str, str], ...]:
     """Pairs of project and family, best first."""
+    return {"arm": ARM_FAMILIES, "gpu": GPU_FAMILIES, "cpu": CPU_FAMILIES}[image_kind(request)]
+
+
+def image_kind(request: NodeRequest) -> str:
+    """Key of `images` in the settings."""
     if request.placement.offer.instance_type.startswith(ARM_MACHINES):
-        return ARM_FAMILIES
-    return GPU_FAMILIES if request.placement.offer.accelerator else CPU_FAMILIES
+        return "arm"
+    return "gpu" if request.placement.offer.accelerator else "cpu"
 
 
 def find_image(clients: Clients, request: NodeRequest) -> str:
-    """Path of the image. Raises InvalidRequestError where the task names none that could be one."""
-    asked = request.spec.image_id
+    """Path of the image: the task's, else the settings', else the newest of Google's. Raises InvalidRequestError
+    where the task names none that could be one."""
+    asked = request.spec.image_id or clients.login.settings.images.get(image_kind(request))
     if asked:
         found = IMAGE_PATH.search(asked)
         if found is None:

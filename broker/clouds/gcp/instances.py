@@ -46,11 +46,11 @@ def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> Non
     place = {"project": login.project, "zone": zone, "request_id": request_id(request.token, f"insert {zone}")}
     try:
         if request.placement.node_count == 1:
-            body = types.Instance(make_instance(request, zone, image, login.network))
+            body = types.Instance(make_instance(request, zone, image, login.settings))
             message = types.InsertInstanceRequest(instance_resource=body, **place)
             operation = client.insert_unary(request=message, timeout=TIMEOUT_S)
         else:
-            gang = types.BulkInsertInstanceResource(make_gang(request, image, login.network))
+            gang = types.BulkInsertInstanceResource(make_gang(request, image, login.settings))
             message = types.BulkInsertInstanceRequest(bulk_insert_instance_resource_resource=gang, **place)
             operation = client.bulk_insert_unary(request=message, timeout=TIMEOUT_S)
         wait_zone(clients, login.project, zone, operation)
@@ -104,7 +104,8 @@ def read_node(instance: Any) -> Node | None:
         return None
     state = STATES.get(instance.status, NodeState.PENDING)
     nic = instance.network_interfaces[0] if instance.network_interfaces else None
-    outside = nic.access_configs[0].nat_i_p if nic and nic.access_configs else ""
+    address = nic.network_i_p if nic else ""
+    reached_at = nic.access_configs[0].nat_i_p if nic and nic.access_configs else address
     is_left_over = state is NodeState.STOPPED and STOP_LABEL not in instance.labels
     stopped_s = parse_time(instance.last_stop_timestamp) or None
     return Node(
@@ -115,7 +116,7 @@ def read_node(instance: Any) -> Node | None:
         attempt=told["attempt"],
         rank=where.rank,
         state=state,
-        address=nic.network_i_p if nic else "",
+        address=address,
         region=where.zone.rpartition("-")[0],
         zone=where.zone,
         token=told["token"],
@@ -124,7 +125,7 @@ def read_node(instance: Any) -> Node | None:
         created_s=parse_time(instance.creation_timestamp),
         ended_s=stopped_s if state is NodeState.STOPPED else None,
         reason="lease" if is_left_over else "",
-        handle=f"ssh://{SSH_USER}@{outside}:22" if outside else "",
+        handle=f"ssh://{SSH_USER}@{reached_at}:22" if reached_at else "",
     )
 
 

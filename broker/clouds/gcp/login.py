@@ -6,16 +6,18 @@ import configparser
 import importlib.util
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from broker.clouds.gcp.settings import Settings
+from broker.nouns import noun
 
 ENDPOINT = "https://compute.googleapis.com"
 RESOURCE_MANAGER = "https://cloudresourcemanager.googleapis.com"
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")  # where a machine of Google's says so
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Login:
     """`endpoint` is given where something else than Google answers: it is asked without credentials.
 
@@ -25,7 +27,7 @@ class Login:
     project: str
     source: str
     endpoint: str | None = None
-    network: str = "default"
+    settings: Settings = Settings()
 
     @property
     def compute_url(self) -> str:
@@ -43,17 +45,17 @@ def is_sdk_installed() -> bool:
         return False
 
 
-def find_login() -> Login | None:
+def find_login(settings: Settings) -> Login | None:
     """None where there are no credentials to be seen."""
     endpoint = os.getenv("BROKER_GCP_ENDPOINT")
     source, content = ("BROKER_GCP_ENDPOINT", {}) if endpoint else _find_credentials()
     if not source:
         return None
     return Login(
-        project=_find_project(content),
+        project=settings.project or _find_project(content),
         source=source,
         endpoint=endpoint,
-        network=os.getenv("BROKER_GCP_NETWORK") or "default",
+        settings=settings,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix
+from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
@@ -59,9 +60,9 @@ def read_attached(instance_type: str) -> tuple[str, int] | None:
     return (name, int(count)) if count.isdigit() else None
 
 
-def make_instance(request: NodeRequest, zone: str, image: str, network: str) -> dict[str, Any]:
+def make_instance(request: NodeRequest, zone: str, image: str, settings: Settings) -> dict[str, Any]:
     """For `insert`: a single node. Types are named by their place."""
-    body = _make_properties(request, image, network)
+    body = _make_properties(request, image, settings)
     body["name"] = instance_names(request)[0]
     body["machine_type"] = f"zones/{zone}/machineTypes/{body['machine_type']}"
     for accelerator in body.get("guest_accelerators", ()):
@@ -71,18 +72,18 @@ def make_instance(request: NodeRequest, zone: str, image: str, network: str) -> 
     return body
 
 
-def make_gang(request: NodeRequest, image: str, network: str) -> dict[str, Any]:
+def make_gang(request: NodeRequest, image: str, settings: Settings) -> dict[str, Any]:
     """For `bulkInsert`: the whole gang or nothing. Types are named without a place."""
     count = request.placement.node_count
     return {
         "count": count,
         "min_count": count,
         "per_instance_properties": {name: {"name": name} for name in instance_names(request)},
-        "instance_properties": _make_properties(request, image, network),
+        "instance_properties": _make_properties(request, image, settings),
     }
 
 
-def _make_properties(request: NodeRequest, image: str, network: str) -> dict[str, Any]:
+def _make_properties(request: NodeRequest, image: str, settings: Settings) -> dict[str, Any]:
     offer, spec = request.placement.offer, request.spec
     attached = read_attached(offer.instance_type)
     labels = make_labels(request)
@@ -98,7 +99,7 @@ def _make_properties(request: NodeRequest, image: str, network: str) -> dict[str
         "labels": labels,
         "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request)]},
         "disks": [{"boot": True, "auto_delete": True, "initialize_params": disk}],
-        "network_interfaces": [_make_interface(network)],
+        "network_interfaces": [_make_interface(settings)],
         "scheduling": make_scheduling(request),
         "metadata": {"items": [{"key": key, "value": value} for key, value in _make_metadata(request).items()]},
     }
@@ -131,12 +132,16 @@ def _disk_type(request: NodeRequest) -> str:
     return DISK_TYPES[request.spec.disk_tier]
 
 
-def _make_interface(network: str) -> dict[str, Any]:
-    """`network` is a name, or the path of a network or of a subnetwork."""
-    access = [{"name": "External NAT", "type_": "ONE_TO_ONE_NAT"}]
-    if "/subnetworks/" in network:
-        return {"subnetwork": network, "access_configs": access}
-    return {"network": network if "/" in network else f"global/networks/{network}", "access_configs": access}
+def network_path(network: str) -> str:
+    return network if "/" in network else f"global/networks/{network}"
+
+
+def _make_interface(settings: Settings) -> dict[str, Any]:
+    key = "subnetwork" if "/subnetworks/" in settings.network else "network"
+    interface: dict[str, Any] = {key: network_path(settings.network)}
+    if not settings.uses_private_addresses:
+        interface["access_configs"] = [{"name": "External NAT", "type_": "ONE_TO_ONE_NAT"}]
+    return interface
 
 
 def _make_metadata(request: NodeRequest) -> dict[str, str]:

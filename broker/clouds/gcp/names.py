@@ -10,9 +10,9 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from broker.nouns import noun
 from broker.types import NodeRequest
 
 NAMESPACE = uuid.UUID("4f6c3f5e-0c5b-5b7e-9a63-5d1c2d0a7f11")  # drawn once, for request ids
@@ -20,7 +20,7 @@ LABEL_LENGTH_MAX = 63  # https://cloud.google.com/compute/docs/labeling-resource
 STOP_LABEL = "broker-stopped"  # set before we stop a node: without it, a node that stands still ended itself
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class NodeId:
     """Where one instance is. Written PROJECT/ZONE/NAME, which is the id of a node."""
 

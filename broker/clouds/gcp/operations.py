@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +11,7 @@ from broker.clouds.gcp.faults import read_operation_error
 from broker.clouds.gcp.names import NodeId, owner_prefix
 from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
 from broker.errors import UnknownOutcomeError
+from broker.nouns import noun
 
 OPERATION_S_MAX = 300.0
 # operationType -> why the machine is gone or stands still
@@ -25,7 +25,7 @@ ENDINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Ending:
     """How an instance ended. `is_done` only when nothing is left of it."""
 

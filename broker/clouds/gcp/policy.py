@@ -19,6 +19,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.images.getFromFamily": "find the newest image of this project's own families",
     "compute.images.useReadOnly": "start from this project's own images",
     "compute.networks.updatePolicy": "put firewall rules into the network",
+    "compute.subnetworks.get": "find the network of a subnetwork named in the settings",
     "compute.subnetworks.use": "put nodes into the network",
     "compute.subnetworks.useExternalIp": "reach nodes by ssh",
     "compute.firewalls.create": "let ssh in from here only",
@@ -30,6 +31,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.zoneOperations.get": "wait for Google's verdict on a create",
     "compute.globalOperations.get": "wait for a firewall rule",
     "compute.globalOperations.list": "tell a preempted node from a deleted one",
+    "serviceusage.services.use": "count a user's calls against this project's own rate limits",
 }
 
 

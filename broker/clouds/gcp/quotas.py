@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.errors import QuotaError
+from broker.nouns import noun
 from broker.types import NodeRequest, Offer
 
 # Names of the quotas in `regions.get`, https://cloud.google.com/compute/resource-usage. Newer accelerators (H100 and
@@ -21,10 +21,10 @@ GPU_METRICS = {
     "A100-80GB": "NVIDIA_A100_80GB_GPUS",
 }
 # Families with a quota of their own; all others share CPUS.
-CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "g2", "m1", "m2", "m3", "n2", "n2d", "n2a", "t2a", "t2d", "a3"})
+CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "m1", "m2", "m3", "n2", "n2a", "n2d", "t2a", "t2d"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Quota:
     """One limit of a region."""
 
@@ -37,7 +37,7 @@ class Quota:
         return self.limit - self.usage
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Need:
     """So much of one quota; `metrics` in the order in which Google draws on them."""
 

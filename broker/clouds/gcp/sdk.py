@@ -69,8 +69,7 @@ class Sdk:
 
     def prepare(self) -> None:
         """Begin to import; returns at once. The thread dies with the process, whatever it is at."""
-        if self._clients is None:
-            threading.Thread(target=self._load, name="gcp-import", daemon=True).start()
+        threading.Thread(target=self._load, name="gcp-import", daemon=True).start()
 
     async def call(self, work: Callable[[Clients], Result], *, does_change: bool = False) -> Result:
         """Raises CloudError only; `does_change` makes a lost answer an UnknownOutcomeError."""

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 import pytest
 
 from broker.clock import SystemClock
+from broker.clouds.gcp import login
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.gcp.login import Login
 from broker.clouds.gcp.memory import Memory
-from broker.types import MachineSpec, NodeRequest, Offer, Placement
+from broker.types import Node, NodeRequest, Offer, Placement
+from tests.clouds.contract import Bed
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 
@@ -28,11 +30,56 @@ class Bench:
 
     def make_cloud(self, **changes: Any) -> GcpCloud:
         """Another process would make its own, over the same state folder."""
-        login = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
-        return GcpCloud(login, memory=Memory(self.folder), clock=SystemClock())
+        mine = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
+        return GcpCloud(mine, memory=Memory(self.folder), clock=SystemClock())
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
+
+
+class JumpingClock:
+    """Nobody waits: a sleep moves the time on at once."""
+
+    def __init__(self) -> None:
+        self._now_s = 1_790_000_000.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self._now_s += duration_s
+        await asyncio.sleep(0)
+
+
+class GcpBed(Bed):
+    """For the contract of all clouds."""
+
+    def __init__(self, gce: FakeGce, url: str, folder: Path, clock: JumpingClock) -> None:
+        self.gce, self.folder, self.clock = gce, folder, clock
+        self.login = Login(project=gce.project, source="test", endpoint=url)
+        self.offer = make_offer("n1-standard-4+1xT4")
+        self.cloud = self.reopen()
+
+    def reopen(self) -> GcpCloud:
+        return GcpCloud(self.login, memory=Memory(self.folder), clock=self.clock)
+
+    def fill(self) -> None:
+        self.gce.capacity["us-central1-a", "n1-standard-4"] = 0
+
+    def exhaust_quota(self) -> None:
+        self.gce.limits.update({("us-central1", f"{kind}NVIDIA_T4_GPUS"): 1 for kind in ("", "PREEMPTIBLE_")})
+
+    def log_out(self) -> None:
+        self.gce.allowed = set()
+
+    def lose_next_answer(self) -> None:
+        self.gce.fail("POST", "/instances", has_effect=True)
+
+    async def preempt(self, node: Node) -> None:
+        self.gce.preempt(node.id.rpartition("/")[2])
+
+    async def end_from_inside(self, node: Node) -> None:
+        self.gce.shut_down(node.id.rpartition("/")[2])
 
 
 def make_offer(instance_type: str = "e2-standard-4", zone: str | None = "us-central1-a", **changes: Any) -> Offer:
@@ -75,6 +122,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture
+def bed(tmp_path: Path) -> Iterator[GcpBed]:
+    clock = JumpingClock()
+    gce = FakeGce(now=clock.now_s, list_lag_s=5.0)
+    with serve(gce) as url:
+        yield GcpBed(gce, url, tmp_path / "gcp", clock)
+
+
+@pytest.fixture
 def request_of() -> Callable[..., NodeRequest]:
     return make_request
 
@@ -85,5 +140,13 @@ def offer_of() -> Callable[..., Offer]:
 
 
 @pytest.fixture
-def spec_of() -> Callable[..., MachineSpec]:
-    return MachineSpec
+def no_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody is logged in; returned is the folder where gcloud would keep a login."""
+    names = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT", "BROKER_GCP_ENDPOINT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "gcloud"
+    folder.mkdir()
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(folder))
+    monkeypatch.setattr(login, "PRODUCT_NAME", tmp_path / "none")
+    return folder

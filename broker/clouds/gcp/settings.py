@@ -1,0 +1,66 @@
+"""What a user may set for Google, in `gcp.toml` in the state folder; every line of it is optional. See docs/GCP.md."""
+
+from __future__ import annotations
+
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from broker.errors import UsageError
+from broker.nouns import noun
+
+FILE = "gcp.toml"
+IMAGE_KINDS = ("gpu", "cpu", "arm")
+
+
+@noun
+class Settings:
+    """`network`: a name, or the path of a network or subnetwork. `ssh_from`: blocks of addresses that may log in;
+    empty: the address that this machine has now."""
+
+    project: str = ""  # empty: as gcloud has it
+    network: str = "default"
+    ssh_from: tuple[str, ...] = ()
+    images: Mapping[str, str] = field(default_factory=dict)  # "gpu", "cpu" or "arm" -> image; else Google's own
+    uses_private_addresses: bool = False  # nodes get no public address: broker runs inside the network
+
+
+def load_settings(home: Path) -> Settings:
+    """Raises UsageError that names file and key."""
+    path = home / FILE
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Settings()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    kinds: dict[str, type] = {
+        "project": str, "network": str, "ssh_from": list, "images": dict, "uses_private_addresses": bool,
+    }  # fmt: skip
+    for name, value in found.items():
+        if name not in kinds:
+            raise UsageError(f"{path}: there is no `{name}`", hints=(f"There is {', '.join(sorted(kinds))}.",))
+        if not isinstance(value, kinds[name]):
+            raise UsageError(f"{path}: `{name}` must be a {kinds[name].__name__}")
+    _check_blocks(path, found.get("ssh_from", []))
+    _check_images(path, found.get("images", {}))
+    return Settings(**{**found, "ssh_from": tuple(found.get("ssh_from", ()))})
+
+
+def _check_blocks(path: Path, blocks: list[Any]) -> None:
+    for block in blocks:
+        try:
+            ipaddress.IPv4Network(block)
+        except ValueError as error:
+            hint = 'Write `ssh_from = ["203.0.113.7/32"]`.'
+            raise UsageError(f"{path}: `ssh_from`: {error}", hints=(hint,)) from error
+
+
+def _check_images(path: Path, images: Mapping[str, Any]) -> None:
+    for kind, image in images.items():
+        if kind not in IMAGE_KINDS or not isinstance(image, str) or not image.startswith("projects/"):
+            hint = '`gpu = "projects/PROJECT/global/images/IMAGE"`; there is gpu, cpu and arm'
+            raise UsageError(f"{path}: `images.{kind}` names no image", hints=(hint,))

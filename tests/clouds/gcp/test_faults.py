@@ -1,0 +1,130 @@
+"""Whatever Google or its library says becomes one of our errors, by one table."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import google.api_core.exceptions as api
+import google.auth.exceptions as auth
+import pytest
+import requests
+
+from broker.clouds.gcp import faults
+from broker.clouds.gcp.faults import BusyError, DisabledError, ExistsError, MissingError, make_error, translate
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+
+# What Google's troubleshooting page for VM creation, its page on API errors and its list of operation errors name:
+# https://cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation
+DOCUMENTED = {
+    "CONDITION_NOT_MET", "FORBIDDEN", "INTERNAL_ERROR", "INVALID_FIELD_VALUE", "INVALID_USAGE", "LIMIT_EXCEEDED",
+    "PERMISSIONS_ERROR", "QUOTA_EXCEEDED", "RESOURCE_ALREADY_EXISTS", "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE",
+    "RESOURCE_NOT_FOUND", "RESOURCE_NOT_READY", "RESOURCE_OPERATION_RATE_EXCEEDED", "RESOURCE_POOL_EXHAUSTED",
+    "UNSUPPORTED_OPERATION", "ZONE_RESOURCE_POOL_EXHAUSTED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS",
+    "VM_MIN_COUNT_NOT_REACHED",
+    "accessNotConfigured", "alreadyExists", "authError", "backendError", "badRequest", "conditionNotMet",
+    "dailyLimitExceeded", "duplicate", "expired", "forbidden", "insufficientPermissions", "internalError", "invalid",
+    "invalidParameter", "limitExceeded", "notFound", "parseError", "quotaExceeded", "rateLimitExceeded", "required",
+    "resourceInUseByAnotherResource", "resourceNotReady", "unauthorized", "userRateLimitExceeded",
+}  # fmt: skip
+OURS = (
+    *(AuthError, CapacityError, InvalidRequestError, QuotaError, ThrottledError, TransientError, UnknownOutcomeError),
+    *(BusyError, DisabledError, ExistsError, MissingError),
+)
+API_ERRORS = sorted(
+    (each for each in vars(api).values() if isinstance(each, type) and issubclass(each, api.GoogleAPICallError)),
+    key=lambda each: each.__name__,
+)
+AUTH_ERRORS = sorted(
+    (each for each in vars(auth).values() if isinstance(each, type) and issubclass(each, auth.GoogleAuthError)),
+    key=lambda each: each.__name__,
+)
+
+
+def test_the_table_has_every_code_that_google_documents() -> None:
+    assert DOCUMENTED - faults.CODES.keys() == set()
+    assert all(kind in OURS for kind in (*faults.CODES.values(), *faults.STATUSES.values()))
+    assert set(faults.CAPACITY_SCOPES) <= {code for code, kind in faults.CODES.items() if kind is CapacityError}
+
+
+@pytest.mark.parametrize("code", sorted(faults.CODES))
+def test_each_code_makes_its_error_with_googles_words(code: str) -> None:
+    error = make_error(code, "It was so.")
+    assert type(error) is faults.CODES[code]
+    assert error.message == f"It was so ({code})"
+    assert error.hints or not isinstance(error, AuthError)
+
+
+@pytest.mark.parametrize("status", range(400, 600))
+@pytest.mark.parametrize("does_change", [False, True])
+def test_every_http_status_has_an_answer(status: int, does_change: bool) -> None:
+    error = translate(api.from_http_status(status, "why"), does_change=does_change)
+    assert isinstance(error, CloudError)
+    assert "why" in error.message
+    if status >= 500:
+        assert isinstance(error, UnknownOutcomeError if does_change else TransientError)
+    else:
+        assert type(error) is faults.STATUSES.get(status, InvalidRequestError)
+
+
+@pytest.mark.parametrize("kind", API_ERRORS, ids=lambda each: each.__name__)
+def test_every_class_of_googles_library_is_known(kind: Any) -> None:
+    try:
+        error = kind("why")
+    except TypeError:
+        error = kind(SimpleNamespace(status_code=400, headers={}))
+    for does_change in (False, True):
+        assert isinstance(translate(error, does_change=does_change), CloudError)
+
+
+@pytest.mark.parametrize("kind", AUTH_ERRORS, ids=lambda each: each.__name__)
+def test_every_fault_of_the_login_says_how_to_log_in_or_may_pass(kind: Any) -> None:
+    error = translate(kind("why"), does_change=True)
+    if kind is auth.TransportError:
+        assert isinstance(error, TransientError)
+    else:
+        assert isinstance(error, AuthError) and "gcloud auth application-default login" in error.hints[0]
+
+
+@pytest.mark.parametrize(
+    "error", [requests.ConnectionError(), requests.Timeout(), TimeoutError(), ConnectionResetError(), OSError()]
+)
+def test_silence_is_no_refusal_where_something_may_have_changed(error: Exception) -> None:
+    assert isinstance(translate(error, does_change=True), UnknownOutcomeError)
+    assert type(translate(error, does_change=False)) is TransientError
+
+
+def test_our_own_mistakes_are_not_hidden() -> None:
+    assert translate(KeyError("x"), does_change=True) is None
+
+
+def test_a_refusal_with_status_503_is_believed_where_its_reason_is_known() -> None:
+    error = api.from_http_status(503, "full", errors=[{"reason": "ZONE_RESOURCE_POOL_EXHAUSTED"}])
+    assert isinstance(translate(error, does_change=True), CapacityError)
+
+
+def test_an_operation_tells_the_reason_before_what_follows_from_it() -> None:
+    def operation(*codes: str, status: int = 0) -> Any:
+        errors = [SimpleNamespace(code=code, message="") for code in codes]
+        return SimpleNamespace(
+            error=SimpleNamespace(errors=errors), http_error_status_code=status, http_error_message="BAD"
+        )
+
+    assert faults.read_operation_error(operation()) is None
+    assert isinstance(faults.read_operation_error(operation(status=403)), AuthError)
+    both = operation("RESOURCE_NOT_FOUND", "ZONE_RESOURCE_POOL_EXHAUSTED")
+    assert isinstance(faults.read_operation_error(both), CapacityError)
+
+
+def test_a_code_that_nobody_knows_is_never_taken_for_success() -> None:
+    assert isinstance(make_error("SOMETHING_NEW", "odd"), TransientError)
+    assert isinstance(make_error("somethingNew", "odd", status=400), InvalidRequestError)

@@ -1,0 +1,99 @@
+"""Who may reach a gang, and that nothing stays open behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from broker.clouds.base import CanSweep
+from broker.errors import AuthError, QuotaError, UnknownOutcomeError
+from broker.types import MachineSpec, NodeRequest
+
+Make = Callable[..., NodeRequest]
+
+
+def read_rules(bench: Any) -> dict[str, Any]:
+    bench.gce.answer("GET", "/compute/v1/projects/pretend/global/firewalls", {}, {})
+    return {name.rpartition("-")[2]: rule for name, rule in bench.gce.firewalls.items()}
+
+
+def test_ssh_is_for_the_caller_ports_for_all_and_nodes_are_among_themselves(bench: Any, request_of: Make) -> None:
+    spec = MachineSpec(ports=("8080", "9000-9010"))
+    nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2, spec=spec)))
+    rules = read_rules(bench)
+    assert rules.keys() == {"shut", "ssh", "nodes", "ports"}
+    tags = set(bench.gce.find(nodes[0].id.rpartition("/")[2])["tags"]["items"])
+    gang = rules["ssh"]["targetTags"]
+    assert set(rules["shut"]["targetTags"]) | set(gang) == tags
+    assert rules["ssh"]["sourceRanges"] == ["127.0.0.1/32"]
+    assert rules["ssh"]["allowed"] == [{"IPProtocol": "tcp", "ports": ["22"]}]
+    assert rules["nodes"]["sourceTags"] == gang == rules["nodes"]["targetTags"]
+    assert rules["ports"]["allowed"] == [{"IPProtocol": "tcp", "ports": ["8080", "9000-9010"]}]
+    assert rules["shut"]["denied"] == [{"IPProtocol": "all"}]
+    # The lower number wins, and the default network lets ssh in with 65534.
+    assert {rules[each]["priority"] for each in ("ssh", "nodes", "ports")} == {900}
+    assert 900 < rules["shut"]["priority"] < 65534
+
+
+def test_a_lone_node_without_ports_has_one_rule_of_its_own(bench: Any, request_of: Make) -> None:
+    bench.run(bench.cloud.create_nodes(request_of()))
+    assert read_rules(bench).keys() == {"shut", "ssh"}
+
+
+@pytest.mark.parametrize("how", ["terminated", "preempted"])
+def test_rules_go_with_the_last_node_of_their_gang(bench: Any, request_of: Make, how: str) -> None:
+    nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
+    names = [node.id.rpartition("/")[2] for node in nodes]
+    bench.gce.preempt(names[0])
+    bench.run(bench.cloud.list_nodes(nodes[0].owner))
+    assert read_rules(bench).keys() == {"shut", "ssh", "nodes"}
+    if how == "preempted":
+        bench.gce.preempt(names[1])
+    else:
+        bench.run(bench.cloud.terminate_nodes([nodes[1].id]))
+    bench.run(bench.cloud.list_nodes(nodes[0].owner))
+    assert read_rules(bench).keys() == {"shut"}
+
+
+def test_rules_of_a_call_that_was_cut_short_are_swept_and_others_are_not(bench: Any, request_of: Make) -> None:
+    assert isinstance(bench.cloud, CanSweep)
+    bench.run(bench.cloud.create_nodes(request_of(cluster="living")))
+    bench.gce.fail("POST", "us-central1-a/instances")  # nothing is made, nothing answered
+    with pytest.raises(UnknownOutcomeError):
+        bench.run(bench.cloud.create_nodes(request_of(cluster="starting", token="1" * 32)))
+    bench.gce.fail("POST", "us-central1-a/instances")
+    with pytest.raises(UnknownOutcomeError):
+        bench.run(bench.cloud.create_nodes(request_of(cluster="lost", token="2" * 32)))
+    assert len(bench.gce.firewalls) == 4
+    assert bench.run(bench.cloud.sweep("0123456789ab", {"starting"})) == 1
+    read_rules(bench)
+    assert len(bench.gce.firewalls) == 3
+    assert not any("lost" in rule["description"] for rule in bench.gce.firewalls.values())
+    assert bench.run(bench.cloud.sweep("0123456789ab", {"starting"})) == 0
+    assert bench.run(bench.cloud.sweep("somebody", set())) == 0
+
+
+def test_a_gang_that_nobody_could_reach_is_not_left_running(bench: Any, request_of: Make) -> None:
+    bench.gce.fail("POST", "global/firewalls", code="QUOTA_EXCEEDED", times=9)
+    with pytest.raises(QuotaError):
+        bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
+    assert bench.gce.list_names() == []
+
+
+def test_without_leave_to_open_ports_no_machine_is_made(bench: Any, request_of: Make) -> None:
+    from broker.clouds.gcp.policy import PERMISSIONS
+
+    bench.gce.allowed = set(PERMISSIONS) - {"compute.firewalls.create"}
+    with pytest.raises(AuthError) as caught:
+        bench.run(bench.cloud.create_nodes(request_of()))
+    assert "compute.firewalls.create" in caught.value.message
+    assert bench.gce.calls["POST zones/instances"] == 0
+
+
+def test_a_gang_found_again_gets_the_rules_that_its_first_call_did_not_come_to(bench: Any, request_of: Make) -> None:
+    nodes = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.firewalls.clear()
+    assert bench.run(bench.make_cloud().create_nodes(request_of())) == nodes
+    assert read_rules(bench).keys() == {"shut", "ssh"}

@@ -1,0 +1,199 @@
+"""The provisioner over Google: a cluster's whole life, with the real store and the real failover loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import CapacityError
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import ClusterStatus, Estimate, Node, NodeState, Offer, Plan, Resources, Task
+
+OWNER = "0123456789ab"
+
+
+class Life:
+    """A provisioner of Google's alone."""
+
+    def __init__(self, bed: Any, folder: Path) -> None:
+        self.bed = bed
+        self.store = Store(folder / "state.db", clock=bed.clock)
+        self.provisioner = self.reopen()
+
+    def reopen(self) -> Provisioner:
+        """As the next command, or the one after a crash, has it."""
+        return Provisioner(
+            {"gcp": self.bed.reopen()},
+            self.store,
+            clock=self.bed.clock,
+            owner=OWNER,
+            write_boot=lambda request: "#!/bin/sh\n",
+        )
+
+    def run(self, work: Any) -> Any:
+        import asyncio
+
+        return asyncio.run(work)
+
+    @property
+    def standing(self) -> list[str]:
+        return list(self.bed.gce.list_names())
+
+
+@pytest.fixture
+def life(bed: Any, tmp_path: Path) -> Life:
+    return Life(bed, tmp_path)
+
+
+def make_plan(offer: Offer, zones: Sequence[str], *, is_spot: bool = True, node_count: int = 2) -> Plan:
+    from dataclasses import replace
+
+    from broker.types import Placement
+
+    task = Task(num_nodes=node_count, resources=(Resources(use_spot=is_spot),))
+    offers = [replace(offer, zone=zone, region=zone.rpartition("-")[0]) for zone in zones]
+    estimates = tuple(
+        Estimate(placement=Placement(offer=each, is_spot=is_spot, node_count=node_count)) for each in offers
+    )
+    return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-09-01", reason="it is cheapest")
+
+
+def test_a_full_zone_is_passed_over_and_leaves_nothing(life: Life) -> None:
+    life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # not enough for a gang of two
+    cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])))
+    assert cluster.status is ClusterStatus.UP and {node.zone for node in cluster.nodes} == {"us-east4-b"}
+    assert len(life.standing) == 2
+    assert {name.rpartition("-")[2] for name in life.bed.gce.firewalls} == {"shut", "ssh", "nodes"}
+    assert len(life.bed.gce.firewalls) == 3  # none of the gang that was refused
+
+
+def test_an_answer_lost_after_the_deed_makes_one_gang(life: Life) -> None:
+    life.bed.gce.fail("POST", "bulkInsert", has_effect=True)
+    cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"])))
+    assert sorted(node.id.rpartition("/")[2] for node in cluster.nodes) == life.standing
+    assert life.bed.gce.fault_counts
+
+
+def test_a_call_that_was_lost_before_the_deed_is_made_good(life: Life) -> None:
+    life.bed.gce.fail("POST", "bulkInsert")
+    cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"])))
+    assert len(cluster.nodes) == len(life.standing) == 2
+
+
+def test_the_next_command_sees_a_preemption_and_takes_the_rest_down(life: Life) -> None:
+    cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"])))
+    life.bed.gce.preempt(cluster.nodes[0].id.rpartition("/")[2])
+    later = life.reopen()
+    seen = life.run(later.refresh(cluster))
+    assert [(node.state, node.reason) for node in seen.nodes] == [
+        (NodeState.TERMINATED, "preempted"),
+        (NodeState.RUNNING, ""),
+    ]
+    started_s = life.bed.clock.now_s()
+    life.run(life.reopen().down("c"))
+    assert life.standing == [] and life.store.get_cluster("c") is None
+    assert life.bed.clock.now_s() - started_s < 60  # told by Google, not believed after a long silence
+    assert [name for name in life.bed.gce.firewalls if not name.endswith("-shut")] == []
+
+
+def test_stopped_and_started_again(life: Life) -> None:
+    plan = make_plan(life.bed.offer, ["us-central1-a"], is_spot=False)
+    first = life.run(life.provisioner.up("c", plan))
+    life.run(life.reopen().stop("c"))
+    assert len(life.standing) == 2
+    again = life.run(life.reopen().start("c"))
+    assert {node.id for node in again.nodes} == {node.id for node in first.nodes}
+    assert all(node.state is NodeState.RUNNING for node in life.run(life.provisioner.refresh(again)).nodes)
+
+
+def test_what_nobody_records_is_collected(life: Life) -> None:
+    async def make_lost() -> Sequence[Node]:
+        from tests.clouds.contract import make_request
+
+        nodes: Sequence[Node] = await life.bed.reopen().create_nodes(make_request(life.bed))
+        return nodes
+
+    life.run(make_lost())
+    life.run(life.bed.clock.sleep(3600.0))
+    assert life.run(life.reopen().collect()) == 1
+    life.bed.gce.list_names()
+    assert life.standing == []
+
+
+def test_everything_full_is_told_and_nothing_stays(life: Life) -> None:
+    for letter in "ab":
+        life.bed.gce.capacity[f"us-central1-{letter}", "n1-standard-4"] = 0
+    with pytest.raises(CapacityError):
+        life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a", "us-central1-b"])))
+    assert life.standing == [] and life.store.get_cluster("c") is None
+
+
+SCRIPT = """
+import asyncio, os, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from broker.clock import SystemClock
+from broker.clouds.gcp.cloud import make_cloud
+from broker.config import Config
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from tests.clouds.gcp.test_life import make_plan
+from tests.clouds.gcp.conftest import make_offer
+home = Path({home!r})
+clock = SystemClock()
+cloud = make_cloud(Config(home=home, owner={owner!r}), clock=clock)
+real = cloud._insert_in
+async def dying(*arguments):
+    if {when!r} == "after":
+        await real(*arguments)
+    os._exit(137)
+cloud._insert_in = dying
+provisioner = Provisioner({{"gcp": cloud}}, Store(home / "state.db", clock=clock), clock=clock, owner={owner!r})
+asyncio.run(provisioner.up("c", make_plan(make_offer("n1-standard-4+1xT4"), ["us-central1-a"])))
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_that_dies_in_its_create_call_leaves_what_the_next_one_finds(
+    bed: Any, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = SCRIPT.format(path=sys.path, home=str(tmp_path), owner=OWNER, when=when)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "BROKER_GCP_ENDPOINT": bed.login.endpoint,
+        "GOOGLE_CLOUD_PROJECT": "pretend",
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 137, done.stderr
+    life = Life(bed, tmp_path)
+    assert len(life.standing) == (2 if when == "after" else 0)
+    before = life.standing
+    cluster = life.run(life.provisioner.up("c", make_plan(bed.offer, ["us-central1-a"])))
+    assert sorted(node.id.rpartition("/")[2] for node in cluster.nodes) == life.standing
+    assert len(life.standing) == 2 and before in ([], life.standing)
+
+
+def test_the_library_is_imported_while_somebody_reads_the_plan(bed: Any, tmp_path: Path) -> None:
+    """`prepare` returns before the import is done, and the first call waits for it instead of importing again."""
+    script = (
+        "import asyncio, sys\n"
+        "from pathlib import Path; from broker.clock import SystemClock; from broker.config import Config\n"
+        "from broker.clouds.base import CanPrepare; from broker.clouds.gcp.cloud import make_cloud\n"
+        f"cloud = make_cloud(Config(home=Path({str(tmp_path)!r}), owner='me'), clock=SystemClock())\n"
+        "assert isinstance(cloud, CanPrepare)\n"
+        "cloud.prepare(); cloud.prepare()\n"
+        "assert cloud._sdk._clients is None\n"
+        "assert asyncio.run(cloud.list_nodes('me')) == []\n"
+    )
+    environment = {
+        **{"PATH": "/usr/bin:/bin", "GOOGLE_CLOUD_PROJECT": "pretend"},
+        **{"BROKER_GCP_ENDPOINT": bed.login.endpoint, "PYTHONPATH": ":".join(sys.path)},
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
