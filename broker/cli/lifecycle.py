@@ -68,6 +68,7 @@ def down(
         for each in wanted:
             await context.provisioner.down(each.name)
             print_line(f"cluster `{each.name}` is down")
+        await context.provisioner.sweep()
 
     asyncio.run(end())
 

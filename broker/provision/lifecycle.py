@@ -12,6 +12,7 @@ from broker.errors import TransientError, UsageError
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
 from broker.provision.failover import Failover, Wanted, describe
+from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
 from broker.state.store import Store
@@ -49,6 +50,7 @@ class Provisioner:
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
         self._collector = Collector(clouds, store, clock=clock, owner=owner, down=self.down)
+        self._leftovers = Leftovers(clouds, store, clock=clock, owner=owner)
         self._absences: dict[str, Absence] = {}  # by cloud
 
     async def up(
@@ -156,7 +158,11 @@ class Provisioner:
 
     async def collect(self) -> int:
         """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""
-        return await self._collector.collect()
+        return await self._collector.collect() + await self.sweep()
+
+    async def sweep(self) -> int:
+        """Delete what clusters that are gone left behind besides nodes; returns how many things."""
+        return await self._leftovers.sweep()
 
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name

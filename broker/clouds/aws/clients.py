@@ -35,6 +35,10 @@ class Clients:
         """A call that changes nothing: tried again by botocore. Raises RefusedError."""
         return await self._in_thread(self._call, service, region, operation, parameters, READ_TRIES)
 
+    async def glance(self, service: str, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """As `read`, and asked once only: what is nice to know must not hold up a launch."""
+        return await self._in_thread(self._call, service, region, operation, parameters, 1)
+
     async def change(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """An EC2 call that makes or ends something: sent once, so that the caller decides what a silence means."""
         return await self._in_thread(self._call, "ec2", region, operation, parameters, 1)

@@ -63,7 +63,7 @@ class Quotas:
         if now_s - known_s < KNOWN_S:
             return known
         try:
-            answer = await self._clients.read(
+            answer = await self._clients.glance(
                 "service-quotas", region, "get_service_quota", ServiceCode="ec2", QuotaCode=code
             )
             quota = Quota(code=code, region=region, vcpus=float(answer["Quota"]["Value"]))
@@ -96,7 +96,7 @@ class Quotas:
         if now_s - known_s < KNOWN_S:
             return known
         try:
-            answer = await self._clients.read(
+            answer = await self._clients.glance(
                 "ec2", offer.region, "get_spot_placement_scores",
                 InstanceTypes=[offer.instance_type], TargetCapacity=placement.node_count,
                 SingleAvailabilityZone=True, RegionNames=[offer.region],

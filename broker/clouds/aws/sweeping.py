@@ -56,11 +56,17 @@ class Sweeper:
 
     async def sweep(self, regions: Sequence[str], owner: str, keep: Collection[str]) -> int:
         """Delete what is tagged with this owner and belongs to no cluster in `keep`; returns how many. What is still
-        used by a machine on its way down stays for the next sweep. Raises RefusedError."""
-        counts = await asyncio.gather(
-            *(self._sweep_kind(region, kind, owner, keep) for region in regions for kind in KINDS)
+        used by a machine on its way down stays for the next sweep. Raises the first RefusedError when all is done."""
+        outcomes = await asyncio.gather(
+            *(self._sweep_kind(region, kind, owner, keep) for region in regions for kind in KINDS),
+            return_exceptions=True,
         )
-        return sum(counts)
+        count = 0
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            count += outcome
+        return count
 
     async def _sweep_kind(self, region: str, kind: Kind, owner: str, keep: Collection[str]) -> int:
         found = await self._list(region, kind, owner)

@@ -1,0 +1,168 @@
+"""The provisioner over EC2: failover by zones, one gang whatever goes wrong, and nothing left when all is down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.aws.cloud import AwsCloud
+from broker.clouds.base import Cloud
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan, Resources, Task
+from tests.clouds.aws.bed import OFFER, AwsBed, open_session
+from tests.clouds.contract import OWNER, count_living
+
+ZONES = ("us-east-1a", "us-east-1b", "us-east-1c")
+
+
+def make_plan(*zones: str | None, node_count: int = 2, is_spot: bool = True) -> Plan:
+    task = Task(num_nodes=node_count, resources=(Resources(ports=("8080",), labels={"team": "vision"}),))
+    placements = [Placement(offer=replace(OFFER, zone=zone), is_spot=is_spot, node_count=node_count) for zone in zones]
+    estimates = tuple(Estimate(placement=placement) for placement in placements)
+    return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-01-01", reason="")
+
+
+class World:
+    def __init__(self, bed: AwsBed, folder: Path) -> None:
+        self.bed = bed
+        bed.settings = replace(bed.settings, regions=("us-east-1",))  # a look is one call, and there are many
+        self.store = Store(folder / "state.db", clock=bed.clock)
+
+    def provisioner(self, cloud: Cloud | None = None) -> Provisioner:
+        """As each process makes its own."""
+        clouds = {"aws": cloud or self.bed.reopen()}
+        boot = "#!/bin/sh\n# {0.token}\n"
+        return Provisioner(clouds, self.store, clock=self.bed.clock, owner=OWNER, write_boot=boot.format)
+
+
+class KilledError(BaseException):
+    """The process is gone."""
+
+
+class Dying(AwsCloud):
+    """Its process dies as soon as the machines are made."""
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        try:
+            return await super().create_nodes(request)
+        finally:
+            raise KilledError
+
+
+@pytest.fixture
+def world(bed: AwsBed, tmp_path: Path) -> Iterator[World]:
+    world = World(bed, tmp_path)
+    yield world
+    world.store.close()
+
+
+def test_full_zone_is_passed_over_and_down_leaves_nothing(world: World, bed: AwsBed) -> None:
+    bed.account.full = {(ZONES[0], OFFER.instance_type)}
+
+    async def act() -> None:
+        heard: list[str] = []
+        cluster = await world.provisioner().up("train", make_plan(*ZONES), on_event=heard.append)
+        assert cluster.placement.offer.zone == ZONES[1]
+        assert "InsufficientInstanceCapacity" in heard[0]
+        assert [node.rank for node in cluster.nodes] == [0, 1]
+        assert all(node.handle.startswith("ssh://ubuntu@198.51.") for node in cluster.nodes)
+        assert {each.user_data.decode().split()[2] for each in bed.account.instances.values()} == {
+            node.token for node in cluster.nodes
+        }
+        await world.provisioner().down("train")
+        assert await count_living(bed) == 0
+        assert await world.provisioner().collect() == 2  # the security group and the placement group
+        assert (bed.account.groups, bed.account.placement_groups) == ({}, {})
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize("zone", [ZONES[0], None], ids=["zone", "fleet"])
+def test_answer_lost_and_process_dead_then_the_same_gang(world: World, bed: AwsBed, zone: str | None) -> None:
+    async def act() -> None:
+        bed.account.lose_answer("RunInstances" if zone else "CreateFleet")
+        dying = Dying(bed.settings, clock=bed.clock, open_session=open_session)
+        with pytest.raises(KilledError):
+            await world.provisioner(dying).up("train", make_plan(zone))
+        assert len(bed.account.instances) == 2
+        cluster = await world.provisioner().up("train", make_plan(zone))
+        assert {node.id for node in cluster.nodes} == set(bed.account.instances)
+        assert len(bed.account.instances) == 2
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "status"),
+    [
+        ("RunInstances", "RequestLimitExceeded", 503),
+        ("RunInstances", "InternalError", 500),
+        ("RunInstances", "InvalidGroup.NotFound", 400),
+        ("CreateSecurityGroup", "Unavailable", 503),
+        ("DescribeInstances", "RequestLimitExceeded", 503),
+        ("TerminateInstances", "InternalError", 500),
+        ("TerminateInstances", "InvalidInstanceID.NotFound", 400),
+    ],
+)
+def test_passing_fault_costs_no_second_gang_and_leaks_nothing(
+    world: World, bed: AwsBed, action: str, code: str, status: int
+) -> None:
+    bed.account.fail(action, code, status=status, times=2)
+
+    async def act() -> None:
+        cluster = await world.provisioner().up("train", make_plan(ZONES[0]))
+        assert len([each for each in bed.account.instances.values() if each.state == "running"]) == 2
+        assert {node.state for node in cluster.nodes} == {NodeState.RUNNING}
+        await world.provisioner().down("train")
+        assert await count_living(bed) == 0
+
+    bed.run(act())
+    assert bed.account.fault_counts[code] >= 1
+
+
+def test_preempted_node_is_seen_with_its_reason(world: World, bed: AwsBed) -> None:
+    async def act() -> None:
+        provisioner = world.provisioner()
+        cluster = await provisioner.up("train", make_plan(ZONES[0]))
+        bed.account.preempt(cluster.nodes[1].id)
+        await bed.clock.sleep(10)
+        refreshed = await provisioner.refresh(cluster)
+        assert [(node.state, node.reason) for node in refreshed.nodes] == [
+            (NodeState.RUNNING, ""),
+            (NodeState.TERMINATED, "preempted"),
+        ]
+
+    bed.run(act())
+
+
+def test_node_that_no_record_knows_is_collected(world: World, bed: AwsBed) -> None:
+    """As after a state folder was restored from an old copy."""
+
+    async def act() -> None:
+        await world.provisioner().up("train", make_plan(ZONES[0]))
+        world.store.delete_cluster("train")
+        await bed.clock.sleep(120)
+        assert await world.provisioner().collect() == 3  # two nodes, and the placement group that they stood in
+        assert await count_living(bed) == 0
+
+    bed.run(act())
+
+
+def test_sweep_is_left_out_while_no_cluster_has_gone(world: World, bed: AwsBed) -> None:
+    async def act() -> None:
+        provisioner = world.provisioner()
+        await provisioner.up("train", make_plan(ZONES[0]))
+        await provisioner.collect()
+        before = len([each for each in bed.account.calls if each[0] == "ec2:DescribeSecurityGroups"])
+        await provisioner.collect()
+        assert len([each for each in bed.account.calls if each[0] == "ec2:DescribeSecurityGroups"]) == before
+        assert len(bed.account.groups) == 1
+        await provisioner.down("train")
+        await provisioner.collect()
+        assert bed.account.groups == {}
+
+    bed.run(act())
