@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
 COMMAND_S_MAX = 60  # far more than any needs: a hang fails instead of blocking the suite
 
 
@@ -25,8 +26,12 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.home = folder / "home"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(CLOUD_LOGINS)}
+        nowhere = str(folder / "no-login")  # nobody's real account is asked, whoever runs the tests
+        logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
         self.environment = {
-            **os.environ, "BROKER_HOME": str(self.home), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT),
+            **kept, **dict.fromkeys(logins, nowhere), "BROKER_HOME": str(self.home), "TMPDIR": str(folder),
+            "PYTHONPATH": str(ROOT),
         }  # fmt: skip
 
     def write(self, name: str, text: str) -> str:

@@ -7,15 +7,13 @@ somebody looks after it is due. `fail` plays faults, `capacity` and `limits` say
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Protocol
 
+from tests.testbed.gce_operations import Fault, LostAnswer, Operations, stamp
 from tests.testbed.gce_rules import (
     IMAGE_FAMILIES,
     MACHINES,
@@ -45,71 +43,52 @@ class OnInstance(Protocol):
 
 
 @dataclass(kw_only=True)
-class Fault:
-    """Plays `times` times on calls of `method` whose path contains `path`. A `status` answers the call, a `code`
-    without one fails the operation, neither loses the answer: `has_effect` says whether after the deed."""
-
-    method: str
-    path: str
-    code: str = ""
-    status: int = 0
-    times: int = 1
-    has_effect: bool = False
-    message: str = ""
-
-
-class LostAnswer(Exception):
-    """The connection is closed without a word."""
-
-
-@dataclass(kw_only=True)
-class FakeGce:
+class FakeGce(Operations):
     project: str = "pretend"
-    latency_s: float = 0.0  # of every operation, in real time
     list_lag_s: float = 0.0  # a new instance is missing from lists for so long
-    now: Callable[[], float] = time.time
     capacity: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, machine type) -> machines; else many
     limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
     allowed: set[str] | None = None  # permissions of the caller; None: all
     disabled: bool = False  # the API is not enabled for the project
+    tells_permissions: bool = True  # the Resource Manager API is enabled
+    others: set[str] = field(default_factory=set)  # projects of ours with nothing in them
+    networks: set[str] = field(default_factory=lambda: {"default"})
     on_instance: OnInstance | None = None
     allocate: Callable[[int], tuple[str, str]] = lambda n: (f"10.128.{n // 250}.{n % 250 + 2}", f"198.18.0.{n % 250}")
     calls: Counter[str] = field(default_factory=Counter)  # by method and kind of path
     used: set[str] = field(default_factory=set)  # permissions
-    fault_counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.base = ""  # set by the server
+        super().__post_init__()
         self.instances: dict[tuple[str, str], Json] = {}  # (zone, name)
         self.firewalls: dict[str, Json] = {}
-        self.operations: dict[str, Json] = {}
-        self._due: list[tuple[float, Json, Callable[[], None]]] = []
-        self._by_request_id: dict[str, Json] = {}
-        self._faults: list[Fault] = []
-        self._numbers = itertools.count(1)
-        self._lock = threading.RLock()
 
     # What tests do to it
-
-    def fail(self, method: str, path: str, **what: object) -> None:
-        self._faults.append(Fault(method=method, path=path, **what))  # type: ignore[arg-type]
 
     def preempt(self, name: str) -> None:
         """As a spot machine is taken: an operation of Google's own, then it is gone or stands still."""
         with self._lock:
-            zone = next(zone for zone, known in self.instances if known == name)
+            zone = next((zone for zone, known in self.instances if known == name), "")
+            if not zone:
+                return  # somebody was quicker
             instance = self.instances[zone, name]
             assert instance["scheduling"]["provisioningModel"] == "SPOT", "only spot machines are preempted"
             self._operate(zone, "compute.instances.preempted", instance, lambda: None, user="system@google.com")
             self._remove(zone, name)
 
-    def shut_down(self, name: str) -> None:
+    def break_host(self, name: str) -> None:
+        """Its host fails: it stands still, and its disk is kept."""
+        self.shut_down(name, kind="compute.instances.hostError")
+
+    def shut_down(self, name: str, *, kind: str = "compute.instances.guestTerminate") -> None:
         """The machine's own `shutdown -h now`: it stands still, and its disk is kept."""
         with self._lock:
-            zone = next(zone for zone, known in self.instances if known == name)
+            zone = next((zone for zone, known in self.instances if known == name), "")
+            if not zone or self.instances[zone, name]["status"] == "TERMINATED":
+                return  # somebody was quicker
             instance = self.instances[zone, name]
             self._halt(instance)
-            self._operate(zone, "compute.instances.guestTerminate", instance, lambda: None, user="system@google.com")
+            self._operate(zone, kind, instance, lambda: None, user="system@google.com")
 
     def find(self, name: str) -> Json:
         with self._lock:
@@ -125,29 +104,18 @@ class FakeGce:
 
     def answer(self, method: str, path: str, query: dict[str, str], body: Json) -> Json:
         """Raises GceError, or LostAnswer."""
-        head, _, rest = path.removeprefix("/compute/v1/projects/").partition("/")
+        project, _, rest = path.removeprefix("/compute/v1/projects/").partition("/")
         if path.endswith(":testIamPermissions"):
-            asked = body["permissions"]
-            return {"permissions": [each for each in asked if self.allowed is None or each in self.allowed]}
-        if path.startswith("/compute/v1/projects/") and head and rest.startswith("global/images/family/"):
-            return self._find_family(head, rest)
+            return self._tell_permissions(body["permissions"])
+        if rest.startswith("global/images/family/"):
+            return self._find_family(project, rest)
         with self._lock:
             self._settle()
-            permissions = find_permissions(method, rest)
             self.calls[f"{method} {'/'.join(each for each in rest.split('/') if each in KINDS)}"] += 1
-            if self.disabled:
-                raise GceError(403, "accessNotConfigured", f"Compute Engine API has not been used in project {head}")
-            self.used.update(permissions)
-            for permission in permissions:
-                if self.allowed is not None and permission not in self.allowed:
-                    raise GceError(403, "forbidden", f"Required '{permission}' permission for 'projects/{head}'")
-            if head != self.project:
-                raise missing(f"projects/{head}")
+            self._admit(project, find_permissions(method, rest))
             fault = self._draw(method, rest)
-            if fault and fault.status:
-                raise GceError(fault.status, fault.code, fault.message or f"injected {fault.code}")
-            if fault and not fault.code and not fault.has_effect:
-                raise LostAnswer
+            if project in self.others:
+                return _group("instances", [])
             known = self._by_request_id.get(query.get("requestId", ""))
             reply = known or self._serve(method, rest, query, body, fault)
             if "requestId" in query and "operationType" in reply:
@@ -157,16 +125,22 @@ class FakeGce:
         if rest.endswith("/wait"):
             self._wait(reply)
         with self._lock:
-            self._settle() if rest.endswith("/wait") else None
             return copy.deepcopy(reply)
 
-    def _draw(self, method: str, path: str) -> Fault | None:
-        for fault in self._faults:
-            if fault.times > 0 and fault.method == method and fault.path in path:
-                fault.times -= 1
-                self.fault_counts[f"{fault.method} {fault.path}"] += 1
-                return fault
-        return None
+    def _admit(self, project: str, permissions: Sequence[str]) -> None:
+        if self.disabled:
+            raise GceError(403, "accessNotConfigured", f"Compute Engine API has not been used in project {project}")
+        self.used.update(permissions)
+        for permission in permissions:
+            if self.allowed is not None and permission not in self.allowed:
+                raise GceError(403, "forbidden", f"Required '{permission}' permission for 'projects/{project}'")
+        if project != self.project and project not in self.others:
+            raise missing(f"projects/{project}")
+
+    def _tell_permissions(self, asked: Sequence[str]) -> Json:
+        if not self.tells_permissions:
+            raise GceError(403, "accessNotConfigured", "Cloud Resource Manager API has not been used")
+        return {"permissions": [each for each in asked if self.allowed is None or each in self.allowed]}
 
     def _serve(self, method: str, path: str, query: dict[str, str], body: Json, fault: Fault | None) -> Json:
         parts = path.split("/")
@@ -175,10 +149,14 @@ class FakeGce:
                 return self._serve_instances(method, parts, body, fault)
             case (_, "aggregated", kind):
                 return self._list_all(kind, query.get("filter"))
+            case ("GET", "global", "networks", name) if name in self.networks:
+                return {"name": name}
             case (_, "global", "firewalls", *_):
                 return self._serve_firewalls(method, parts, query.get("filter"), body, fault)
             case (_, *_, "operations", name, "wait") if name in self.operations:
                 return self.operations[name]
+            case ("GET", ""):
+                return {"name": self.project, "quotas": [self._quota("global", "GPUS_ALL_REGIONS")]}
             case (_, "regions"):
                 return {"items": [self._region(region) for region in REGIONS]}
             case (_, "regions", region) if region in REGIONS:
@@ -280,11 +258,11 @@ class FakeGce:
         return {"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": message}
 
     def _find_quota_refusal(self, zone: str, bodies: list[Json]) -> Json | None:
-        region = zone.rpartition("-")[0]
         wanted: Counter[str] = Counter()
         for body in bodies:
             wanted.update(count_use(body))  # type: ignore[arg-type]
         for metric, amount in wanted.items():
+            region = "global" if metric == "GPUS_ALL_REGIONS" else zone.rpartition("-")[0]
             limit = self._limit(region, metric)
             plain = metric.removeprefix("PREEMPTIBLE_")
             if self._used(region, metric) + amount <= limit:
@@ -309,7 +287,7 @@ class FakeGce:
             "id": str(10**15 + number),
             "machineType": f"{self.base}/zones/{zone}/machineTypes/{body['machineType'].rpartition('/')[2]}",
             "status": "PROVISIONING",
-            "creationTimestamp": _stamp(self.now()),
+            "creationTimestamp": stamp(self.now()),
             "networkInterfaces": interfaces,
             "labelFingerprint": "0",
             "_made_s": self.now(),
@@ -323,7 +301,7 @@ class FakeGce:
 
     def _run(self, instance: Json) -> None:
         instance["status"] = "STAGING"
-        instance["lastStartTimestamp"] = _stamp(self.now())
+        instance["lastStartTimestamp"] = stamp(self.now())
         if self.on_instance is None:
             instance["status"] = "RUNNING"
             return
@@ -339,7 +317,7 @@ class FakeGce:
 
     def _halt(self, instance: Json) -> None:
         instance["status"] = "TERMINATED"
-        instance["lastStopTimestamp"] = _stamp(self.now())
+        instance["lastStopTimestamp"] = stamp(self.now())
         self._tell_ended(instance)
 
     def _remove(self, zone: str, name: str) -> None:
@@ -381,16 +359,18 @@ class FakeGce:
     # Everything else
 
     def _region(self, region: str) -> Json:
-        quotas = [
-            {"metric": each, "limit": self._limit(region, each), "usage": self._used(region, each)} for each in METRICS
-        ]
-        return {"name": region, "quotas": quotas}
+        return {"name": region, "quotas": [self._quota(region, each) for each in METRICS]}
+
+    def _quota(self, region: str, metric: str) -> Json:
+        """`region` is "global" for what counts in all regions together."""
+        return {"metric": metric, "limit": self._limit(region, metric), "usage": self._used(region, metric)}
 
     def _limit(self, region: str, metric: str) -> float:
         return self.limits.get((region, metric), 1000.0)
 
     def _used(self, region: str, metric: str) -> float:
-        live = (each for (zone, _), each in self.instances.items() if zone.startswith(f"{region}-"))
+        places = {zone: {zone.rpartition("-")[0], "global"} for zone in ZONES}
+        live = (each for (zone, _), each in self.instances.items() if region in places[zone])
         return sum(count_use(each).get(metric, 0.0) for each in live if each["status"] != "TERMINATED")
 
     def _insert_firewall(self, body: Json, fault: Fault | None) -> Json:
@@ -404,56 +384,10 @@ class FakeGce:
             raise invalid("resource.allowed", body.get("allowed"))
         rule = body | {
             "selfLink": f"{self.base}/global/firewalls/{body['name']}",
-            "creationTimestamp": _stamp(self.now()),
+            "creationTimestamp": stamp(self.now()),
         }
         self.firewalls[body["name"]] = rule
         return self._operate("", "insert", rule, lambda: None, fault)
-
-    def _operate(
-        self,
-        zone: str,
-        kind: str,
-        target: Json,
-        deed: Callable[[], object],
-        fault: Fault | None = None,
-        *,
-        error: Json | None = None,
-        user: str = "us@example.com",
-    ) -> Json:
-        if fault is not None and fault.code:
-            error, deed = {"code": fault.code, "message": f"injected {fault.code}"}, lambda: None
-        number = next(self._numbers)
-        operation: Json = {
-            "name": f"operation-{number}",
-            "id": str(10**15 + number),
-            "operationType": kind,
-            "status": "RUNNING",
-            "targetLink": target["selfLink"],
-            "insertTime": _stamp(self.now()),
-            "user": user,
-        } | ({"zone": f"{self.base}/zones/{zone}"} if zone else {})
-
-        def finish() -> None:
-            deed()
-            operation.update(status="DONE", endTime=_stamp(self.now()))
-            if error is not None:
-                operation.update(error={"errors": [error]}, httpErrorStatusCode=400, httpErrorMessage="BAD REQUEST")
-
-        self.operations[operation["name"]] = operation
-        self._due.append((time.monotonic() + self.latency_s, operation, finish))
-        return operation
-
-    def _settle(self) -> None:
-        now_s = time.monotonic()
-        due = [finish for due_s, _, finish in self._due if due_s <= now_s]
-        self._due = [each for each in self._due if each[0] > now_s]
-        for finish in due:
-            finish()
-
-    def _wait(self, operation: Json) -> None:
-        """Hold the line, as Google does, until the operation is done."""
-        due_s = next((due_s for due_s, each, _ in self._due if each is operation), 0.0)
-        threading.Event().wait(max(0.0, due_s - time.monotonic()))
 
 
 KINDS = {
@@ -469,7 +403,3 @@ def _group(kind: str, items: list[Json]) -> Json:
         zone = str(item.get("zone", "")).rpartition("/")[2]
         scopes.setdefault(f"zones/{zone}" if zone else "global", {}).setdefault(kind, []).append(item)
     return {"items": scopes or {f"zones/{ZONES[0]}": {"warning": {"code": "NO_RESULTS_ON_PAGE"}}}}
-
-
-def _stamp(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")

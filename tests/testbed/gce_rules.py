@@ -72,9 +72,11 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("GET", r"aggregated/operations", ("compute.globalOperations.list",)),
     ("POST", r"zones/[^/]+/operations/[^/]+/wait", ("compute.zoneOperations.get",)),
     ("POST", r"global/operations/[^/]+/wait", ("compute.globalOperations.get",)),
+    ("GET", r"", ("compute.projects.get",)),
     ("GET", r"regions", ("compute.regions.list",)),
     ("GET", r"regions/[^/]+", ("compute.regions.get",)),
     ("GET", r"global/images/family/[^/]+", ("compute.images.getFromFamily",)),
+    ("GET", r"global/networks/[^/]+", ("compute.networks.get",)),
     ("GET", r"global/firewalls", ("compute.firewalls.list",)),
     ("POST", r"global/firewalls", ("compute.firewalls.create", "compute.networks.updatePolicy")),
     ("DELETE", r"global/firewalls/[^/]+", ("compute.firewalls.delete", "compute.networks.updatePolicy")),
@@ -196,4 +198,6 @@ def count_use(instance: Json) -> dict[str, float]:
     for accelerator in instance.get("guestAccelerators", []):
         metric = ACCELERATORS[accelerator["acceleratorType"].rpartition("/")[2]]
         use[kind + metric] = use.get(kind + metric, 0) + accelerator["acceleratorCount"]
+    if not kind and (gpus := sum(amount for metric, amount in use.items() if metric.startswith("NVIDIA"))):
+        use["GPUS_ALL_REGIONS"] = gpus
     return use

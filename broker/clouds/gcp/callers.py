@@ -18,6 +18,8 @@ def find_callers(login: Login) -> tuple[str, ...]:
     """Address ranges, as the settings say or else as others see us. Raises InvalidRequestError."""
     if login.settings.ssh_from:
         return login.settings.ssh_from
+    if login.settings.uses_private_addresses:
+        raise InvalidRequestError("`uses_private_addresses` is set, `ssh_from` is not", hints=(HINT,))
     host = urlsplit(login.endpoint or "").hostname
     if host in ("127.0.0.1", "localhost"):
         return ("127.0.0.1/32",)

@@ -7,16 +7,18 @@ from typing import Any
 
 from broker.clock import Clock
 from broker.clouds.findings import Finding
-from broker.clouds.gcp.faults import DisabledError
+from broker.clouds.gcp.faults import DisabledError, MissingError
+from broker.clouds.gcp.firewall import find_network
 from broker.clouds.gcp.login import find_login
 from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
-from broker.clouds.gcp.quotas import GPU_METRICS
+from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, read_project_quotas
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.config import Config
 from broker.errors import AuthError
 
 LOGIN_COMMAND = "gcloud auth application-default login"
+QUOTA_COMMAND = "gcloud alpha services quota list --service=compute.googleapis.com --consumer=projects/{project}"
 NAMED_MAX = 4  # so many regions or permissions are named in a note
 
 
@@ -56,15 +58,39 @@ async def inspect_project(sdk: Sdk) -> Sequence[Finding]:
     except AuthError:
         pass  # it answers; what is missing is told below
     findings.append(Finding(name="api", is_ok=True, note="Compute Engine answers"))
-    findings.append(judge_permissions(await sdk.call(_list_permissions), login.project))
-    return [*findings, *judge_quotas(quotas, login.project)] if findings[-1].is_ok else findings
+    findings.append(await _inspect_permissions(sdk))
+    if not findings[-1].is_ok and findings[-1].is_needed:
+        return findings
+    findings.append(await _inspect_network(sdk))
+    everywhere = judge_project_quota(await sdk.call(read_project_quotas), login.project)
+    return [*findings, everywhere, *judge_quotas(quotas, login.project)]
+
+
+async def _inspect_permissions(sdk: Sdk) -> Finding:
+    try:
+        return judge_permissions(await sdk.call(_list_permissions), sdk.login.project)
+    except AuthError as error:
+        command = f"gcloud services enable cloudresourcemanager.googleapis.com --project={sdk.login.project}"
+        note = f"cannot be told: {error.message}"
+        return Finding(name="permissions", is_ok=False, note=note, command=command, is_needed=False)
+
+
+async def _inspect_network(sdk: Sdk) -> Finding:
+    name = sdk.login.settings.network
+    try:
+        await sdk.call(_look_at_network)
+    except MissingError as error:
+        command = f"gcloud compute networks create {name} --subnet-mode=auto --project={sdk.login.project}"
+        return Finding(name="network", is_ok=False, note=error.message, command="" if "/" in name else command)
+    return Finding(name="network", is_ok=True, note=name)
 
 
 def require(findings: Sequence[Finding]) -> None:
     """Raises AuthError for the first finding that stands in the way."""
     for finding in findings:
         if finding.is_needed and not finding.is_ok:
-            raise AuthError(f"{finding.name}: {finding.note}", hints=(f"Run `{finding.command}`.",))
+            hint = f"Run `{finding.command}`." if finding.command else "`broker check gcp` tells more."
+            raise AuthError(f"{finding.name}: {finding.note}", hints=(hint,))
 
 
 def judge_permissions(allowed: frozenset[str], project: str) -> Finding:
@@ -80,6 +106,15 @@ def judge_permissions(allowed: frozenset[str], project: str) -> Finding:
     return Finding(name="permissions", is_ok=False, note=f"missing: {named}", command=command)
 
 
+def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> Finding:
+    """The limit that new projects run into first, whatever their regions would give."""
+    quota = quotas.get(ALL_REGIONS)
+    limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
+    note = f"{used:g} of {limit:g} in use" if limit else "none: on-demand GPUs cannot be had in any region"
+    name, command = "quota of all GPUs", "" if limit else QUOTA_COMMAND.format(project=project)
+    return Finding(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
+
+
 def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> list[Finding]:
     """One line an accelerator. Wanting quotas do not stand in the way: there are other accelerators and clouds."""
     findings = []
@@ -91,7 +126,7 @@ def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> lis
         best = sorted((region for region in limits if limits[region]), key=lambda region: (-limits[region], region))
         note = ", ".join(f"{region} {limits[region]:g}" for region in best[:NAMED_MAX])
         more = f" and {len(best) - NAMED_MAX} more regions" if best[NAMED_MAX:] else ""
-        command = f"gcloud alpha services quota list --service=compute.googleapis.com --consumer=projects/{project}"
+        command = QUOTA_COMMAND.format(project=project)
         findings.append(
             Finding(
                 name=f"quota {accelerator}",
@@ -121,6 +156,12 @@ def _list_permissions(clients: Clients) -> frozenset[str]:
     if answer.status_code != 200:
         raise api.from_http_response(answer)  # type: ignore[no-untyped-call]
     return frozenset(answer.json().get("permissions", ()))
+
+
+def _look_at_network(clients: Clients) -> None:
+    path = find_network(clients)  # projects/P/global/networks/N, or without its project
+    project = path.split("projects/")[-1].split("/")[0] if "projects/" in path else clients.login.project
+    clients.get("Networks").get(project=project, network=path.rpartition("/")[2], timeout=TIMEOUT_S)
 
 
 def _list_gpu_quotas(clients: Clients) -> Mapping[str, Mapping[str, float]]:

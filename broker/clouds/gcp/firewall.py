@@ -52,7 +52,7 @@ def open_rules(clients: Clients, request: NodeRequest, callers: Sequence[str]) -
     """Ask for all rules of a gang; those that are there already stay. Returns what `await_rules` waits for, so that
     the machines can be asked for meanwhile. No request ids: Google would answer a second try with the first's failure.
     """
-    network = _find_network(clients)
+    network = find_network(clients)
     operations = [_insert(clients, rule) for rule in make_rules(request, callers, network)]
     return [operation for operation in operations if operation is not None]
 
@@ -90,8 +90,8 @@ def list_rules(clients: Clients, owner: str) -> list[Any]:
     return list(clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S))
 
 
-def _find_network(clients: Clients) -> str:
-    """Rules belong to a network; where the settings name a subnetwork, it tells which."""
+def find_network(clients: Clients) -> str:
+    """Path of the network that nodes stand in; where the settings name a subnetwork, Google tells which."""
     network = clients.login.settings.network
     if "/subnetworks/" not in network:
         return network_path(network)

@@ -78,7 +78,7 @@ def make_gang(request: NodeRequest, image: str, settings: Settings) -> dict[str,
     return {
         "count": count,
         "min_count": count,
-        "per_instance_properties": {name: {"name": name} for name in instance_names(request)},
+        "per_instance_properties": {name: {} for name in instance_names(request)},
         "instance_properties": _make_properties(request, image, settings),
     }
 
@@ -147,6 +147,8 @@ def _make_interface(settings: Settings) -> dict[str, Any]:
 def _make_metadata(request: NodeRequest) -> dict[str, str]:
     """Nobody logs in but through the boot script's key; the machine has no service account, so nothing to steal."""
     settings = {"enable-oslogin": "FALSE", "block-project-ssh-keys": "TRUE", "serial-port-enable": "FALSE"}
+    if request.placement.offer.accelerator:
+        settings["install-nvidia-driver"] = "True"  # for those of Google's GPU images that do not bring it
     return settings | ({"startup-script": run_once(request.boot)} if request.boot else {})
 
 

@@ -21,17 +21,15 @@ ENDINGS = {
     "compute.instances.hostError": "crashed",
     "compute.instances.terminateOnHostMaintenance": "maintenance",
     "compute.instances.guestTerminate": "lease",
-    "compute.instances.scheduledTermination": "lease",
 }
 
 
 @noun
 class Ending:
-    """How an instance ended. `is_done` only when nothing is left of it."""
+    """How an instance ended, in the words of `Node.reason`, and when."""
 
     reason: str
     ended_s: float
-    is_done: bool
 
 
 def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None:
@@ -75,11 +73,9 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
             if where is None or reason is None:
                 continue
             known = endings.get(where)
-            is_done = operation.operation_type == "delete" or reason == "preempted"
             endings[where] = Ending(
                 reason=known.reason if known and reason == "terminated" else reason,
                 ended_s=parse_time(operation.end_time or operation.insert_time),
-                is_done=is_done and operation.status.name == "DONE",
             )
     return endings
 

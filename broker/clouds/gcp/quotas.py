@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.errors import QuotaError
@@ -20,6 +20,7 @@ GPU_METRICS = {
     "A100": "NVIDIA_A100_GPUS",
     "A100-80GB": "NVIDIA_A100_80GB_GPUS",
 }
+ALL_REGIONS = "GPUS_ALL_REGIONS"  # a project's limit for all GPUs; many new projects have 0
 # Families with a quota of their own; all others share CPUS.
 CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "m1", "m2", "m3", "n2", "n2a", "n2d", "t2a", "t2d"})
 
@@ -72,19 +73,34 @@ def read_quotas(clients: Clients, region: str) -> Mapping[str, Quota]:
     return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
 
 
-def check_quotas(request: NodeRequest, quotas: Mapping[str, Quota], project: str) -> None:
+def read_project_quotas(clients: Clients) -> Mapping[str, Quota]:
+    """Those that hold for all regions together."""
+    found = clients.get("Projects").get(project=clients.login.project, timeout=TIMEOUT_S)
+    return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
+
+
+def list_project_needs(request: NodeRequest) -> list[Need]:
+    """On-demand GPUs of any kind count against one limit; what spot machines count against, Google does not say."""
+    offer, count = request.placement.offer, request.placement.node_count
+    if not offer.accelerator or request.placement.is_spot:
+        return []
+    return [Need(what="GPUs of any kind", metrics=(ALL_REGIONS,), amount=offer.accelerator_count * count)]
+
+
+def check_quotas(
+    needs: Sequence[Need], quotas: Mapping[str, Quota], *, project: str, place: str = "all regions together"
+) -> None:
     """Raises QuotaError with the figures where no quota that may be drawn on has enough left."""
-    region = request.placement.offer.region
-    for need in list_needs(request):
+    for need in needs:
         known = [quotas[each] for each in need.metrics if each in quotas]
         if not known or any(quota.left >= need.amount for quota in known):
             continue
         best = max(known, key=lambda quota: quota.left)
         raise QuotaError(
-            f"{need.amount:g} {need.what} wanted in {region}, {max(0.0, best.left):g} of {best.limit:g} left "
+            f"{need.amount:g} {need.what} wanted in {place}, {max(0.0, best.left):g} of {best.limit:g} left "
             f"({best.metric})",
             hints=(
                 f"Ask for more: https://console.cloud.google.com/iam-admin/quotas?project={project} (filter "
-                f"`{best.metric}`, `{region}`).",
+                f"`{best.metric}`, {place}).",
             ),
         )

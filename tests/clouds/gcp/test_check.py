@@ -73,6 +73,29 @@ def test_an_accelerator_without_quota_anywhere_stands_in_nobodys_way(bench: Any)
     bench.run(bench.cloud.check())
 
 
+def test_a_project_that_may_have_no_gpu_at_all_is_told_so(bench: Any) -> None:
+    assert inspect(bench)["quota of all GPUs"].note == "0 of 1000 in use"
+    bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 0
+    finding = inspect(bench)["quota of all GPUs"]
+    assert not finding.is_ok and not finding.is_needed and "none" in finding.note and finding.command
+
+
+def test_a_project_without_the_network_is_told_how_to_get_it(bench: Any) -> None:
+    assert inspect(bench)["network"].is_ok
+    bench.gce.networks.clear()
+    finding = inspect(bench)["network"]
+    assert finding.command == "gcloud compute networks create default --subnet-mode=auto --project=pretend"
+    with pytest.raises(AuthError):
+        bench.run(bench.cloud.check())
+
+
+def test_permissions_that_nobody_tells_stand_in_nobodys_way(bench: Any) -> None:
+    bench.gce.tells_permissions = False
+    finding = inspect(bench)["permissions"]
+    assert not finding.is_ok and not finding.is_needed and "cloudresourcemanager" in finding.command
+    bench.run(bench.cloud.check())
+
+
 def test_no_login_at_all_says_how_to_log_in(tmp_path: Path, no_google: None, bench: Any) -> None:
     config = Config(home=tmp_path, owner="me")
     (finding,) = bench.run(check.inspect(config, clock=SystemClock()))
@@ -97,10 +120,12 @@ def test_the_role_suffices_for_a_whole_life_and_has_nothing_to_spare(
     bench.run(cloud.check())
     gang = bench.run(cloud.create_nodes(request_of(offer_of(zone=None), node_count=2, spec=spec)))
     lone = bench.run(cloud.create_nodes(request_of(token="1" * 32, is_spot=False)))
+    gpu = offer_of("n1-standard-4+1xT4")
+    dear = bench.run(cloud.create_nodes(request_of(gpu, token="2" * 32, is_spot=False)))
     bench.run(cloud.stop_nodes([lone[0].id]))
     bench.run(cloud.start_nodes([lone[0].id]))
     bench.gce.preempt(gang[0].id.rpartition("/")[2])
-    bench.run(cloud.terminate_nodes([gang[1].id, lone[0].id]))
+    bench.run(cloud.terminate_nodes([gang[1].id, lone[0].id, dear[0].id]))
     assert {node.reason for node in bench.run(cloud.list_nodes(gang[0].owner))} == {"preempted", "terminated"}
     bench.run(cloud.sweep(gang[0].owner, set()))
     assert bench.gce.list_names() == []

@@ -93,7 +93,7 @@ def test_a_repeated_insert_is_answered_by_name_where_google_forgot_its_id(bench:
     """Two of our processes at once: neither sees the other's instance before its own insert."""
     request = request_of()
     first = bench.run(bench.cloud.create_nodes(request))
-    bench.gce._by_request_id.clear()
+    bench.gce.forget_request_ids()
     bench.gce.fail("GET", "/instances/b-", status=404, code="notFound")
     assert bench.run(bench.make_cloud().create_nodes(request)) == first
     assert bench.gce.calls["POST zones/instances"] == 2 and len(bench.gce.instances) == 1
@@ -133,6 +133,16 @@ def test_a_quota_is_told_with_its_figures_before_anything_is_tried(
     assert "pretend" in caught.value.hints[0]
     assert not bench.gce.instances and not bench.gce.firewalls
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer_of("n1-standard-4+1xT4"), node_count=2)))) == 2
+
+
+def test_a_project_without_gpus_anywhere_is_told_at_once(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
+    bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 1
+    offer = offer_of("n1-standard-4+1xT4")
+    with pytest.raises(QuotaError) as caught:
+        bench.run(bench.cloud.create_nodes(request_of(offer, is_spot=False, node_count=2)))
+    assert "2 GPUs of any kind wanted in all regions together, 1 of 1 left" in caught.value.message
+    assert bench.gce.calls["POST zones/instances/bulkInsert"] == 0
+    assert len(bench.run(bench.cloud.create_nodes(request_of(offer, node_count=2)))) == 2  # spot
 
 
 def test_what_is_there_already_is_not_held_against_its_own_quota(bench: Any, request_of: Make) -> None:
@@ -214,6 +224,39 @@ def test_a_node_that_shut_itself_down_is_deleted_when_it_is_seen(bench: Any, req
     assert bench.gce.list_names() == []
 
 
+@pytest.mark.parametrize("is_spot", [False, True])
+def test_a_node_whose_host_failed_keeps_its_disk_where_it_can_start_again(
+    bench: Any, request_of: Make, is_spot: bool
+) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=is_spot)))
+    bench.gce.break_host(node.id.rpartition("/")[2])
+    (seen,) = bench.run(bench.make_cloud().list_nodes(node.owner))
+    assert (seen.state, seen.reason) == (NodeState.STOPPED, "crashed")
+    bench.run(bench.cloud.list_nodes(node.owner))
+    if is_spot:
+        assert bench.gce.list_names() == []
+    else:
+        bench.run(bench.cloud.start_nodes([node.id]))
+        assert bench.run(bench.cloud.list_nodes(node.owner))[0].state is NodeState.RUNNING
+
+
+def test_a_disk_is_kept_where_nobody_tells_why_its_node_stands_still(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=False)))
+    bench.gce.shut_down(node.id.rpartition("/")[2])
+    bench.gce.fail("GET", "aggregated/operations", code="forbidden", status=403)
+    (seen,) = bench.run(bench.cloud.list_nodes(node.owner))
+    assert seen.state is NodeState.STOPPED and len(bench.gce.list_names()) == 1
+
+
+def test_a_disk_that_cannot_be_deleted_now_is_no_reason_to_list_nothing(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.shut_down(node.id.rpartition("/")[2])
+    bench.gce.fail("DELETE", "/instances/", code="backendError", status=503)
+    assert len(bench.run(bench.cloud.list_nodes(node.owner))) == 1
+    bench.run(bench.cloud.list_nodes(node.owner))
+    assert bench.gce.list_names() == []
+
+
 def test_stopped_nodes_keep_their_disk_and_start_again(bench: Any, request_of: Make) -> None:
     assert isinstance(bench.cloud, CanStop)
     nodes = bench.run(bench.cloud.create_nodes(request_of(is_spot=False, node_count=2)))
@@ -276,6 +319,38 @@ def test_a_node_is_ended_in_the_project_it_was_made_in(bench: Any, request_of: M
     elsewhere = bench.make_cloud(project="another")
     bench.run(elsewhere.terminate_nodes([node.id]))
     assert bench.gce.list_names() == []
+
+
+def test_what_another_projects_login_cannot_see_is_believed_to_stand(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.fail("GET", "/instances/", code="forbidden", status=403)
+    elsewhere = bench.make_cloud(project="another")
+    bench.gce.others = {"another"}
+    assert bench.run(elsewhere.list_nodes(node.owner)) == [node]
+
+
+def test_why_nodes_ended_is_no_reason_to_list_none(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.preempt(node.id.rpartition("/")[2])
+    bench.gce.fail("GET", "aggregated/operations", code="forbidden", status=403)
+    (listed,) = bench.run(bench.cloud.list_nodes(node.owner))
+    assert listed.state is NodeState.TERMINATED and listed.reason == "terminated"
+
+
+def test_a_create_waits_for_googles_verdict(bench: Any, request_of: Make) -> None:
+    bench.gce.latency_s = 0.05
+    bench.gce.capacity["us-central1-a", "e2-standard-4"] = 2
+    with pytest.raises(CapacityError):
+        bench.run(bench.cloud.create_nodes(request_of(node_count=3)))
+    assert bench.gce.list_names() == []
+    nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2, token="1" * 32)))
+    assert [node.state for node in nodes] == [NodeState.RUNNING] * 2
+
+
+def test_a_token_is_for_one_cluster(bench: Any, request_of: Make) -> None:
+    bench.run(bench.cloud.create_nodes(request_of()))
+    with pytest.raises(InvalidRequestError):
+        bench.run(bench.cloud.create_nodes(request_of(cluster="other")))
 
 
 def test_without_a_project_nothing_is_listed_as_if_there_were_none(bench: Any, request_of: Make) -> None:

@@ -64,16 +64,16 @@ def test_each_code_makes_its_error_with_googles_words(code: str) -> None:
     assert error.hints or not isinstance(error, AuthError)
 
 
-@pytest.mark.parametrize("status", range(400, 600))
 @pytest.mark.parametrize("does_change", [False, True])
-def test_every_http_status_has_an_answer(status: int, does_change: bool) -> None:
-    error = translate(api.from_http_status(status, "why"), does_change=does_change)
-    assert isinstance(error, CloudError)
-    assert "why" in error.message
-    if status >= 500:
-        assert isinstance(error, UnknownOutcomeError if does_change else TransientError)
-    else:
-        assert type(error) is faults.STATUSES.get(status, InvalidRequestError)
+def test_every_http_status_has_an_answer(does_change: bool) -> None:
+    for status in range(400, 600):
+        error = translate(api.from_http_status(status, "why"), does_change=does_change)
+        assert isinstance(error, CloudError)
+        assert "why" in error.message
+        if status >= 500:
+            assert isinstance(error, UnknownOutcomeError if does_change else TransientError)
+        else:
+            assert type(error) is faults.STATUSES.get(status, InvalidRequestError)
 
 
 @pytest.mark.parametrize("kind", API_ERRORS, ids=lambda each: each.__name__)

@@ -148,12 +148,12 @@ from tests.clouds.gcp.conftest import make_offer
 home = Path({home!r})
 clock = SystemClock()
 cloud = make_cloud(Config(home=home, owner={owner!r}), clock=clock)
-real = cloud._insert_in
+real = cloud._launcher._insert_in
 async def dying(*arguments):
     if {when!r} == "after":
         await real(*arguments)
     os._exit(137)
-cloud._insert_in = dying
+cloud._launcher._insert_in = dying
 provisioner = Provisioner({{"gcp": cloud}}, Store(home / "state.db", clock=clock), clock=clock, owner={owner!r})
 asyncio.run(provisioner.up("c", make_plan(make_offer("n1-standard-4+1xT4"), ["us-central1-a"])))
 """

@@ -50,7 +50,7 @@ def test_names_and_labels_keep_googles_grammar_whatever_is_asked(
 
 
 @given(st.text(max_size=70), st.text(max_size=70))
-def test_two_clusters_never_share_a_label(one: str, other: str) -> None:
+def test_different_texts_have_different_labels(one: str, other: str) -> None:
     assert (names.label_value(one) == names.label_value(other)) == (one == other)
 
 
@@ -156,8 +156,9 @@ def test_quotas_are_counted_by_what_the_gang_draws_on(request_of: Make, offer_of
 
 
 def test_a_quota_that_google_does_not_tell_is_not_taken_for_nothing(request_of: Make, offer_of: MakeOffer) -> None:
-    check_quotas(request_of(offer_of("n1-standard-4+1xT4")), {}, "p")
+    needs = list_needs(request_of(offer_of("n1-standard-4+1xT4")))
+    check_quotas(needs, {}, project="p")
     short = {"NVIDIA_T4_GPUS": Quota(metric="NVIDIA_T4_GPUS", limit=4, usage=4)}
     with pytest.raises(QuotaError) as caught:
-        check_quotas(request_of(offer_of("n1-standard-4+1xT4")), short, "p")
+        check_quotas(needs, short, project="p", place="us-central1")
     assert "0 of 4 left (NVIDIA_T4_GPUS)" in caught.value.message

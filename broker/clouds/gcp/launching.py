@@ -1,0 +1,155 @@
+"""A gang's way into being: the zone that has it already, else quotas, image, firewall rules, and Google's verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from broker.clock import Clock
+from broker.clouds.gcp import firewall, instances
+from broker.clouds.gcp.images import find_image
+from broker.clouds.gcp.login import Login
+from broker.clouds.gcp.names import NodeId, gang_name, instance_names
+from broker.clouds.gcp.quotas import (
+    check_quotas,
+    list_needs,
+    list_project_needs,
+    read_project_quotas,
+    read_quotas,
+)
+from broker.clouds.gcp.sdk import Clients, Sdk
+from broker.clouds.gcp.zones import list_zones
+from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
+from broker.types import Node, NodeRequest, NodeState
+
+log = logging.getLogger(__name__)
+
+
+class Launcher:
+    def __init__(self, sdk: Sdk, *, clock: Clock, find_callers: Callable[[Login], Sequence[str]]) -> None:
+        self._sdk = sdk
+        self._login = sdk.login
+        self._clock = clock
+        self._find_callers = find_callers
+        self._callers: Sequence[str] = ()
+
+    async def launch(self, request: NodeRequest) -> list[Node]:
+        """Every node of the gang by rank, made now or by an earlier call. Raises what `Cloud.create_nodes` may."""
+        zones = await self._sdk.call(lambda clients: list_zones(clients, request.placement.offer))
+        zone = await self._find_zone(request, zones)
+        if zone is None:
+            zone = await self._insert(request, zones)
+        else:  # our earlier call may not have come so far
+            rules = await self._open_rules(request)
+            await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
+        return await self._read_gang(request, zone)
+
+    async def close_gang(self, gang: str) -> None:
+        """Delete a gang's firewall rules; what fails here is swept later."""
+        project = self._login.project
+        try:
+            await self._sdk.call(lambda clients: firewall.close_gang(clients, project, gang))
+        except CloudError as error:
+            log.warning("firewall rules of %s are left over for now: %s", gang, error.message)
+
+    async def _find_zone(self, request: NodeRequest, zones: Sequence[str]) -> str | None:
+        """Where an earlier call with this token has made its nodes. By name: lists may lag."""
+        name, project = instance_names(request)[0], self._login.project
+
+        def look(zone: str) -> Callable[[Clients], Node | None]:
+            return lambda clients: instances.fetch(clients, NodeId(project=project, zone=zone, name=name))
+
+        found = await asyncio.gather(*(self._sdk.call(look(zone)) for zone in zones))
+        return next((zone for zone, node in zip(zones, found, strict=True) if node is not None), None)
+
+    async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
+        """The zone that gave the gang. Raises what the last zone said, CapacityError only after all were asked."""
+        image, _ = await asyncio.gather(
+            self._sdk.call(lambda clients: find_image(clients, request)), self._check_quotas(request)
+        )
+        rules = await self._open_rules(request)
+        refusal: CapacityError | None = None
+        try:
+            for zone in zones:
+                try:
+                    await self._insert_in(request, zone, image)
+                    await self._await_rules(request, zone, rules)
+                    return zone
+                except CapacityError as error:
+                    refusal = error
+        except (UnknownOutcomeError, TransientError):
+            raise  # the nodes may be there, and will need their rules
+        except CloudError:
+            await self.close_gang(gang_name(request))
+            raise
+        await self.close_gang(gang_name(request))
+        assert refusal is not None, "a region has a zone"
+        raise refusal
+
+    async def _check_quotas(self, request: NodeRequest) -> None:
+        """Raises QuotaError before anything is tried."""
+        region, project, needs = request.placement.offer.region, self._login.project, list_project_needs(request)
+        works = [self._sdk.call(lambda clients: read_quotas(clients, region))]
+        works += [self._sdk.call(read_project_quotas)] if needs else []
+        quotas, *of_project = await asyncio.gather(*works)
+        check_quotas(list_needs(request), quotas, project=project, place=region)
+        for found in of_project:
+            check_quotas(needs, found, project=project)
+
+    async def _insert_in(self, request: NodeRequest, zone: str, image: str) -> None:
+        await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)
+
+    async def _await_rules(self, request: NodeRequest, zone: str, rules: Sequence[Any]) -> None:
+        """Nodes that nobody could reach are ended before the failure is told."""
+        try:
+            await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
+        except CloudError:
+            await self._delete(self._list_places(request, zone))
+            raise
+
+    async def _delete(self, places: Sequence[NodeId]) -> None:
+        def end(where: NodeId) -> Callable[[Clients], None]:
+            return lambda clients: instances.delete(clients, where)
+
+        await asyncio.gather(*(self._sdk.call(end(where), does_change=True) for where in places))
+
+    def _list_places(self, request: NodeRequest, zone: str) -> list[NodeId]:
+        return [NodeId(project=self._login.project, zone=zone, name=name) for name in instance_names(request)]
+
+    async def _open_rules(self, request: NodeRequest) -> Sequence[Any]:
+        if not self._callers:
+            self._callers = await asyncio.to_thread(self._find_callers, self._login)
+        callers = self._callers
+        return await self._sdk.call(lambda clients: firewall.open_rules(clients, request, callers))
+
+    async def _read_gang(self, request: NodeRequest, zone: str) -> list[Node]:
+        """Every node of the gang; one that Google does not know has ended already."""
+        places = self._list_places(request, zone)
+
+        def look(where: NodeId) -> Callable[[Clients], Node | None]:
+            return lambda clients: instances.fetch(clients, where)
+
+        found = await asyncio.gather(*(self._sdk.call(look(where)) for where in places))
+        return [node or self._make_ended(request, where) for node, where in zip(found, places, strict=True)]
+
+    def _make_ended(self, request: NodeRequest, where: NodeId) -> Node:
+        now_s, placement = self._clock.now_s(), request.placement
+        return Node(
+            id=str(where),
+            cloud="gcp",
+            owner=request.owner,
+            cluster=request.cluster,
+            attempt=request.attempt,
+            rank=where.rank,
+            state=NodeState.TERMINATED,
+            region=placement.offer.region,
+            zone=where.zone,
+            token=request.token,
+            is_spot=placement.is_spot,
+            usd_hour=placement.usd_hour / placement.node_count,
+            created_s=now_s,
+            ended_s=now_s,
+            reason="missing",
+        )

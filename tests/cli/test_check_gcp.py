@@ -1,0 +1,37 @@
+"""`broker check` as a user of Google's sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Shell
+from tests.testbed.gce import FakeGce
+from tests.testbed.gce_server import serve
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_a_login_is_looked_at_closely(shell: Shell) -> None:
+    gce = FakeGce()
+    with serve(gce) as url:
+        shell.environment |= {"BROKER_GCP_ENDPOINT": url, "GOOGLE_CLOUD_PROJECT": gce.project}
+        found = {each["name"]: each for each in shell.read_json("check", "gcp")}
+    assert all(found[each]["is_ok"] for each in ("credentials", "project", "api", "permissions", "quota T4"))
+    assert found["project"]["note"] == "pretend"
+
+
+def test_the_role_is_printed_as_a_file(shell: Shell) -> None:
+    text = shell.run("check", "--policy", "gcp").stdout
+    assert "compute.instances.create" in yaml.safe_load(text)["includedPermissions"]
+    assert "gcloud iam roles create broker" in text.splitlines()[0]
+
+
+def test_without_a_login_the_way_to_one_is_shown(shell: Shell) -> None:
+    (finding,) = shell.read_json("check", "gcp")
+    assert not finding["is_ok"] and finding["command"] == "gcloud auth application-default login"
