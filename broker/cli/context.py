@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
     from broker.state.store import Store
-    from broker.types import Cluster, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
+    from broker.types import Autostop, Cluster, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
@@ -75,14 +75,22 @@ class Context:
 
     def _write_boot(self, request: NodeRequest) -> str:
         """What a node of a real cloud runs at its first start; local nodes are ready as they are."""
+        from broker.clouds.base import HandsOutHosts
         from broker.runtime.bootstrap import make_boot
         from broker.runtime.keys import HOST, LOGIN, Keys
 
-        cloud = request.placement.offer.cloud
-        if cloud == "local":
+        cloud = self.clouds[request.placement.offer.cloud]
+        if not isinstance(cloud, HandsOutHosts):
             return ""
-        keys = Keys(self.config.keys).ensure(request.cluster, request.token)
-        return make_boot(cloud=cloud, login=keys.read(LOGIN).public, host=keys.read(HOST))
+        keys = Keys(self.config.keys)
+        # Intents first: one that closes meanwhile has its cluster recorded in the same commit.
+        live = [(intent.request.cluster, intent.request.token) for intent in self.store.list_open_intents()]
+        for cluster in self.store.list_clusters():
+            live += [(cluster.name, token) for token in self.store.list_tokens(cluster.name)]
+        keys.forget(but=live)
+        pair = keys.ensure(request.cluster, request.token)
+        login, host = pair.read(LOGIN).public, pair.read(HOST)
+        return make_boot(cloud=cloud.name, login=login, host=host, user=cloud.user)
 
     @cached_property
     def transport(self) -> Transport:
@@ -119,6 +127,19 @@ class Context:
         from broker.jobs.daemon import ensure_daemon
 
         ensure_daemon(self.config, self.store, DAEMON)
+
+    def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
+        """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
+        from broker.clouds.base import HandsOutHosts
+
+        if autostop is None or autostop.is_down:
+            return
+        for cloud in (self.clouds.get(name) for name in cloud_names):
+            if isinstance(cloud, HandsOutHosts):
+                raise UsageError(
+                    f"nodes of {cloud.name} cannot stop themselves: their own shutdown ends them, and their disks",
+                    hints=["`--down` ends an idle cluster; in a task file: `autostop: {idle_minutes: 30, down: true}`"],
+                )
 
     def find_cluster(self, name: str) -> Cluster:
         """By name. Raises UsageError that lists the names there are."""

@@ -66,6 +66,10 @@ class AwsCloud:
         """Begin to import the SDK in a thread, and return at once; twice does no harm."""
         self._clients.prepare()
 
+    @property
+    def user(self) -> str:
+        return self._settings.user
+
     async def check(self) -> None:
         with translated():
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")

@@ -58,6 +58,10 @@ class GcpCloud:
         self._sdk = Sdk(login)
         self._launcher = Launcher(self._sdk, clock=clock, find_callers=callers)
 
+    @property
+    def user(self) -> str:
+        return instances.SSH_USER
+
     def prepare(self) -> None:
         """Begin to import Google's library, which takes seconds; returns at once."""
         self._sdk.prepare()
