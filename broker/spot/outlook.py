@@ -22,7 +22,7 @@ from broker.spot.spells import AGES, class_of, hours_in_classes
 CLASSES = len(AGES)
 GROWTH = 1.25  # of the steps of both grids
 PASSES_MAX = 12
-WAIT_PRICE = 0.0
+WAIT_PRICE = 0.02  # of waiting: of plans that cost the same, the sooner is better, and the model knows no storms
 TOLERANCE = 1e-3  # hours of on-demand price
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index + 1 < CLASSES else 0.0 for index in range(CLASSES))
 

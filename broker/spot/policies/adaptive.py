@@ -28,10 +28,10 @@ from broker.spot.policies.base import (
     spare_hours,
     take_refuge,
 )
-from broker.spot.prior import MEASURED, Prior
+from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.spells import AGES, class_of
 
-PACE_STEP = math.log(1.3)  # paces are rounded, so that a table serves again
+PACE_STEP = math.log(1.5)  # paces are rounded, so that a table serves again
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
 LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.05, 0.5
@@ -202,17 +202,24 @@ def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], b
     chance = expect_second_chance(markets, best)
     work = max(view.work_hours, view.work_left_hours) / refuge.speed
     spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / refuge.speed, 0.1)
-    reopening = sum(each.closed_pace * each.appeal(best) for each in markets)
+    appeals = [each.appeal(best) for each in markets]
+    reopening = tuple(
+        sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True)) for half in (0, 1)
+    )
     return _solve(
         prior,
-        round(math.log(best.open_pace) / PACE_STEP),
-        round(math.log(reopening) / PACE_STEP),
+        _round_paces(best.open_paces),
+        _round_paces((reopening[0], reopening[1])),
         max(each for each in CHANCES if each <= chance + 0.02),
         round(best.price / PRICE_STEP) * PRICE_STEP,
         round(max(best.candidate.start_hours, 0.005), 4),
         _round_up(work),
         _round_up(spare),
     )
+
+
+def _round_paces(paces: Paces) -> tuple[int, int]:
+    return round(math.log(paces[0]) / PACE_STEP), round(math.log(paces[1]) / PACE_STEP)
 
 
 def _round_up(hours: float) -> float:
@@ -222,13 +229,22 @@ def _round_up(hours: float) -> float:
 
 @lru_cache(maxsize=TABLES_MAX)
 def _solve(
-    prior: Prior, open_step: int, closed_step: int, chance: float, price: float, start: float, work: float, spare: float
+    prior: Prior,
+    opened: tuple[int, int],
+    closed: tuple[int, int],
+    chance: float,
+    price: float,
+    start: float,
+    work: float,
+    spare: float,
 ) -> Outlook:
-    opened, closed = math.exp(open_step * PACE_STEP), math.exp(closed_step * PACE_STEP)
+    def restore(steps: tuple[int, int]) -> Paces:
+        return math.exp(steps[0] * PACE_STEP), math.exp(steps[1] * PACE_STEP)
+
     return Outlook(
         Terms(
-            open_hazards=tuple(each * opened for each in prior.open_hazards),
-            closed_hazards=tuple(each * closed for each in prior.closed_hazards),
+            open_hazards=scale_hazards(prior.open_hazards, restore(opened)),
+            closed_hazards=scale_hazards(prior.closed_hazards, restore(closed)),
             spot_price=price,
             start_hours=start,
             work_hours=work,
