@@ -35,6 +35,7 @@ NODES = 4
 HANG_SHARE = 0.5  # of the zones without room: some clouds say so at once, others look for minutes
 HANG_S = (45.0, 300.0)
 QUICK_S = (1.0, 5.0)
+LOOK_EVERY_S = 5.0  # a cloud that looks for minutes
 SLOW_GIFT_SHARE = 0.2  # of the slow zones that have room: they take a third of that time, and give
 ANSWER_S = (1.0, 8.0)
 BOOT_S = (35.0, 75.0)
@@ -92,7 +93,7 @@ def read_zones(folder: Path) -> list[list[Zone]]:
 
 
 class TraceCloud(SimulatedCloud):
-    """A zone has room when its trace says so at the moment it is asked; its slowness is its own, not the caller's."""
+    """A zone gives when its trace has room, now or while it looks; how long it looks is its own, not the caller's."""
 
     zones: dict[str, Zone]
     offset_s: float
@@ -105,10 +106,13 @@ class TraceCloud(SimulatedCloud):
         zone = str(request.placement.offer.zone)
         random = Random(f"{self.salt}/{zone}")
         is_slow, slow_s, quick_s = self.is_slow(zone), random.uniform(*HANG_S), random.uniform(*QUICK_S)
-        if not self.zones[zone].has_room(self.clock.now_s() - START_S + self.offset_s):
-            await self.clock.sleep(slow_s if is_slow else quick_s)
-            raise CapacityError(f"zone {zone} is full", scope="zone")
-        gives_slowly = is_slow and random.random() < SLOW_GIFT_SHARE
+        until_s = self.clock.now_s() + (slow_s if is_slow else quick_s)
+        while not self.zones[zone].has_room(self.clock.now_s() - START_S + self.offset_s):
+            await self.clock.sleep(min(LOOK_EVERY_S, until_s - self.clock.now_s()))
+            if self.clock.now_s() >= until_s - 0.01:
+                raise CapacityError(f"zone {zone} is full", scope="zone")
+        gives_slowly = is_slow and random.random() < LOOK_EVERY_S = 5.0  # a cloud that looks for minutes
+SLOW_GIFT_SHARE
         common = Random(self.salt)
         await self.clock.sleep(slow_s / 3 if gives_slowly else common.uniform(*ANSWER_S))
         boot_s = common.uniform(*BOOT_S)  # that of the image
