@@ -111,8 +111,7 @@ class TraceCloud(SimulatedCloud):
             await self.clock.sleep(min(LOOK_EVERY_S, until_s - self.clock.now_s()))
             if self.clock.now_s() >= until_s - 0.01:
                 raise CapacityError(f"zone {zone} is full", scope="zone")
-        gives_slowly = is_slow and random.random() < LOOK_EVERY_S = 5.0  # a cloud that looks for minutes
-SLOW_GIFT_SHARE
+        gives_slowly = is_slow and random.random() < SLOW_GIFT_SHARE
         common = Random(self.salt)
         await self.clock.sleep(slow_s / 3 if gives_slowly else common.uniform(*ANSWER_S))
         boot_s = common.uniform(*BOOT_S)  # that of the image
