@@ -13,6 +13,7 @@ from broker.types import Node, NodeState
 
 LOOK_S = 0.1  # first wait between two looks; grows by half each time
 LOOK_S_MAX = 5.0
+WAIT_LOOK_S_MAX = 2.0  # while nodes start, each second is paid for and waited for; all searches share one list
 TERMINATE_AGAIN_S = 15.0  # a terminate that was accepted and forgotten is asked again
 GONE_S_MAX = 900.0
 # Both together, reliability notes 5.4: time alone failed where one slow call lay between two blank answers.
@@ -124,7 +125,7 @@ async def wait_running(
         if clock.now_s() - start_s >= timeout_s:
             return None
         await clock.sleep(look_s)
-        look_s = min(LOOK_S_MAX, look_s * 1.2)
+        look_s = min(WAIT_LOOK_S_MAX, look_s * 1.2)
         try:
             listing = await lister.list(cloud, tries_max=1)
         except RETRYABLE:
