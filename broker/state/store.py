@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.events import Compaction, Event, EventRows, Refusal, RefusalRows
+from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
 
 __all__ = ["Bill", "Event", "Intent", "JobLine", "LogOffset", "Refusal", "StepRange", "Store"]
 
 
-class Store(ClusterRows, IntentRows, BillRows, JobRows, EventRows, RefusalRows, Compaction, LeaderRow):
+class Store(ClusterRows, IntentRows, BillRows, JobRows, EventRows, RefusalRows, HistoryRows, Compaction, LeaderRow):
     """Opened with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return."""
