@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from broker.api import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, load_config
-from broker.errors import UsageError
+from broker.config import Config, find_home, load_config
+from broker.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
+    from broker.optimizer.rating import History
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
@@ -117,7 +118,9 @@ class Context:
             store=self.store,
             provisioner=self.provisioner,
             gang=self.gang,
-            planner=lambda task, avoid: self.market.rank(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
+            planner=lambda task, avoid: self.market.rank(
+                task, usable_clouds=frozenset(self.clouds), avoid=avoid, history=self.store.read_spot_history()
+            ),
             clock=self.clock,
             config=self.config,
         )
@@ -168,7 +171,15 @@ class Context:
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """Rank placements. Raises NoOfferError with hints, each of which was tried."""
-        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid)
+        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid, history=self.read_history())
+
+    def read_history(self) -> History | None:
+        """What our own spot machines lived through; None where there is no state folder, which a plan does not make."""
+        path = find_home(self._home)
+        try:
+            return self.store.read_spot_history() if (path / "state.db").exists() else None
+        except StateError:
+            return None  # a plan is worth having without it
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None

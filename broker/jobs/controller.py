@@ -19,6 +19,7 @@ from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
 from broker.jobs.gang import Gang
 from broker.jobs.judgement import Verdict, is_restart_due, judge, list_lost_ranks
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
+from broker.jobs.pilot import Pause, Pilot
 from broker.jobs.watch import Watch
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.failover import describe
@@ -70,6 +71,7 @@ class JobController:
         self._clock = clock
         self._config = config
         self._undertaker = Undertaker(store, provisioner, gang, clock, config)
+        self._pilot = Pilot(store, planner, clock, self._undertaker)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
 
@@ -117,7 +119,9 @@ class JobController:
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
-            plan = order_plan(self._plan_rest(job), job.attempts)
+            plan = self._pilot.plan(job) or order_plan(self._plan_rest(job), job.attempts)
+        except Pause as pause:
+            return pause.wait_s
         except NoOfferError as error:
             return self._finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
@@ -242,6 +246,8 @@ class JobController:
         if failure := self._find_overspending(job):
             await self._undertaker.end_program(cluster, grace_s=GRACE_S)
             return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+        if await self._pilot.reconsider(job, attempt, cluster, progress):
+            return 0.0
         timeout_s = get_recovery(job.task).stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
             return POLL_S
@@ -385,6 +391,7 @@ class JobController:
             "BROKER_ATTEMPT": str(attempt.number),
             "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{job.resumes or job.id}"),
             "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
+            **self._pilot.advise(job.task, attempt.placement),
             **shared,
         }
 
