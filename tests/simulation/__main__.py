@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from tests.simulation.mutants.table import MUTANTS, SEEDS_MAX, hunt
 from tests.simulation.runner import Result, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
@@ -20,8 +21,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
     parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
     parser.add_argument("--kill-at", type=int, help="the deed of a scene to be killed at")
+    parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
+    if options.mutants:
+        return show_mutants()
     if options.scene:
         scene = next(scene for scene in SCENES if scene.name == options.scene)
         return show(play_scene(scene, kill_at=options.kill_at, trace=options.trace))
@@ -35,6 +39,20 @@ def show(result: Result) -> int:
         print(line)
     print(f"{result.virtual_s:.0f} s, {result.points} deeds, {result.kills} kills: {result.failure or 'all is well'}")
     return int(bool(result.failure))
+
+
+def show_mutants() -> int:
+    print(f"{'planted bug':38} {'caught by':34} {'':4} with the collector off")
+    missed = 0
+    for mutant in MUTANTS:
+        catches = [hunt(mutant, range(SEEDS_MAX))]
+        if not mutant.needs_collector:
+            catches.append(hunt(mutant, range(SEEDS_MAX), is_collector_off=True))
+        missed += catches.count(None)
+        cells = [f"{each.where:34} {each.letter:4}" if each else f"{'NOTHING':39}" for each in catches]
+        print(f"{mutant.name:38} {' '.join(cells)}", flush=True)
+    print(f"{len(MUTANTS)} planted bugs, {missed} not caught")
+    return int(missed > 0)
 
 
 def play_seeds(seeds: range, jobs: int) -> int:
