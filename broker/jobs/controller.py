@@ -123,14 +123,16 @@ class JobController:
                 job_id=job.id,
                 on_event=lambda message: self._tell("failover", message),
             )
-        except CapacityError as error:
-            self._refusals += 1
+        except (CapacityError, AuthError) as error:
+            if isinstance(error, AuthError) and not job.attempts:
+                return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+            self._refusals += 1  # a login that has expired under a job that worked ends only its patience
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
             self._tell("waiting", f"{error.message}; trying again in {wait_s:.0f} s")
             if not job.attempts:
                 self._store.set_job_status(job.id, JobStatus.PENDING)
             return wait_s
-        except (AuthError, InvalidRequestError) as error:
+        except InvalidRequestError as error:
             return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
         self._refusals = 0
         placement = cluster.placement

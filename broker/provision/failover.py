@@ -176,6 +176,9 @@ class Failover:
             spec=wanted.spec,
         )
         with self._store.transaction():
+            current = self._store.get_cluster(cluster.name)
+            if current is None or current.status is ClusterStatus.TERMINATING:
+                raise UsageError(f"{cluster.name} was taken down while it came up")
             self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
             self._store.put_intent(request)
         return request, False

@@ -160,6 +160,8 @@ class Provisioner:
 
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name
+        if self._store.get_cluster(name) is None:
+            self._store.put_cluster(wanted.cluster)  # gone or TERMINATING from now on: it was taken down meanwhile
         placements = [intent.request.placement for intent in self._store.list_open_intents(name)]
         placements += [estimate.placement for estimate in plan.estimates if estimate.placement not in placements]
         try:
