@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from tests.simulation.coverage import find_empty, fold, render
 from tests.simulation.mutants.table import MUTANTS, SEEDS_MAX, hunt
 from tests.simulation.runner import Result, play_scene, play_seed
 from tests.simulation.scenes import SCENES
@@ -21,6 +23,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
     parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
     parser.add_argument("--kill-at", type=int, help="the deed of a scene to be killed at")
+    parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
     parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
@@ -31,7 +34,13 @@ def main() -> int:
         return show(play_scene(scene, kill_at=options.kill_at, trace=options.trace))
     if options.seed is not None:
         return show(play_seed(options.seed, trace=options.trace))
-    return play_seeds(range(options.first, options.first + options.seeds), options.jobs)
+    cells: Counter[tuple[str, str]] = Counter()
+    code = play_seeds(range(options.first, options.first + options.seeds), options.jobs, cells)
+    if options.coverage:
+        empty = find_empty(cells)
+        print(*render(cells), f"{len(empty)} cells are empty that can be hit", sep="\n")
+        code = code or int(bool(empty))
+    return code
 
 
 def show(result: Result) -> int:
@@ -55,9 +64,10 @@ def show_mutants() -> int:
     return int(missed > 0)
 
 
-def play_seeds(seeds: range, jobs: int) -> int:
+def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
     begun_s, failing, unowned_s, hours = time.perf_counter(), 0, 0.0, 0.0
     for result in play_all(seeds, jobs):
+        cells.update(fold(result.cells))
         unowned_s += result.unowned_s
         hours += result.virtual_s / 3600
         if result.failure:

@@ -239,11 +239,12 @@ def check_s8_only_ours(universe: Universe, event: Event) -> None:
 
 
 def check_s9_budget(universe: Universe, event: Event) -> None:
-    """A job whose money is spent asks for nothing more."""
+    """A job whose money is spent asks for nothing more, but for one look."""
     assert event.request is not None
     job_id = universe.get_job_id(event.request.cluster)
     budget_usd = universe.budgets.get(job_id) if job_id else None
-    if budget_usd is not None and universe.measure_recorded_usd(job_id) > budget_usd:
+    look_s = universe.mix.poll_s + 1.0
+    if budget_usd is not None and universe.measure_recorded_usd(job_id, ago_s=look_s) > budget_usd:
         raise Violation("S9", f"job {job_id} has spent its {budget_usd:g} USD and asks for {event.request.cluster}")
 
 
