@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,15 @@ import pytest
 from broker.clock import SystemClock
 from broker.clouds.simulated import FaultRates
 from broker.config import Config
-from broker.errors import CloudError, FencedError, InvalidRequestError, NoOfferError, StateError, TransientError
+from broker.errors import (
+    AuthError,
+    CloudError,
+    FencedError,
+    InvalidRequestError,
+    NoOfferError,
+    StateError,
+    TransientError,
+)
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
@@ -28,6 +37,7 @@ from broker.types import (
     JobRecovery,
     JobStatus,
     Node,
+    NodeRequest,
     NodeState,
     Offer,
     Placement,
@@ -142,6 +152,25 @@ def test_a_job_that_cannot_be_started_ends_with_the_reason_and_leaves_no_node(
     assert job.status is JobStatus.FAILED_PRECHECKS and words in job.failure
     assert len(job.attempts) == clusters
     assert not world.list_live_nodes()
+
+
+def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    create, refused = world.cloud.create_nodes, 0
+
+    async def create_when_logged_in(request: NodeRequest) -> Sequence[Node]:
+        nonlocal refused
+        if request.attempt > 1 and refused < 3:
+            refused += 1
+            raise AuthError("the login has expired")
+        return await create(request)
+
+    world.cloud.create_nodes = create_when_logged_in  # type: ignore[method-assign]
+    run_to_end(world, "preemption")
+    assert refused == 3
+    assert world.get_job().status is JobStatus.SUCCEEDED
+    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "waiting"]
+    assert len(told) == 3 and "the login has expired; trying again in" in told[0]
 
 
 def make_stalling(folder: Path, hangs: int) -> World:

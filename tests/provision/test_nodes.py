@@ -85,7 +85,7 @@ def test_two_commands_cannot_bring_up_one_name_at_once(tmp_path: Path) -> None:
 
 def test_a_resumed_up_ends_what_it_made_where_others_were_refused_since(tmp_path: Path) -> None:
     """Else those nodes would cost money until the cluster goes down, and serve nobody."""
-    world = World(tmp_path, crash_at=6)  # just after the nodes were made
+    world = World(tmp_path, crash_at=8)  # just after the nodes were made
     with pytest.raises(BaseException, match="create:after"):
         world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id))
     world.reborn()

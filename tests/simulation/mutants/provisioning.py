@@ -137,8 +137,9 @@ def one_miss_believed() -> Patches:
     return (patch.object(nodes.Absence, "note", lambda self, node_id, *, is_listed, now_s: not is_listed),)
 
 
-def absence_by_time_only() -> Patches:
-    return (patch.object(nodes, "MISSES_MIN", 1), patch.object(nodes, "MISSING_S_MIN", 15.0))
+def absence_by_a_short_time_only() -> Patches:
+    """Two lists without a node are two of the same seconds in which a cloud forgets."""
+    return (patch.object(nodes, "MISSES_MIN", 1), patch.object(nodes, "MISSING_S_MIN", 8.0))
 
 
 def absence_by_count_only() -> Patches:
