@@ -29,6 +29,7 @@ from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
 from broker.jobs.logs import get_log_path
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
+from broker.jobs.watch import Watch
 from broker.state.store import Store
 from broker.types import (
     Attempt,
@@ -188,6 +189,23 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
     assert job.status is JobStatus.SUCCEEDED
     assert [attempt.outcome for attempt in job.attempts] == ["stalled at step 15", "succeeded"]
     assert not world.list_live_nodes()
+
+
+def test_an_hour_in_which_nobody_looked_is_no_hour_without_a_step() -> None:
+    """A laptop that sleeps, a clock that is set: the healthy program must not be restarted for it."""
+    watch, progress = Watch("job-1-1"), Progress(step=7, total=100)
+    assert watch.measure_stall_s(progress, 1000.0) == 0.0
+    assert watch.measure_stall_s(progress, 1010.0) == 10.0
+    assert watch.measure_stall_s(progress, 4610.0) <= 60.0
+    assert watch.measure_stall_s(progress, 1020.0) <= 60.0  # and back again
+    stalls_s = [watch.measure_stall_s(progress, 1020.0 + 20.0 * look) for look in range(100)]
+    assert stalls_s[-1] >= 1980.0, "time in which it is watched counts in full"
+
+
+def test_a_clock_that_jumps_makes_no_silence() -> None:
+    watch = Watch("job-1-1")
+    assert not any(watch.note_silence(now_s) for now_s in (0.0, 1.0, 2.0, 7202.0, 7203.0))
+    assert watch.note_silence(7300.0) or watch.note_silence(7330.0) or watch.note_silence(7360.0)
 
 
 def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> None:

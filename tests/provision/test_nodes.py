@@ -10,6 +10,7 @@ import pytest
 
 from broker.clouds.simulated import FaultRates, Market
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
+from broker.provision.nodes import Absence
 from broker.types import Node, NodeRequest, NodeState
 from tests.simulation.world import World, make_plan
 
@@ -113,3 +114,9 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
 
     world.clock.run(scenario)
     assert not world.list_live_nodes()
+
+
+def test_a_clock_that_jumps_between_blank_lists_ends_no_node() -> None:
+    absence = Absence(settle_s=10.0)
+    assert not any(absence.note("n", is_listed=False, now_s=now_s) for now_s in (0.0, 1.0, 2.0, 3602.0, 3603.0))
+    assert absence.note("n", is_listed=False, now_s=3700.0), "what is looked for so long is gone"

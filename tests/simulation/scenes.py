@@ -87,6 +87,17 @@ def take_down(universe: Universe) -> None:
     universe.begin(stories.insist(universe, "down", lambda process: stories.take_down(universe, process, job_id)))
 
 
+def submit_again(universe: Universe) -> None:
+    """With the request id it had."""
+    spec = universe.mix.jobs[0]
+    universe.begin(stories.insist(universe, "submit", lambda process: stories.submit_once(universe, process, 0, spec)))
+
+
+def kill(universe: Universe) -> None:
+    """Whoever is a broker or a command just now."""
+    stories.kill(universe)
+
+
 def retry(universe: Universe) -> None:
     job_id = universe.jobs_in[0]
     universe.begin(stories.insist(universe, "retry", lambda process: stories.retry(universe, process, job_id)))

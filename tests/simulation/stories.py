@@ -173,7 +173,8 @@ async def use_cluster(universe: Universe, name: str) -> None:
     """`broker launch` of a cluster called dev, and `broker down` until it works; now and then somebody forgets."""
     await run_command(universe, name, lambda process: launch(universe, process))
     await asyncio.sleep(5.0)
-    is_recorded = bool(universe.read("SELECT 1 FROM clusters WHERE name = 'dev' AND json_extract(body, '$.nodes[0]')"))
+    sql = "SELECT 1 FROM clusters WHERE name = 'dev' AND json_array_length(body, '$.nodes')"
+    is_recorded = bool(universe.read(sql))
     if not is_recorded and universe.random.random() < 0.1:
         return  # `up` was cut short: the collector ends what it began
     universe.asked_down.add("dev")
