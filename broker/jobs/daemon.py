@@ -20,6 +20,7 @@ from typing import Protocol
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import BrokerError, FencedError, StateError
+from broker.jobs.watch import is_due
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -146,7 +147,7 @@ class _Daemon:
         idle_since_s = beat_s = self._clock.now_s()
         try:
             while True:
-                if self._clock.now_s() - beat_s >= BEAT_EVERY_S:
+                if is_due(beat_s, BEAT_EVERY_S, self._clock.now_s()):
                     self._store.beat()
                     beat_s = self._clock.now_s()
                 self._start_controllers()
@@ -196,7 +197,7 @@ class _Daemon:
         while True:
             try:
                 await self._provisioner.collect()
-                if self._clock.now_s() - compacted_s >= COMPACT_EVERY_S:
+                if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
                     self._store.compact()
                     compacted_s = self._clock.now_s()
             except Exception as error:  # the outermost edge of the collector

@@ -8,6 +8,12 @@ from broker.types import Cluster, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
+NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a notice (runtime/agent_gang.py)
+
+
+def is_due(last_s: float, every_s: float, now_s: float) -> bool:
+    """Also when the last time lies ahead: a wall clock set back by an hour must not stop what keeps nodes alive."""
+    return not 0.0 <= now_s - last_s < every_s
 
 
 class Watch:
@@ -25,13 +31,13 @@ class Watch:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
 
     def needs_list(self, report: GangReport, now_s: float) -> bool:
-        return self.is_suspicious(report) or now_s - self._listed_s >= LIST_EVERY_S
+        return self.is_suspicious(report) or is_due(self._listed_s, LIST_EVERY_S, now_s)
 
     def note_list(self, now_s: float) -> None:
         self._listed_s = now_s
 
     def needs_lease(self, now_s: float) -> bool:
-        return now_s - self._leased_s >= LEASE_EVERY_S
+        return is_due(self._leased_s, LEASE_EVERY_S, now_s)
 
     def note_lease(self, now_s: float) -> None:
         self._leased_s = now_s
@@ -39,14 +45,13 @@ class Watch:
     def note_silence(self, now_s: float) -> bool:
         """Whether the silence has lasted long enough to be believed."""
         self._misses += 1
-        if self._silent_since_s is None:
-            self._silent_since_s = now_s
+        self._silent_since_s = now_s if self._silent_since_s is None else min(self._silent_since_s, now_s)
         return self._misses >= MISSES_MIN and now_s - self._silent_since_s >= UNREACHABLE_S_MIN
 
     def measure_stall_s(self, progress: Progress | None, now_s: float) -> float:
         """Seconds since the last new step; a program that has reported none yet counts from the first look."""
         step = progress.step if progress else None
-        if self._stepped_s is None or step != self._step:
+        if self._stepped_s is None or step != self._step or self._stepped_s > now_s:
             self._step, self._stepped_s = step, now_s
         return now_s - self._stepped_s
 
@@ -56,7 +61,7 @@ class Watch:
         else:
             self._misses, self._silent_since_s = 0, None
         if report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
-            self._failed_since_s = now_s if self._failed_since_s is None else self._failed_since_s
+            self._failed_since_s = now_s if self._failed_since_s is None else min(self._failed_since_s, now_s)
         else:
             self._failed_since_s = None
         return Signs(
@@ -67,5 +72,6 @@ class Watch:
             is_spot=cluster.placement.is_spot,
             misses=self._misses,
             unreachable_s=now_s - (self._silent_since_s or now_s),
+            is_noticed=report.reason == NOTICE_REASON,
             failed_s=now_s - (self._failed_since_s or now_s),
         )

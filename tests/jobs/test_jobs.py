@@ -20,9 +20,11 @@ from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
 from broker.jobs.logs import get_log_path
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
+from broker.jobs.watch import Watch
 from broker.state.store import Store
 from broker.types import (
     Attempt,
+    Cluster,
     Goal,
     Job,
     JobRecovery,
@@ -38,7 +40,7 @@ from broker.types import (
     Task,
 )  # fmt: skip
 from tests.simulation.test_crashes import check, run_to_end
-from tests.simulation.world import OWNER, World, make_plan
+from tests.simulation.world import OWNER, Report, World, make_plan
 
 
 def node(rank: int, state: NodeState = NodeState.RUNNING) -> Node:
@@ -63,6 +65,10 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, status=RunStatus.FAILED, returncode=1, failed_s=5.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED, returncode=1, is_spot=False), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=100.0), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, is_noticed=True), Verdict.LOST),
+        (replace(WELL, status=RunStatus.FAILED, nodes=(node(0),), is_noticed=True), Verdict.LOST),
+        (replace(WELL, is_noticed=True), Verdict.RUNNING),
+        (replace(WELL, status=RunStatus.SUCCEEDED, is_noticed=True), Verdict.SUCCEEDED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=150.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED_SETUP, returncode=2, failed_s=9.0), Verdict.FAILED_SETUP),
     ],
@@ -91,6 +97,43 @@ def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list
     plan = make_plan(task)
     last = Attempt(job_id=1, number=1, cluster="c", placement=plan.estimates[1].placement, started_s=0.0)
     assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
+    watch = Watch("c")
+    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
+    watch.note_lease(1000.0)
+    watch.note_list(1000.0)
+    assert not watch.needs_lease(1001.0) and not watch.needs_list(report, 1001.0)
+    assert watch.needs_lease(1001.0 + jump_s) and watch.needs_list(report, 1001.0 + jump_s)
+    watch.note_silence(1000.0)
+    assert not watch.note_silence(1000.0 - 3600.0)
+    assert not watch.note_silence(1001.0 - 3600.0), "silence counts from the new time on"
+
+
+def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_ones(tmp_path: Path) -> None:
+    """One spot node that was warned, and whose program has ended: no fault of the user's, and no time to lose."""
+    world = World(tmp_path)
+    controller = world.make_controller()
+    while world.get_job().status is not JobStatus.RUNNING:
+        world.clock.run(controller.step)
+        world.clock.run(lambda: world.clock.sleep(1.0))
+    poll = world.gang.poll
+
+    async def warn(cluster: Cluster, run_id: int) -> Report:
+        report = await poll(cluster, run_id)
+        if cluster.attempt > 1:
+            return report
+        return replace(report, status=RunStatus.FAILED, returncode=None, reason="preempted")
+
+    world.gang.poll = warn  # type: ignore[method-assign]
+    world.clock.run(controller.step)
+    job = world.get_job()
+    assert job.status is JobStatus.RECOVERING and "notice" in job.attempts[0].outcome
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == 2
 
 
 def test_a_users_failure_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
