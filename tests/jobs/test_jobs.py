@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from broker.errors import CloudError, FencedError, InvalidRequestError, NoOfferE
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
-from broker.jobs.logs import get_log_path
+from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
 from broker.jobs.watch import Watch
@@ -97,6 +98,28 @@ def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list
     plan = make_plan(task)
     last = Attempt(job_id=1, number=1, cluster="c", placement=plan.estimates[1].placement, started_s=0.0)
     assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
+
+
+def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    log = tmp_path / "daemon.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"x" * (DAEMON_LOG_BYTES_MAX + 1))
+        rotate_log(log)
+        writer.write(b"next\n")
+    assert log.read_bytes() == b"next\n"
+    assert (tmp_path / "daemon.log.1").stat().st_size == DAEMON_LOG_BYTES_MAX + 1
+    ended, recent = (world.store.add_job(name, world.task).id for name in ("ended", "recent"))
+    for job_id in (world.job_id, ended, recent):
+        path = get_log_path(tmp_path, job_id)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hello\n")
+        os.utime(path, (1000.0, 9000.0 if job_id == recent else 1000.0))
+    for job_id in (ended, recent):
+        world.store.set_job_status(job_id, JobStatus.SUCCEEDED)
+    forget_logs(world.store, tmp_path, older_than_s=5000.0)
+    left = sorted(int(path.stem) for path in (tmp_path / "jobs").iterdir())
+    assert left == sorted([world.job_id, recent]), "a live job's log stays, however long it was silent"
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
