@@ -40,6 +40,10 @@ class Config:
         return self.home / "logs"
 
     @property
+    def daemon_log(self) -> Path:
+        return self.logs / "daemon.log"
+
+    @property
     def daemon_lock(self) -> Path:
         return self.home / "daemon.lock"
 

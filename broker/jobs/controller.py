@@ -231,6 +231,8 @@ class JobController:
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable
             step = f" after step {report.progress.step}" if report.progress else ""
+            if signs.is_noticed and not ranks:
+                return self._lose(attempt, f"the cloud gave notice{step}")
             ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
             return self._lose(
                 attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)

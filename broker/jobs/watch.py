@@ -10,6 +10,12 @@ from broker.types import Cluster, Progress, RunStatus
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
 GAP_S_MAX = 30.0  # between two looks; a slow answer takes as long
+NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a notice (runtime/agent_gang.py)
+
+
+def is_due(last_s: float, every_s: float, now_s: float) -> bool:
+    """Also when the last time lies ahead: a wall clock set back by an hour must not stop what keeps nodes alive."""
+    return not 0.0 <= now_s - last_s < every_s
 
 
 class Watch:
@@ -28,13 +34,13 @@ class Watch:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
 
     def needs_list(self, report: GangReport, now_s: float) -> bool:
-        return self.is_suspicious(report) or now_s - self._listed_s >= LIST_EVERY_S
+        return self.is_suspicious(report) or is_due(self._listed_s, LIST_EVERY_S, now_s)
 
     def note_list(self, now_s: float) -> None:
         self._listed_s = now_s
 
     def needs_lease(self, now_s: float) -> bool:
-        return now_s - self._leased_s >= LEASE_EVERY_S
+        return is_due(self._leased_s, LEASE_EVERY_S, now_s)
 
     def note_lease(self, now_s: float) -> None:
         self._leased_s = now_s
@@ -74,4 +80,5 @@ class Watch:
             misses=self._misses,
             unreachable_s=0.0 if self._silent_since_s is None else seen_s - self._silent_since_s,
             failed_s=0.0 if self._failed_since_s is None else seen_s - self._failed_since_s,
+            is_noticed=report.reason == NOTICE_REASON,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,13 +27,14 @@ from broker.errors import (
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
-from broker.jobs.logs import get_log_path
+from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
 from broker.jobs.watch import Watch
 from broker.state.store import Store
 from broker.types import (
     Attempt,
+    Cluster,
     Goal,
     Job,
     JobRecovery,
@@ -49,7 +51,7 @@ from broker.types import (
     Task,
 )  # fmt: skip
 from tests.simulation.test_crashes import check, run_to_end
-from tests.simulation.world import OWNER, World, make_plan
+from tests.simulation.world import OWNER, Report, World, make_plan
 
 
 def node(rank: int, state: NodeState = NodeState.RUNNING) -> Node:
@@ -74,6 +76,10 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, status=RunStatus.FAILED, returncode=1, failed_s=5.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED, returncode=1, is_spot=False), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=100.0), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, is_noticed=True), Verdict.LOST),
+        (replace(WELL, status=RunStatus.FAILED, nodes=(node(0),), is_noticed=True), Verdict.LOST),
+        (replace(WELL, is_noticed=True), Verdict.RUNNING),
+        (replace(WELL, status=RunStatus.SUCCEEDED, is_noticed=True), Verdict.SUCCEEDED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=150.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED_SETUP, returncode=2, failed_s=9.0), Verdict.FAILED_SETUP),
     ],
@@ -102,6 +108,65 @@ def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list
     plan = make_plan(task)
     last = Attempt(job_id=1, number=1, cluster="c", placement=plan.estimates[1].placement, started_s=0.0)
     assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
+
+
+def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    log = tmp_path / "daemon.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"x" * (DAEMON_LOG_BYTES_MAX + 1))
+        rotate_log(log)
+        writer.write(b"next\n")
+    assert log.read_bytes() == b"next\n"
+    assert (tmp_path / "daemon.log.1").stat().st_size == DAEMON_LOG_BYTES_MAX + 1
+    ended, recent = (world.store.add_job(name, world.task).id for name in ("ended", "recent"))
+    for job_id in (world.job_id, ended, recent):
+        path = get_log_path(tmp_path, job_id)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hello\n")
+        os.utime(path, (1000.0, 9000.0 if job_id == recent else 1000.0))
+    for job_id in (ended, recent):
+        world.store.set_job_status(job_id, JobStatus.SUCCEEDED)
+    forget_logs(world.store, tmp_path, older_than_s=5000.0)
+    left = sorted(int(path.stem) for path in (tmp_path / "jobs").iterdir())
+    assert left == sorted([world.job_id, recent]), "a live job's log stays, however long it was silent"
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
+    watch = Watch("c")
+    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
+    watch.note_lease(1000.0)
+    watch.note_list(1000.0)
+    assert not watch.needs_lease(1001.0) and not watch.needs_list(report, 1001.0)
+    assert watch.needs_lease(1001.0 + jump_s) and watch.needs_list(report, 1001.0 + jump_s)
+    watch.note_silence(1000.0)
+    assert not watch.note_silence(1000.0 - 3600.0)
+    assert not watch.note_silence(1001.0 - 3600.0), "silence counts from the new time on"
+
+
+def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_ones(tmp_path: Path) -> None:
+    """One spot node that was warned, and whose program has ended: no fault of the user's, and no time to lose."""
+    world = World(tmp_path)
+    controller = world.make_controller()
+    while world.get_job().status is not JobStatus.RUNNING:
+        world.clock.run(controller.step)
+        world.clock.run(lambda: world.clock.sleep(1.0))
+    poll = world.gang.poll
+
+    async def warn(cluster: Cluster, run_id: int) -> Report:
+        report = await poll(cluster, run_id)
+        if cluster.attempt > 1:
+            return report
+        return replace(report, status=RunStatus.FAILED, returncode=None, reason="preempted")
+
+    world.gang.poll = warn  # type: ignore[method-assign]
+    world.clock.run(controller.step)
+    job = world.get_job()
+    assert job.status is JobStatus.RECOVERING and "notice" in job.attempts[0].outcome
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == 2
 
 
 def test_a_users_failure_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
