@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from broker.spot.policies.base import Candidate
-from broker.spot.prior import Prior
+from broker.spot.prior import OLD, Paces, Prior
 from broker.spot.spells import hours_in_classes
 
 AHEAD_HOURS = 2.0  # a market's hazard is averaged over so long
@@ -21,8 +21,8 @@ class Market:
     candidate: Candidate
     price: float
     move_price: float
-    open_pace: float
-    closed_pace: float
+    open_paces: Paces
+    closed_paces: Paces
     hazard: float  # mean rate at which it closes in the hours to come
     open_share: float  # of the time, in the long run
     turn_hours: float  # how fast it forgets whether it was open
@@ -59,28 +59,33 @@ class Market:
 def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> Market:
     unit = refuge.usd_work_hour if refuge is not None else 1.0
     seen, age = candidate.seen, candidate.age_hours
-    open_age, closed_age = (age, None) if candidate.is_open else (None, age)
-    open_pace, closed_pace = prior.open_pace(seen, open_age), prior.closed_pace(seen, closed_age)
+    watched = (candidate.met_hours, age)
+    of_open, of_closed = (watched, None) if candidate.is_open else (None, watched)
+    opened, closed = prior.learn_open(seen, of_open), prior.learn_closed(seen, of_closed)
     from_hours = age if candidate.is_open else 0.0
     events = sum(
-        prior.open_hazards[index] * hours for index, hours in hours_in_classes(from_hours, from_hours + AHEAD_HOURS)
+        prior.open_hazards[index] * opened[index >= OLD] * hours
+        for index, hours in hours_in_classes(from_hours, from_hours + AHEAD_HOURS)
     )
-    mean_open = _mean_hours(seen.open_hours, seen.open_ends, open_age, prior.mean_open_hours / open_pace)
-    mean_closed = _mean_hours(seen.closed_hours, seen.closed_ends, closed_age, prior.mean_closed_hours / closed_pace)
+    mean_open = _mean_hours(seen.open_hours, seen.open_ends, of_open, prior.mean_open_hours / opened[1])
+    mean_closed = _mean_hours(seen.closed_hours, seen.closed_ends, of_closed, prior.mean_closed_hours / closed[1])
     return Market(
         candidate=candidate,
         price=candidate.usd_work_hour / unit,
         move_price=candidate.move_usd / unit,
-        open_pace=open_pace,
-        closed_pace=closed_pace,
-        hazard=open_pace * events / AHEAD_HOURS,
+        open_paces=opened,
+        closed_paces=closed,
+        hazard=events / AHEAD_HOURS,
         open_share=mean_open / (mean_open + mean_closed),
         turn_hours=1 / (1 / mean_open + 1 / mean_closed),
     )
 
 
-def _mean_hours(hours: Sequence[float], ends: Sequence[float], age: float | None, prior_hours: float) -> float:
-    return (sum(hours) + (age or 0.0) + prior_hours) / (sum(ends) + 1)
+def _mean_hours(
+    hours: Sequence[float], ends: Sequence[float], watched: tuple[float, float] | None, prior_hours: float
+) -> float:
+    lived = watched[1] - watched[0] if watched else 0.0
+    return (sum(hours) + lived + prior_hours) / (sum(ends) + 1)
 
 
 def expect_second_chance(markets: Sequence[Market], best: Market) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from broker.spot.markets import Site
 from broker.spot.policies.base import EPSILON_HOURS, Candidate, Decision, JobView, Move, SpotPolicy, Wait
-from broker.spot.spells import NOTHING_SEEN, Spells
+from broker.spot.spells import MET_HOURS, NOTHING_SEEN, Spells
 
 PATIENCE = 3.0
 DECISIONS_MAX = 200_000
@@ -89,7 +89,8 @@ class _Life:
         self.steps = [site.find_step(from_hour) for site in case.sites]
         self.now = [site.read_step(step)[1:] for site, step in zip(case.sites, self.steps, strict=True)]
         self.next = [site.read_step(step + 1)[0] for site, step in zip(case.sites, self.steps, strict=True)]
-        self.since = [0.0] * len(case.sites)  # of the spell, in hours since submission
+        self.met = [MET_HOURS] * len(case.sites)  # the beginnings of the first spells are not seen
+        self.since = [-MET_HOURS] * len(case.sites)  # of the spell, in hours since submission
         self.seen: list[Spells] = [NOTHING_SEEN] * len(case.sites)
         self.closes = [math.inf] * len(case.sites)
         for index in range(len(case.sites)):
@@ -110,6 +111,7 @@ class _Life:
                     placement=placement,
                     is_open=is_open,
                     age_hours=self.hour - self.since[index],
+                    met_hours=self.met[index],
                     start_hours=site.start_hours,
                     move_usd=move_usd,
                     speed=site.spot_speed,
@@ -246,7 +248,8 @@ class _Life:
         if is_open == was_open:
             return
         age = self.hour - self.since[index]
-        self.seen[index] = self.seen[index].with_spell(age, is_open=was_open)
+        self.seen[index] = self.seen[index].with_spell(age, is_open=was_open, from_hours=self.met[index])
+        self.met[index] = 0.0
         self.since[index] = self.hour
         self._foresee(index)
         if was_open and self.current == 2 * index:

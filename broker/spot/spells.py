@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 # Classes of age, hours. Recordings have spells from one reading (half a minute) to weeks: about three classes a decade.
 AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
+# The age to assume of a spell whose beginning was not seen: at a random moment one mostly meets long spells.
+MET_HOURS = 5.0
 _NONE = (0.0,) * len(AGES)
 
 

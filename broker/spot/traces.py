@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.errors import SourceError
-from broker.spot.spells import NOTHING_SEEN, Spells
+from broker.spot.spells import MET_HOURS, NOTHING_SEEN, Spells
 
 TICKS_MAX = 5_000_000
 
@@ -70,8 +70,41 @@ class Trace:
         last = len(self.changes) - 1
         for index, (hour, is_open) in enumerate(self.changes):
             length = borders[index + 1] - hour
-            seen = seen.with_spell(length, is_open=is_open, is_ended=index < last)
+            met = MET_HOURS if index == 0 else 0.0
+            seen = seen.with_spell(met + length, from_hours=met, is_open=is_open, is_ended=index < last)
         return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFacts:
+    """A trace in figures. Means are None where nothing of the kind was seen."""
+
+    name: str
+    hours: float
+    gap_hours: float
+    gang: int
+    open_share: float
+    preemptions: int  # times that it closed
+    mean_open_hours: float | None
+    mean_closed_hours: float | None
+    mean_usd_hour: float | None
+
+
+def measure_trace(trace: Trace) -> TraceFacts:
+    openings = sum(is_open for _, is_open in trace.changes)
+    closings = len(trace.changes) - openings
+    share = trace.open_share
+    return TraceFacts(
+        name=trace.name,
+        hours=trace.hours,
+        gap_hours=trace.gap_hours,
+        gang=trace.gang,
+        open_share=share,
+        preemptions=sum(not is_open for _, is_open in trace.changes[1:]),
+        mean_open_hours=trace.hours * share / openings if openings else None,
+        mean_closed_hours=trace.hours * (1 - share) / closings if closings else None,
+        mean_usd_hour=sum(trace.prices) / len(trace.prices) if trace.prices else None,
+    )
 
 
 def parse_trace(text: str | bytes, name: str) -> Trace:

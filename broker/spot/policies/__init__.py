@@ -14,6 +14,8 @@ POLICIES: dict[str, str] = {
     "greedy": "broker.spot.policies.greedy:decide",
     "uniform-progress": "broker.spot.policies.uniform_progress:decide",
     "next-spot": "broker.spot.policies.uniform_progress:decide_next_spot",
+    "failover": "broker.spot.policies.skypilot:decide_failover",
+    "eager": "broker.spot.policies.skypilot:decide_eager",
     "adaptive": "broker.spot.policies.adaptive:decide",
 }
 # Policies that are told the future in a replay: bounds to compare with, of no use on a real market.

@@ -22,14 +22,16 @@ class Candidate:
     """A placement, and what is known of its market now.
 
     `is_open` is about spot: capacity could be had, as far as is known; on-demand counts as always open.
-    `age_hours` is how long it has been open (or closed), at least: since the last change, or since it was first
-    watched. `start_hours` are billed and bring no work: making nodes, setup, data, restoring the checkpoint.
-    `move_usd` is paid once to get there (egress). `speed` is work-hours done in an hour.
+    `age_hours` is how long it has been open (or closed), and `met_hours` the age it had when it was first watched: 0
+    where its beginning was seen, else a guess (`broker.spot.spells.MET_HOURS`) from which `age_hours` counts on.
+    `start_hours` are billed and bring no work: making nodes, setup, data, restoring the checkpoint. `move_usd` is paid
+    once to get there (egress). `speed` is work-hours done in an hour.
     """
 
     placement: Placement
     is_open: bool = True
     age_hours: float = 0.0
+    met_hours: float = 0.0
     start_hours: float = 0.0
     move_usd: float = 0.0
     speed: float = 1.0

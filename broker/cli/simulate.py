@@ -1,0 +1,274 @@
+"""`broker simulate TASK.yaml`: the task's own life over recorded spot markets, under several policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from broker.cli import options
+from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_hours, show_usd
+from broker.errors import NoOfferError, UsageError
+
+if TYPE_CHECKING:
+    from broker.spot.study import Score, Study
+    from broker.spot.traces import Trace
+    from broker.types import Estimate, Task
+
+SLACK_DEFAULT = 1.5  # the deadline over the work, where the task has none
+STARTS_MAX = 100_000
+OPTIMA = 20
+BAR_WIDTH = 44
+
+
+def simulate(
+    entrypoint: options.Entrypoint,
+    traces: Annotated[Path | None, typer.Option("--traces", help="A trace file, or a folder of them.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="NAME,NAME,...; default: all.")] = None,
+    starts: Annotated[int, typer.Option("--starts", min=1, max=STARTS_MAX, help="Moments of submission.")] = 50,
+    optima: Annotated[int, typer.Option("--optima", min=0, help="For how many of them to find the optimum.")] = OPTIMA,
+    apart: Annotated[bool, typer.Option("--apart", help="Each trace alone; default: zones of one market.")] = False,
+    notice: Annotated[float, typer.Option("--notice", min=0, help="Seconds of warning before a preemption.")] = 0,
+    deadline_hours: Annotated[float | None, typer.Option("--deadline-hours", help="Over the task's.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with time lines to this file.")] = None,
+    infra: options.Infra = None,
+    gpus: options.Gpus = None,
+    num_nodes: options.NumNodes = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Replay a task over recorded spot markets, policy by policy."""
+    from broker.cli.context import Context
+    from broker.spot.policies import POLICIES
+    from broker.spot.study import run_study
+
+    names = _choose_policies(policy, tuple(POLICIES))
+    task = options.read_task(entrypoint, options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes))
+    found = _read_traces(traces)
+    job = _measure(Context(), task, found, deadline_hours, notice)
+    scenes = _set_scenes(job, found, starts, is_apart=apart)
+    study = run_study(scenes, names, optima_count=optima)
+    if html is not None:
+        from broker.cli.simulate_html import write_report
+
+        write_report(html, study, title=f"{task.name or 'task'} on recorded spot markets", facts=job.list_facts())
+    if as_json:
+        print_json(_describe(job, study, found))
+        return
+    _show(job, study, found, source=traces)
+    if html is not None:
+        print_note(f"report written to {html}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedJob:
+    """What the task comes to on the machines that it would run on."""
+
+    estimate: Estimate
+    ondemand_usd_hour: float  # of the gang
+    spot_usd_hour: float
+    work_hours: float
+    deadline_hours: float
+    is_deadline_assumed: bool
+    start_hours: float
+    save_every_hours: float
+    spot_speed: float
+    notice_hours: float
+
+    def list_facts(self) -> list[tuple[str, str]]:
+        offer = self.estimate.placement.offer
+        assumed = f" (assumed: {SLACK_DEFAULT:g} times the work)" if self.is_deadline_assumed else ""
+        every = show_hours(self.save_every_hours) if self.save_every_hours else "-"
+        return [
+            ("machines", f"{self.estimate.placement.node_count} x {offer.cloud} {offer.instance_type}"),
+            ("prices", f"{show_usd(self.ondemand_usd_hour)} on-demand, {show_usd(self.spot_usd_hour)} spot, USD/h"),
+            ("work", show_hours(self.work_hours)),
+            ("deadline", f"{show_hours(self.deadline_hours)}{assumed}"),
+            ("start", f"{show_hours(self.start_hours)}, billed, each time"),
+            ("checkpoint", f"every {every}"),
+        ]
+
+
+def _choose_policies(text: str | None, known: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(each.strip() for each in text.split(",") if each.strip())) if text else list(known)
+    for name in names:
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"policies: {', '.join(known)}"
+            raise UsageError(f"there is no policy `{name}`", hints=[hint])
+    if not names:
+        raise UsageError("`--policy` names no policy", hints=[f"policies: {', '.join(known)}"])
+    return ["on-demand", *(name for name in names if name != "on-demand")]
+
+
+def _read_traces(path: Path | None) -> list[Trace]:
+    from broker.cli.trace_files import read_traces
+    from broker.spot.traces import make_default_traces
+
+    return list(make_default_traces()) if path is None else read_traces(path)
+
+
+def _measure(
+    context: Any, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
+) -> SimulatedJob:
+    """Raises UsageError for a task without work, NoOfferError where nothing is for sale as spot and as on-demand."""
+    from dataclasses import replace
+
+    from broker.optimizer.cost import Terms
+    from broker.spot.interval import best_interval_s
+
+    if task.goal is None or task.goal.work_hours is None:
+        raise UsageError(
+            "the task does not say how much work it is, and that is what is replayed",
+            hints=["write `goal: {work: 40h, deadline: 60h}` in the task"],
+        )
+    free = replace(task, resources=tuple(replace(each, use_spot=None) for each in task.resources))
+    plan = context.plan(replace(free, goal=replace(task.goal, deadline_hours=None, budget_usd=None)))
+    both = (each for each in plan.estimates if each.placement.is_spot and each.placement.offer.ondemand_usd_hour)
+    estimate = next(both, None)
+    if estimate is None or estimate.breakdown is None:
+        raise NoOfferError("nothing that fits the task is sold both as spot and on-demand")
+    placement = estimate.placement
+    work = estimate.breakdown.work_hours
+    deadline = deadline_hours or task.goal.deadline_hours
+    terms = Terms.of(work, 0.0, task.checkpoint, None, placement.offer.cloud, placement.node_count)
+    every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, _mean_hazard(traces))
+    every = min(every_s / 3600, work)
+    stall = task.checkpoint.stall_s / 3600
+    assert placement.offer.ondemand_usd_hour is not None
+    job = SimulatedJob(
+        estimate=estimate,
+        ondemand_usd_hour=placement.offer.ondemand_usd_hour * placement.node_count,
+        spot_usd_hour=placement.usd_hour,
+        work_hours=work,
+        deadline_hours=deadline or SLACK_DEFAULT * work,
+        is_deadline_assumed=not deadline,
+        start_hours=terms.recovery_hours,
+        save_every_hours=every,
+        spot_speed=every / (every + stall),
+        notice_hours=notice_s / 3600,
+    )
+    if job.deadline_hours < job.work_hours + job.start_hours:
+        raise UsageError(
+            f"not even on-demand is in time: {show_hours(job.work_hours)} of work and a start of "
+            f"{show_hours(job.start_hours)}, and the deadline is {show_hours(job.deadline_hours)}",
+            hints=[f"--deadline-hours {1.2 * (job.work_hours + job.start_hours):.1f}"],
+        )
+    return job
+
+
+def _mean_hazard(traces: Sequence[Trace]) -> float:
+    """Preemptions an hour of open market, over all recordings."""
+    seen = [trace.count_spells() for trace in traces]
+    hours = sum(sum(each.open_hours) for each in seen)
+    return sum(sum(each.open_ends) for each in seen) / hours if hours > 0 else 0.0
+
+
+def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_apart: bool) -> list[Any]:
+    from broker.spot.markets import Site
+    from broker.spot.replay import Case
+    from broker.spot.study import Scene, spread_starts
+    from broker.types import Offer, Placement
+
+    # The book's price is the cheapest zone's; how zones differ, and how prices move, is as recorded.
+    least = min((each.prices[0] for each in traces if each.prices and each.prices[0] > 0), default=1.0)
+
+    def place(trace: Trace) -> Site:
+        spot = job.spot_usd_hour * (trace.prices[0] / least if trace.prices and not is_apart else 1.0)
+        base = job.estimate.placement.offer
+        offer = Offer(
+            cloud=base.cloud, region=trace.name, zone=trace.name, instance_type=base.instance_type, vcpus=base.vcpus,
+            memory_gib=base.memory_gib, ondemand_usd_hour=job.ondemand_usd_hour, spot_usd_hour=spot,
+        )  # fmt: skip
+        return Site(
+            trace=trace,
+            spot=Placement(offer=offer, is_spot=True, node_count=1),  # the offer stands for the whole gang
+            ondemand=Placement(offer=offer, is_spot=False, node_count=1),
+            start_hours=job.start_hours,
+            spot_speed=job.spot_speed,
+        )
+
+    sites = [place(trace) for trace in traces]
+    groups = [(site,) for site in sites] if is_apart else [tuple(sites)]
+    scenes = []
+    for number, group in enumerate(groups):
+        case = Case(
+            sites=group, work_hours=job.work_hours, deadline_hours=job.deadline_hours,
+            save_every_hours=job.save_every_hours, notice_hours=job.notice_hours,
+        )  # fmt: skip
+        own = starts * (number + 1) // len(groups) - starts * number // len(groups)
+        hours = spread_starts(group, job.deadline_hours, own)
+        scenes += [Scene(case=case, from_hour=hour) for hour in hours]
+    return scenes
+
+
+def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: Path | None) -> None:
+    what = (
+        f"{len(traces)} traces of {source}"
+        if source
+        else f"{len(traces)} made-up traces (`--traces DIR` takes real ones)"
+    )
+    print_line(f"{len(study.scenes)} replays a policy over {what}")
+    for name, text in job.list_facts():
+        print_line(f"{name:>12}  {text}")
+    print_line()
+    base = next(each for each in study.scores if each.policy == "on-demand").usd_mean
+    columns = ["POLICY", "USD", "P95", "SAVED", "OVER BEST", "TIME", "P95", "LOST", "LATE"]
+    rows = [_list_cells(each, base) for each in study.scores]
+    print_table(columns, rows, right=columns[1:], firm=columns)
+    print_line()
+    for line in _draw(study, base):
+        print_line(line)
+    if any(each.is_oracle for each in study.scores):
+        print_line("* is told when each spell of spot will end; no real policy can know")
+    print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions a replay")
+    known = sum(each is not None for each in study.optima)
+    if known:
+        print_line(f"BEST: the optimum with the future known, found for {known} of the {len(study.scenes)} replays")
+
+
+def _list_cells(score: Score, base: float) -> list[str]:
+    over = "-" if score.over_optimum is None else f"{score.over_optimum:+.1%}"
+    return [
+        score.policy + ("*" if score.is_oracle else ""), show_usd(score.usd_mean), show_usd(score.usd_p95),
+        f"{1 - score.usd_mean / base:.0%}", over, show_hours(score.hours_mean), show_hours(score.hours_p95),
+        f"{score.preemptions_mean:.1f}", f"{score.late / score.replays:.0%}" if score.late else "0",
+    ]  # fmt: skip
+
+
+def _draw(study: Study, base: float) -> list[str]:
+    """Mean cost as bars."""
+    known = [best for best in study.optima if best is not None]
+    bars = [(each.policy, each.usd_mean) for each in study.scores]
+    if known:
+        bars.append(("(optimum)", sum(known) / len(known)))
+    most = max(usd for _, usd in bars)
+    width = max(len(name) for name, _ in bars)
+    return [f"{name:>{width}}  {'█' * max(round(usd / most * BAR_WIDTH), 1)} {usd / base:.0%}" for name, usd in bars]
+
+
+def _describe(job: SimulatedJob, study: Study, traces: Sequence[Trace]) -> dict[str, object]:
+    offer = job.estimate.placement.offer
+    return {
+        "job": {
+            "cloud": offer.cloud, "instance_type": offer.instance_type, "node_count": job.estimate.placement.node_count,
+            "ondemand_usd_hour": job.ondemand_usd_hour, "spot_usd_hour": job.spot_usd_hour,
+            "work_hours": job.work_hours, "deadline_hours": job.deadline_hours, "start_hours": job.start_hours,
+            "save_every_hours": job.save_every_hours, "notice_hours": job.notice_hours,
+        },
+        "traces": [{"name": each.name, "hours": each.hours, "open_share": each.open_share} for each in traces],
+        "policies": [plain(each) for each in study.scores],
+        "optimum_usd": list(study.optima),
+        "outcomes": {
+            score.policy: [
+                {"from_hour": scene.from_hour, "usd": each.usd, "hours": each.hours, "is_late": each.is_late,
+                 "preemptions": each.preemptions}
+                for scene, each in zip(study.scenes, found, strict=True)
+            ]
+            for score, found in zip(study.scores, study.outcomes, strict=True)
+        },
+    }  # fmt: skip
