@@ -11,7 +11,18 @@ from dataclasses import dataclass, replace
 from broker.jobs.order import get_recovery
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.spot.interval import best_interval_s
-from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, find_refuge, spare_hours
+from broker.spot.policies.base import (
+    Candidate,
+    Decision,
+    JobView,
+    Move,
+    Stay,
+    Wait,
+    cheapest_open_spot,
+    find_refuge,
+    is_safe_to_start,
+    spare_hours,
+)
 from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.events import Refusal
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
@@ -19,8 +30,8 @@ from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 STRATEGY = "deadline"
 SPOT_MAX = 8  # places that are looked at; a plan has hundreds
 ONDEMAND_MAX = 3
-LOSSES_BORNE = 8  # the slack must bear the loss of so many intervals between checkpoints
-STALLS_MIN = 20  # and no interval is shorter than so many stalls: 5 % of the time
+UNWATCHED_HOURS = 10.0  # that a place has been open which was never looked at: by chance one meets long spells
+HAZARD_MIN = 0.1  # an hour, of a job with a deadline: recorded spells last hours where the advisor's bands say months
 PlaceKey = tuple[str, str, str | None, str]
 
 
@@ -48,16 +59,21 @@ def read_situation(
     refusals: Sequence[Refusal],
     spells: Mapping[PlaceKey, Spells],
     look_hours: float,
+    open_since_s: Mapping[PlaceKey, float] | None = None,
     live: Attempt | None = None,
 ) -> Situation:
-    """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up."""
+    """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up.
+
+    `open_since_s` tells since when no refusal of a place is known.
+    """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
     left = plan.task.goal.work_hours if plan.task.goal and plan.task.goal.work_hours is not None else goal.work_hours
     here = live.placement if live else None
     last = job.attempts[-1].placement if job.attempts and live is None else None
     estimates = _choose(plan.estimates, here or last)
-    candidates = [_read_candidate(each, left, refusals, spells, now_s=now_s, live=live) for each in estimates]
+    since_s = open_since_s or {}
+    candidates = [_read_candidate(each, left, refusals, spells, since_s, now_s=now_s, live=live) for each in estimates]
     if here is not None and not any(is_same_place(each.placement, here) for each in candidates):
         candidates.append(Candidate(placement=here))  # what runs is for sale no more
     spot = next((each for each in estimates if each.placement.is_spot), None)
@@ -76,6 +92,18 @@ def read_situation(
         deadline_hours=goal.deadline_hours,
     )
     return Situation(view=view, candidates=tuple(candidates))
+
+
+def prefer_work(situation: Situation, decision: Decision) -> Decision:
+    """Spot that is open and safe to start on is not waited beside: what a policy hopes to save by it is less than what
+    it knows of a market it does not watch, and its user waits too."""
+    view, candidates = situation.view, situation.candidates
+    spot, refuge = cheapest_open_spot(candidates), find_refuge(view, candidates)
+    if not isinstance(decision, Wait) or view.current is not None or spot is None:
+        return decision
+    if refuge is not None and not is_safe_to_start(view, spot, refuge):
+        return decision
+    return Move(target=spot, reason="spot is open, and safe to start on")
 
 
 def arrange(plan: Plan, target: Candidate) -> Plan:
@@ -119,7 +147,7 @@ def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation
 
 
 def advise_every_s(task: Task, hazard: float) -> float | None:
-    """Seconds between checkpoints: the user's, else Young/Daly's, shorter where a deadline leaves little slack.
+    """Seconds between checkpoints: the user's, else Young/Daly's, for a pessimist where there is a deadline.
 
     None where nothing is preempted and the task says nothing.
     """
@@ -127,11 +155,8 @@ def advise_every_s(task: Task, hazard: float) -> float | None:
         return task.checkpoint.every_s
     if hazard <= 0:
         return None
-    best_s, goal = best_interval_s(task.checkpoint.stall_s, hazard), task.goal
-    if goal is None or goal.deadline_hours is None or goal.work_hours is None:
-        return best_s
-    slack_s = max(0.0, goal.deadline_hours - goal.work_hours) * 3600
-    return min(best_s, max(slack_s / LOSSES_BORNE, STALLS_MIN * task.checkpoint.stall_s))
+    is_urgent = task.goal is not None and task.goal.deadline_hours is not None
+    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if is_urgent else hazard)
 
 
 def name_place(placement: Placement) -> PlaceKey:
@@ -163,17 +188,20 @@ def _read_candidate(
     left_hours: float,
     refusals: Sequence[Refusal],
     spells: Mapping[PlaceKey, Spells],
+    open_since_s: Mapping[PlaceKey, float],
     *,
     now_s: float,
     live: Attempt | None,
 ) -> Candidate:
     placement, breakdown = estimate.placement, estimate.breakdown
     is_here = live is not None and is_same_place(placement, live.placement)
+    unwatched_s = now_s - UNWATCHED_HOURS * 3600
+    since_s = live.started_s if live is not None and is_here else open_since_s.get(name_place(placement), unwatched_s)
     own_hours = breakdown.work_hours if breakdown else left_hours
     return Candidate(
         placement=placement,
         is_open=is_here or not placement.is_spot or not any(each.covers(placement) for each in refusals),
-        age_hours=(now_s - live.started_s) / 3600 if live is not None and is_here else 0.0,
+        age_hours=(now_s - since_s) / 3600,
         start_hours=breakdown.recovery_s / 3600 if breakdown else 0.0,
         move_usd=0.0 if is_here or breakdown is None else breakdown.egress_usd,
         speed=left_hours / own_hours if left_hours > 0 and own_hours > 0 else 1.0,

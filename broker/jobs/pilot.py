@@ -15,6 +15,8 @@ from broker.jobs.deadline import (
     follows_deadline,
     is_same_place,
     is_voluntary,
+    name_place,
+    prefer_work,
     read_situation,
     say_decision,
 )
@@ -54,6 +56,7 @@ class Pilot:
         self._clock = clock
         self._undertaker = undertaker
         self._target: Candidate | None = None
+        self._open_since_s: dict[tuple[str, str, str | None, str], float] = {}
         self._told = ""
         self._look_s = 0.0
         self._saved_step: int | None = None
@@ -64,7 +67,7 @@ class Pilot:
             return None
         plan, situation = self._look(job, None)
         decision = self._decide(situation)
-        target = self._target or (decision.target if isinstance(decision, Move) else None)
+        target = decision.target if isinstance(decision, Move) else self._target
         self._target = None
         self._tell(job, situation, decision)
         if target is None:
@@ -81,7 +84,7 @@ class Pilot:
         if now_s < self._look_s and not (is_saved and now_s >= self._look_s - LOOK_S_MAX + LOOK_S_MIN):
             return False
         self._saved_step = saved
-        _, situation = self._look(job, attempt)
+        _, situation = self._look(replace(job, progress=progress or job.progress), attempt)
         decision = self._decide(situation)
         self._look_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
         if not isinstance(decision, Move | Wait) or self._is_here(situation, decision):
@@ -103,19 +106,25 @@ class Pilot:
         now_s = self._clock.now_s()
         rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
         plan = self._planner(drop_limits(rest), None)
+        refusals = self._store.active_refusals(now_s)
         situation = read_situation(
             job,
             plan,
             now_s=now_s,
-            refusals=self._store.active_refusals(now_s),
+            refusals=refusals,
+            open_since_s=self._open_since_s,
             spells=gather_spells(self._store.list_spot_stays(), now_s=now_s),
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
             live=live,
         )
+        for each in situation.candidates:  # it is no older than the last look that found it closed
+            place = name_place(each.placement)
+            since_s = now_s - each.age_hours * 3600 if each.is_open else now_s
+            self._open_since_s[place] = since_s if not each.is_open else self._open_since_s.get(place, since_s)
         return plan, situation
 
     def _decide(self, situation: Situation) -> Decision:
-        return load_policy(POLICY)(situation.view, situation.candidates)
+        return prefer_work(situation, load_policy(POLICY)(situation.view, situation.candidates))
 
     def _is_here(self, situation: Situation, decision: Move | Wait) -> bool:
         current = situation.view.current
