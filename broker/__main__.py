@@ -1,5 +1,37 @@
-"""`python -m broker` is `broker`."""
+"""Where the process begins and ends: `broker`, or `python -m broker`."""
 
-from broker.cli.main import main
+import gc
+import os
+import sys
+from typing import NoReturn
 
-main()
+
+def main() -> NoReturn:
+    """Run one command and leave with its exit code."""
+    # Importing makes tens of thousands of objects and no garbage: the collector's default takes a thirtieth of `plan`.
+    gc.set_threshold(50_000)
+    from broker.cli.main import main as run
+
+    try:
+        run()
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End without taking the interpreter down, object by object: an eighth of `broker plan`. Nothing waits for it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or 141
+    except OSError as error:
+        sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
+        code = code or 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
+from broker.nouns import noun
 
-@dataclass(frozen=True, kw_only=True)
+
+@noun
 class Config:
     """Where things are for one installation. `owner` tags every cloud resource this installation makes."""
 

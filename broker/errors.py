@@ -21,8 +21,9 @@ BrokerError                     exit code
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from broker.nouns import noun
 
 Scope = Literal["zone", "region", "cloud"]
 
@@ -38,7 +39,7 @@ class BrokerError(Exception):
         self.hints = tuple(hints)
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Issue:
     """One fault in a task file. Lines and columns count from 1; 0 means the whole file."""
 

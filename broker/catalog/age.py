@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
+from broker.nouns import noun
 from broker.types import Placement
 
 # Spot prices move within days; list prices change a few times a year.
@@ -12,7 +12,18 @@ SPOT_DAYS_MAX = 7
 ONDEMAND_DAYS_MAX = 90
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
+class CloudFacts:
+    """Of one cloud: the ISO dates of its on-demand and spot prices, where an offer has none of its own, and the
+    source."""
+
+    cloud: str
+    ondemand_as_of: str
+    spot_as_of: str
+    source: str
+
+
+@noun
 class PriceAge:
     """Of one cloud: ISO dates of its prices, whole days since, and whether they are older than they should be."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
-from broker.catalog.age import PriceAge, describe_age
+from broker.catalog.age import CloudFacts, PriceAge, describe_age
 from broker.catalog.places import Places
-from broker.catalog.writer import CloudFacts
+from broker.nouns import noun
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
 CHEAPEST_COUNT = 1000  # of each pricing model, where no accelerator is asked for
@@ -28,7 +28,7 @@ _SELECT = f"{_FIELDS} FROM types t JOIN offers o ON o.type = t.id {_TEXTS}"
 _OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of the columns above
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class AcceleratorPrice:
     """The cheapest places for so many of one accelerator; USD per instance-hour."""
 

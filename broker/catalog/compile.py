@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from broker.catalog.age import CloudFacts
 from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
-from broker.catalog.writer import BookWriter, CloudFacts
+from broker.catalog.writer import BookWriter
 from broker.types import Offer
 
 # Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from broker.catalog.age import CloudFacts
 from broker.catalog.book import Book
 from broker.catalog.opening import name_live_book, open_live_book
 from broker.catalog.schema import INDEXES
-from broker.catalog.writer import BookWriter, CloudFacts
+from broker.catalog.writer import BookWriter
 from broker.errors import StateError
 from broker.types import Offer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
+from broker.nouns import noun
 from broker.types import Offer
 
 DAYS_KEPT = 400
@@ -21,7 +21,7 @@ CREATE TABLE IF NOT EXISTS changes (
 Place = tuple[str, str, str, str]  # cloud, instance type, region, zone
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class PricePoint:
     """Prices of one machine at one place from `day` (ISO) on."""
 

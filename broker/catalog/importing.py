@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from broker.catalog.age import CloudFacts
 from broker.catalog.book import Book
 from broker.catalog.exchange import exchange_book
 from broker.catalog.skypilot_csv import Fault, parse_vms
-from broker.catalog.writer import CloudFacts
 from broker.errors import SourceError, UsageError
+from broker.nouns import noun
 from broker.types import Offer
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class ImportReport:
     offers: Mapping[str, int]  # by cloud
     faults: Sequence[Fault]

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from broker.catalog.age import CloudFacts
 from broker.catalog.book import Book
 from broker.catalog.checking import check_offers
 from broker.catalog.exchange import exchange_book
 from broker.catalog.history import remember_changes
 from broker.catalog.sources import SOURCES
 from broker.catalog.sources.base import Get, PriceSource
-from broker.catalog.writer import CloudFacts
 from broker.errors import AuthError, SourceError
+from broker.nouns import noun
 from broker.types import Offer
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class CloudRefresh:
     """How one cloud fared. `error` None: it has new prices."""
 

@@ -13,11 +13,12 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from broker.catalog.skypilot_gcp import compose
 from broker.errors import SourceError
+from broker.nouns import noun
 from broker.types import Offer
 
 NEEDED = ("Region", "Price")
@@ -27,7 +28,7 @@ MEMORY_GIB_MAX = 300.0  # the largest accelerator of 2026 has 288
 SAME_SHARE = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Fault:
     """A row that could not be read."""
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from broker.catalog.age import CloudFacts
 from broker.catalog.architecture import guess_architecture
 from broker.types import Offer
 
 NOMINAL_SHARE = 0.1  # 80 GB are sold, 79.6 GiB are reported
-
-
-@dataclass(frozen=True, kw_only=True)
-class CloudFacts:
-    """Of one cloud: the ISO dates of its on-demand and spot prices, where an offer has none of its own, and the
-    source."""
-
-    cloud: str
-    ondemand_as_of: str
-    spot_as_of: str
-    source: str
 
 
 class BookWriter:

@@ -95,8 +95,7 @@ def launch(
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
         confirm_price([plan], yes=yes)
-    with context.hold_name(wanted):
-        asyncio.run(_launch(context, wanted, one, plan, autostop))
+    asyncio.run(_launch(context, wanted, one, plan, autostop))
     follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,26 +94,6 @@ class Context:
         from broker.jobs.daemon import ensure_daemon
 
         ensure_daemon(self.config, self.store, DAEMON)
-
-    @contextmanager
-    def hold_name(self, name: str) -> Iterator[None]:
-        """One command at a time brings a cluster of this name up. Raises UsageError for the second."""
-        import fcntl
-
-        folder = self.config.home / "locks"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"another command is bringing cluster `{name}` up",
-                hints=["wait for it, or choose another name with `-c`"],
-            ) from None
-        else:
-            yield
-        finally:
-            os.close(descriptor)
 
     def find_cluster(self, name: str) -> Cluster:
         """By name. Raises UsageError that lists the names there are."""

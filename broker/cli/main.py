@@ -100,7 +100,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from broker.cli.render import print_error
 
         sys.exit(print_error(error))
-
-
-if __name__ == "__main__":
-    main()

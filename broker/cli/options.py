@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from broker.errors import UsageError
+from broker.nouns import noun
 from broker.types import Task
 
 Entrypoint = Annotated[
@@ -34,7 +34,7 @@ Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan and start 
 AsJson = Annotated[bool, typer.Option("--json", help="As data.")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Overrides:
     """What the command line says over the file; None leaves it as it is."""
 

@@ -149,7 +149,9 @@ def handle(connection: socket.socket) -> NoReturn:
 
 
 def run_command(header: dict[str, Any], files: list[int]) -> int:
-    """Run it in a session of its own and wait; past its time limit its whole group is killed."""
+    """Run it in a session of its own and wait; past its time limit its whole group is killed and TimeoutError raised:
+
+    an answer of -9 could reach a caller, whose own limit runs out at the same moment, before that does."""
     os.chdir(os.environ["HOME"])
     environment = {**os.environ, **header["env"]}
     actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(files)]
@@ -162,13 +164,19 @@ def run_command(header: dict[str, Any], files: list[int]) -> int:
         os.write(files[2], b"command not found\n")
         return 127
 
+    is_late = False
+
     def expire(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal is_late
+        is_late = True
         os.killpg(pid, signal.SIGKILL) if IS_LINUX else os.kill(pid, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, max(0.001, float(header["timeout_s"])))
     status = os.waitpid(pid, 0)[1]
     signal.setitimer(signal.ITIMER_REAL, 0)
+    if is_late:
+        raise TimeoutError
     return os.waitstatus_to_exitcode(status)
 
 

@@ -22,10 +22,11 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
+from broker.nouns import noun
 from broker.types import Node, NodeRequest, NodeState
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class FaultRates:
     """Chance of each fault per call, 0 to 1."""
 
@@ -47,7 +48,7 @@ class FaultRates:
     refused: float = 0.0  # a node may not be terminated for `Market.refused_s`
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Market:
     """How slow this cloud is, in seconds."""
 
@@ -86,8 +87,8 @@ class SimulatedCloud:
     settle_s: ClassVar[float] = 10.0
 
     clock: Clock
-    market: Market = Market()
-    faults: FaultRates = FaultRates()
+    market: Market = field(default_factory=Market)
+    faults: FaultRates = field(default_factory=FaultRates)
     seed: int = 0
     on_effect: Callable[[str], None] | None = None
     on_fault: Callable[[str, str], None] | None = None

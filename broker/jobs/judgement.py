@@ -6,9 +6,9 @@ The job's own outcome decides; a failure counts as the user's only when no node 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
+from broker.nouns import noun
 from broker.types import JobRecovery, Node, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
     LOST = "LOST"
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Signs:
     """`status` None: nobody answered. Durations are how long the sign has been standing."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+from broker.nouns import noun
 from broker.state.jobs import StepRange
 from broker.types import Attempt, Job
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class RunSummary:
     steps: int
     steps_total: int | None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from broker.errors import NoOfferError
+from broker.nouns import noun
 from broker.optimizer.advise_misses import explain_deadline, explain_memory, explain_prices
 from broker.optimizer.layout import Layout, Training, find_layout
 from broker.optimizer.network import network_gbs
@@ -34,7 +35,7 @@ WITHOUT_BF16 = ("V100", "V100-32GB", "T4", "T4g", "RTX6000", "P100", "P4", "K80"
 WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Wish:
     """What the user asks for. `spot` None allows both; empty `gpus` allows every card that fits the arithmetic."""
 
@@ -47,7 +48,7 @@ class Wish:
     spot: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Option:
     """A layout with its cheapest place. `work_hours` is fault-free; the estimate has preemptions in it."""
 
@@ -71,7 +72,7 @@ class Option:
         return self.estimate.expected_hours
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Advice:
     """Options, cheapest first, one for each card and count of them in a node; never empty.
 

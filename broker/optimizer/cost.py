@@ -11,8 +11,9 @@ same to first order in H R. Here machines of a recovery are still being found, s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from broker.nouns import noun
 from broker.optimizer.billing import bill_recovery_s
 from broker.optimizer.data_cost import NO_DATA, DataCost, measure_restore_s
 from broker.spot.hazard import hazard_per_node_hour
@@ -21,7 +22,7 @@ from broker.spot.losses import Losses
 from broker.types import Breakdown, CheckpointSpec, Estimate, Goal, Placement
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Course:
     """How a run is expected to go, whatever its price. Hours; `recovery_*` are of one recovery."""
 
@@ -42,7 +43,7 @@ class Course:
     losses: Losses | None = None  # None where nothing is preempted
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Terms:
     """What decides a course, apart from the place: work, hazard of the gang per hour, checkpoints, recovery."""
 

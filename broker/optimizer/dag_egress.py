@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from broker.nouns import noun
 from broker.types import EgressPrice, Offer, Transfer
 
 GB_PER_GIB = 2**30 / 1e9
@@ -19,7 +20,7 @@ REGION_GBIT_S = 10.0
 OUTSIDE_GBIT_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class LeavingPrice:
     """USD per GB out of one region, by how far the data goes."""
 
@@ -29,7 +30,7 @@ class LeavingPrice:
     is_known: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class EgressTable:
     """Prices by cloud and region; a region without its own row takes the cloud's `*`."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from broker.errors import NoOfferError
+from broker.nouns import noun
 from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable, price_transfer
 from broker.types import Estimate, Offer, Plan
 
@@ -18,7 +18,7 @@ Table = list[list[float]]  # by state of the edge's source, then of its target
 ASSUMED_HOURS = 1.0  # of a task that gives no work, as SkyPilot counts it
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class State:
     """One estimate that may be chosen."""
 
@@ -32,7 +32,7 @@ class State:
         return offer.cloud, offer.region
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Problem:
     """Tasks by index in an order that can be run: every edge (source, target, GiB) goes forwards.
 

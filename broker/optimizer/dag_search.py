@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from broker.nouns import noun
 from broker.optimizer.dag_bound import RELATIVE_ERROR, Field
 
 SWEEPS_AT_ROOT = 60
@@ -12,7 +12,7 @@ SWEEPS_BELOW = 4
 PROGRESS_MIN = 0.02  # of the gap, by one pair of sweeps: with less, branching helps more
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Found:
     """The best choice and a bound that no choice is below. `value` is infinite where none was found."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from broker.nouns import noun
 from broker.optimizer.dag_egress import GB_PER_GIB, REGION_GBIT_S, EgressTable
 from broker.types import DataSet, Task
 
@@ -19,7 +19,7 @@ STORAGE_USD_GB_MONTH = 0.023
 HOURS_A_MONTH = 730.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class DataCost:
     """USD: once a start of the gang, once at the end, for a checkpoint written, for one read back, and by the hour."""
 

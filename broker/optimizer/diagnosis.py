@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 from broker.errors import NoOfferError
+from broker.nouns import noun
 from broker.types import Estimate, Goal, Plan, Quantity, Resources, Task
 
 HINTS_MAX = 3
@@ -18,7 +19,7 @@ HALVINGS_MAX = 12
 Planner = Callable[[Task], Plan]  # raises NoOfferError
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Relaxation:
     """One change of a task. `words` end a sentence that begins with "drop" or the like; fields are what it touches."""
 

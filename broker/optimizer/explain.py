@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from broker.nouns import noun
 from broker.types import Estimate, Goal, Plan, Task
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Loser:
     """The best placement of its kind (cloud, instance type, pricing model) that is cheaper by the hour than the choice,
     and why it was not chosen. `others` counts its like elsewhere."""

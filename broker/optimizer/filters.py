@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import filterfalse
 
+from broker.nouns import noun
 from broker.types import Offer, Rejection, Resources
 
 Test = Callable[[Offer], bool]
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Filter:
     """`make_test` gives the test for what is asked, None where nothing is; `show` names what a rejected offer has.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from broker.nouns import noun
 from broker.optimizer.memory_model import Dtype, Memory, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
@@ -17,7 +17,7 @@ MICRO_BATCHES = (16, 8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Training:
     """What is trained. `sequence` in tokens, `batch` in sequences."""
 
@@ -32,7 +32,7 @@ class Training:
         return self.tokens / (self.batch * self.sequence)
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Layout:
     """One way to run a training on `node_count` nodes of `hardware`.
 

@@ -5,9 +5,9 @@ Bytes throughout; 1 GB is 1e9 as in the papers, 1 GiB is 2^30 as on the card.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from broker.nouns import noun
 from broker.optimizer.model_shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -23,7 +23,7 @@ RESERVED_GIB = 2.0
 USABLE_SHARE = 0.94
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Sharding:
     """How a model is spread over accelerators. `zero` 0 is plain data parallel, 3 is FSDP's full sharding."""
 
@@ -39,7 +39,7 @@ class Sharding:
         return self.tensor * self.pipeline * self.data
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Memory:
     """Bytes on the fullest accelerator. `gathered`: put together for a moment by full sharding, and other copies."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
+
+from broker.nouns import noun
 
 # GPT-3 175B (96 x 12288), GPT-3 13B (40 x 5140) and Llama-2 7B (32 x 4096) all have a width of about 128 times the
 # depth, and heads of 128; the published smaller and larger ones lie between 80 and 250.
@@ -14,7 +15,7 @@ PARAMETERS_MIN = 50e6
 VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128 as Megatron-LM does
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class ModelShape:
     """A decoder-only transformer: `layers` blocks of size `width`.
 

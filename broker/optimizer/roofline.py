@@ -6,8 +6,8 @@ A bound from peaks, times the stated shares of the peaks that real programs reac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from broker.nouns import noun
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Dtype, Recompute, Sharding
 from broker.optimizer.model_shape import ModelShape
 from broker.types import AcceleratorFigures
@@ -35,7 +35,7 @@ PCIE_GBS = 20.0  # between cards without NVLink: PCIe 4.0 x16 carries 32 at most
 EXPOSED_SHARE_MIN = 0.1  # of the gradients' traffic never hides: the last bucket has nothing to hide behind
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Hardware:
     """One kind of node: `accelerators` of it a node, and its network in GB/s one way."""
 
@@ -57,7 +57,7 @@ class Hardware:
         return (tflops or self.figures.training_tflops or 0.0) * 1e12
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class StepTime:
     """Seconds of one optimizer step on the critical path, by cause."""
 

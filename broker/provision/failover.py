@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
@@ -22,6 +22,7 @@ from broker.errors import (
     UnknownOutcomeError,
     UsageError,
 )
+from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
 from broker.provision.nodes import confirm_gone, wait_running
@@ -35,7 +36,7 @@ REFUSAL_S_SHORT = 60.0  # a place that answered nothing clear
 CREATE_TRIES_MAX = 6
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Wanted:
     """What `up` was asked for, apart from where."""
 

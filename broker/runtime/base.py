@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from broker.nouns import noun
 from broker.types import Node
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Completed:
     returncode: int
     stdout: bytes
     stderr: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Shell:
     """What to execute in the user's own terminal to stand on a node."""
 

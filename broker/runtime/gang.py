@@ -6,12 +6,12 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
+from broker.nouns import noun
 from broker.runtime.base import Completed, Transport
 from broker.types import Autostop, Cluster, Node, Progress, Run, RunStatus, Task
 
@@ -20,7 +20,7 @@ AGENT_FOLDER = ".broker/agent"
 CALL_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class GangReport:
     """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from broker.nouns import noun
 
 HOURS_A_MONTH = 730.0
 
@@ -16,7 +17,7 @@ UNKNOWN_BAND_PERCENT = 15.0
 PRIOR_NODE_HOURS = HOURS_A_MONTH
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Observation:
     """What was seen of one instance type at one place: preemptions of single nodes, in so many spot node-hours."""
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
+
+from broker.nouns import noun
 
 _TAIL = 1e-10  # preemption counts less likely than this in all are left out
 _COUNTS_MAX = 20_000
 _FLAT = 1e-4  # below this H s, a lost time is as good as uniform: H s / 8 bounds the error of its distribution
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Losses:
     """`hazard` is per hour of the whole gang and positive, `stretch` is s in hours."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
+from broker.nouns import noun
 from broker.state.database import Database
 from broker.types import Cluster, Node, NodeRequest
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Intent:
     """A gang somebody meant to create; open until its outcome is known."""
 
@@ -97,7 +97,7 @@ class IntentRows(Database):
         return int(rows[0][0])
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Bill:
     """One node's time; `ended_s` None: it goes on costing."""
 

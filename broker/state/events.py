@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from broker.nouns import noun
 from broker.state.database import Database
 from broker.state.schema import KEPT_DAYS
 from broker.types import Placement
@@ -12,7 +12,7 @@ from broker.types import Placement
 FORGIVEN_AFTER_S = 3600.0  # a place that was silent for so long after a refusal starts anew
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Event:
     """One plain sentence about a job or a cluster; ids only grow."""
 
@@ -24,7 +24,7 @@ class Event:
     cluster: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Refusal:
     """A place not to ask again before `expires_s`. Empty region, zone or instance type: all of them."""
 

@@ -6,18 +6,18 @@ import json
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from broker.errors import UsageError
+from broker.nouns import noun
 from broker.state.database import Database
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Progress, Task
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class StepRange:
     """What one attempt was seen doing: its first, its newest and its newest saved step."""
 
@@ -26,7 +26,7 @@ class StepRange:
     checkpoint_step: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class JobLine:
     """What a list shows of a job: cheap to read for ten thousand of them."""
 
@@ -40,7 +40,7 @@ class JobLine:
     ended_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class LogOffset:
     """How far a job's log is copied: so many bytes of this attempt's log end at so many bytes of our file."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+from broker.nouns import noun
 from broker.types.market import Placement
 from broker.types.task import Task
 
@@ -36,7 +36,7 @@ class JobStatus(StrEnum):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Attempt:
     """One try at a job on one cluster. `number` counts from 1 and only grows."""
 
@@ -53,7 +53,7 @@ class Attempt:
     usd: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Progress:
     """The newest line of BROKER_PROGRESS_FILE."""
 
@@ -65,7 +65,7 @@ class Progress:
     time_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Job:
     """A managed job: promised to finish or to say why not."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
+from broker.nouns import noun
 from broker.types.market import Placement
 from broker.types.task import Autostop
 
@@ -17,7 +18,7 @@ class NodeState(StrEnum):
     TERMINATED = "TERMINATED"  # confirmed gone; `Node.reason` may say why
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class MachineSpec:
     """What every node of a gang gets besides its instance type; None leaves the choice to the cloud's adapter."""
 
@@ -29,7 +30,7 @@ class MachineSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class NodeRequest:
     """A gang to create. The same `token` gives the same nodes, however often it is asked.
 
@@ -45,7 +46,7 @@ class NodeRequest:
     boot: str = field(default="", repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Node:
     """A machine as its cloud lists it; `owner`, `cluster` and `attempt` come from its tags."""
 
@@ -77,7 +78,7 @@ class ClusterStatus(StrEnum):
     TERMINATING = "TERMINATING"
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Cluster:
     name: str
     status: ClusterStatus
@@ -104,7 +105,7 @@ class RunStatus(StrEnum):
         return self not in (RunStatus.SETTING_UP, RunStatus.RUNNING)
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Run:
     """One execution on a cluster. `id` counts from 1 within the cluster."""
 

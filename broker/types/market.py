@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from broker.nouns import noun
 from broker.types.task import Task
 
 Objective = Literal["cost", "time"]  # what tasks that pass data on should take least of, together
 Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class AcceleratorFigures:
     """What one accelerator can do, from its maker's data sheet; None where the sheet is silent."""
 
@@ -29,7 +29,7 @@ class AcceleratorFigures:
         return self.bf16_dense_tflops or self.fp32_tflops
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class EgressPrice:
     """USD per GB that leaves `from_region` of `cloud` ("*": any) for `target`: "internet",
     "same_cloud_other_region" or "same_region"."""
@@ -40,7 +40,7 @@ class EgressPrice:
     usd_per_gb: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Offer:
     """One instance type for sale at one place, prices in USD per instance-hour.
 
@@ -64,7 +64,7 @@ class Offer:
     spot_as_of: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Placement:
     """Where a gang would run: so many nodes of one offer, spot or on-demand."""
 
@@ -85,7 +85,7 @@ class Placement:
         return (self.offer.spot_as_of if self.is_spot else "") or self.offer.as_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Breakdown:
     """Every term of an estimate: where its expected hours go, which of them are billed, and what else costs money.
 
@@ -107,7 +107,7 @@ class Breakdown:
     switch_chance: float | None = None  # that the job ends up on on-demand, where it may switch
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Estimate:
     """A placement with what it is expected to cost to finish. Hours and dollars are None where no work was given.
 
@@ -133,7 +133,7 @@ class Estimate:
         return "spot" if self.switch_after_hours is None else "spot, then on-demand"
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Rejection:
     """How many offers a named filter took out, and the nearest miss in words."""
 
@@ -142,7 +142,7 @@ class Rejection:
     nearest: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Plan:
     """Estimates, best first, never empty; `estimates[0]` is the choice and `reason` says why in one sentence.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from broker.nouns import noun
 from broker.types.market import Estimate, Objective
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Transfer:
     """Data moved from one placement to another. `is_assumed`: no price is known, a conservative one is used."""
 
@@ -16,7 +15,7 @@ class Transfer:
     is_assumed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class PipelineStep:
     """One task's choice. `is_assumed`: the task gives no work, and counts as one hour."""
 
@@ -27,7 +26,7 @@ class PipelineStep:
     is_assumed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class PipelineEdge:
     """Data that step `target` needs from step `source`."""
 
@@ -37,7 +36,7 @@ class PipelineEdge:
     transfer: Transfer
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class PipelinePlan:
     """The choice for every task, in an order that can be run.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from broker.nouns import noun
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Origin:
     """Where in a task file something was written; lines and columns count from 1."""
 
@@ -18,7 +20,7 @@ class Origin:
         return f"{self.file}:{self.line}:{self.column}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Quantity:
     """An asked amount: `4` is exactly 4, `4+` at least 4."""
 
@@ -32,13 +34,13 @@ class Quantity:
         return f"{self.value:g}{'+' if self.is_minimum else ''}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Autostop:
     idle_minutes: int
     is_down: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class JobRecovery:
     """`strategy` None is the default: same place first, then the plan's order."""
 
@@ -48,7 +50,7 @@ class JobRecovery:
     stall_timeout_s: float | None = None  # restart a program that reports no new step for so long
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Resources:
     """One acceptable shape of a node. Alternatives (`any_of`, a set of accelerators) become several Resources."""
 
@@ -73,7 +75,7 @@ class Resources:
     origin: Origin | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Goal:
     """What finishing means. `work_hours` is the time without faults on `work_on` ("A100:8"; None: on any placement)."""
 
@@ -85,7 +87,7 @@ class Goal:
     confidence: float = 0.9
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class CheckpointSpec:
     """What a checkpoint costs. `every_s` None: the Young/Daly interval is used."""
 
@@ -95,7 +97,7 @@ class CheckpointSpec:
     size_gib: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Secret:
     """A value that never shows itself: not in repr, logs, or `str`."""
 
@@ -107,7 +109,7 @@ class Secret:
     __str__ = __repr__
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class DataSet:
     """Data that a task reads or writes: a folder or bucket URL, and its size."""
 
@@ -115,7 +117,7 @@ class DataSet:
     size_gib: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class StorageMount:
     """A bucket that the task wants to see as a folder. `source` is a URL, local paths, or empty for a new bucket."""
 
@@ -128,7 +130,7 @@ class StorageMount:
     origin: Origin | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Notice:
     """What a task file asks for and broker does not do; `blocks_launch` when ignoring it would run another task."""
 
@@ -140,7 +142,7 @@ class Notice:
     source_line: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@noun
 class Task:
     """What the user wrote. `resources` is never empty; its order is a preference when `is_ordered`."""
 

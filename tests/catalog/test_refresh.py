@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from broker.catalog import history
+from broker.catalog.age import CloudFacts
 from broker.catalog.book import Book
 from broker.catalog.exchange import exchange_book
 from broker.catalog.history import find_points, name_history, remember_changes
@@ -17,7 +18,6 @@ from broker.catalog.importing import import_catalog
 from broker.catalog.opening import name_live_book, open_book
 from broker.catalog.refresh import CloudRefresh, load_sources, refresh_book
 from broker.catalog.sources import SOURCES
-from broker.catalog.writer import CloudFacts
 from broker.errors import AuthError, NoOfferError, SourceError, StateError, UsageError
 from broker.task.loader import load_tasks_text
 from broker.types import Offer

@@ -111,7 +111,7 @@ def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(sh
     notes = [process.communicate(timeout=60)[1] for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes in ([0, 2], [0, 0]), notes  # [0, 0]: the second came when the first was up
-    assert codes == [0, 0] or any("another command is bringing cluster `dev` up" in note for note in notes)
+    assert codes == [0, 0] or any("another command is bringing `dev` up" in note for note in notes)
     (cluster,) = shell.read_json("status")["clusters"]
     assert len(cluster["nodes"]) == 2 and shell.read_json("gc", "--dry-run")["nodes"] == []
 

@@ -15,6 +15,7 @@ from broker.clouds import local_machine
 from broker.clouds.base import CanPreempt, CanStop
 from broker.clouds.local import LocalCloud
 from broker.errors import CapacityError, TransientError
+from broker.runtime.transports.local import exchange
 from broker.types import Node, NodeState
 
 # Three double-forked grandchildren in sessions of their own, deaf to SIGTERM, and one that works on in the foreground.
@@ -191,3 +192,13 @@ def test_ended_is_told_once(tmp_path: Path) -> None:
     local_machine.record_end(str(tmp_path), state="TERMINATED", reason="second")
     assert json.loads((tmp_path / "ended.json").read_text())["reason"] == "first"
     assert [entry.name for entry in tmp_path.iterdir()] == ["ended.json"]
+
+
+def test_a_command_past_its_time_gets_no_answer_rather_than_a_strange_code(rig: Rig) -> None:
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        with pytest.raises(EOFError):
+            header = {"argv": ["sleep", "60"], "env": {}, "stdin": 0, "timeout_s": 0.01}
+            await exchange(Path(node.handle), header, b"")
+
+    asyncio.run(act())
