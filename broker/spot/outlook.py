@@ -21,13 +21,14 @@ from broker.spot.spells import AGES, class_of, hours_in_classes
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
-GROWTH = 1.25  # of the steps of both grids
+WORK_GROWTH, SPARE_GROWTH = 1.4, 1.25  # of the steps of the grids: the worth bends little with work, more with time
 # An hour of waiting counts as so much of an on-demand hour: of plans that cost the same the sooner is better.
 WAIT_PRICE = 0.02
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 
 Row = list[float]  # the worth at one node for each class of age, the oldest first
+_NOTHING: Row = [0.0] * CLASSES  # no work left: worth 0; rows are replaced, never changed
 # At which rate a spell of some age becomes one of the next class; the oldest stays what it is.
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))[::-1]
 
@@ -50,7 +51,7 @@ class Table:
 
     def __init__(self, work: Sequence[float], spare: Sequence[float]) -> None:
         self._work, self._spare = work, spare
-        self.rows: list[Row] = [[0.0] * CLASSES for _ in range(len(work) * len(spare))]
+        self.rows: list[Row] = [_NOTHING] * (len(work) * len(spare))
 
     def read(self, age_class: int, work: float, spare: float) -> float:
         """At any work left and spare time, by bilinear interpolation."""
@@ -73,8 +74,8 @@ class Outlook:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
-        self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2)
-        self.spare = grow_nodes(max(terms.start_hours, 0.01), max(terms.spare_hours, 0.02), even=5)
+        self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
+        self.spare = grow_nodes(max(terms.start_hours, 0.01), max(terms.spare_hours, 0.02), even=5, growth=SPARE_GROWTH)
         tables = [Table(self.work, self.spare) for _ in range(7)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
         self.sure_open, self.sure_closed = tables[5:]
@@ -243,12 +244,12 @@ class _Cell:
         ]
 
 
-def grow_nodes(step: float, end: float, *, even: int) -> tuple[float, ...]:
+def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[float, ...]:
     """0, some even steps, then steps that grow, up to `end` or just beyond."""
     nodes = [0.0]
     while nodes[-1] < end or len(nodes) < 3:
         if len(nodes) > even:
-            step *= GROWTH
+            step *= growth
         nodes.append(nodes[-1] + step)
     return tuple(nodes)
 

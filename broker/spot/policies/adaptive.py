@@ -31,10 +31,11 @@ from broker.spot.policies.base import (
 from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.spells import AGES, class_of
 
-PACE_STEP = math.log(1.5)  # paces are rounded, so that a table serves again
+PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
+PACE_STEPS_MAX = 4
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
-LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.05, 0.5
+LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.1, 1.0
 MOVE_GAIN = 1.15  # a better place must promise so much more than the move costs: promises are uncertain
 TABLES_MAX = 512
 
@@ -47,25 +48,26 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
 def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decision:
     """As `decide`, with a prior of one's own."""
     refuge = find_refuge(view, candidates)
-    markets = [read_market(each, refuge, prior) for each in candidates if each.is_spot]
+    spots = [each for each in candidates if each.is_spot]
     current = None if view.current is None else candidates[view.current]
-    if not markets:
+    if not spots:
         if current is not None:
             return Stay(reason="no spot is for sale")
         return (
             Wait(reason="nothing is for sale") if refuge is None else Move(target=refuge, reason="no spot is for sale")
         )
     if refuge is None or view.time_left_hours is None:
-        return _weigh_without_deadline(view, current, markets)
+        return _weigh_without_deadline(view, current, [read_market(each, refuge, prior) for each in spots])
     if current is not None and current.is_spot:
         hours = safe_hours(view, current, refuge)
         if hours <= 0:
             return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
-        if len(markets) == 1:
+        if len(spots) == 1:
             return Stay(hours=hours, reason="on spot")
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, and late already")
-    return _Scale.of(view, refuge, markets, prior).choose(current, candidates)
+    markets = [read_market(each, refuge, prior) for each in spots]
+    return _Scale.of(view, refuge, markets, prior).choose(current)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ class _Scale:
         best = min(opened, key=lambda each: each.rate(loss, work))
         return cls(view=view, refuge=refuge, markets=markets, best=best, outlook=outlook, spare=spare, work=work)
 
-    def choose(self, current: Candidate | None, candidates: Sequence[Candidate]) -> Decision:
+    def choose(self, current: Candidate | None) -> Decision:
         if current is not None and current.is_spot:
             return self._choose_on_spot(current)
         options, age = list[tuple[float, Decision]](), self._age_class()
@@ -205,7 +207,8 @@ def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], b
 
 
 def _round_paces(paces: Paces) -> tuple[int, int]:
-    return round(math.log(paces[0]) / PACE_STEP), round(math.log(paces[1]) / PACE_STEP)
+    young, old = (max(-PACE_STEPS_MAX, min(round(math.log(each) / PACE_STEP), PACE_STEPS_MAX)) for each in paces)
+    return young, old
 
 
 def _round_up(hours: float) -> float:
