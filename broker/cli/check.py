@@ -12,6 +12,7 @@ import typer
 from broker.cli.context import Context
 from broker.cli.render import print_json, print_line, print_table
 from broker.clouds import CHECKS, CLOUDS
+from broker.clouds.findings import CanGlance
 from broker.errors import CloudError, UsageError
 
 if TYPE_CHECKING:
@@ -41,10 +42,13 @@ def check(
 def _show_all(context: Context, *, as_json: bool) -> None:
     rows = [("local", True, "this machine, pretend prices")]
     for name in context.book.count_offers():
-        if name in CHECKS and name in context.clouds:
+        if name in CHECKS and (name in context.clouds or _can_glance(name)):
             rows.append((name, *_sum_up(name, context)))
         elif name not in CLOUDS or name not in context.clouds:
             rows.append((name, False, _explain(name)))
+    listed = {name for name, _, _ in rows}
+    unlisted = [(name, *_sum_up(name, context)) for name in CHECKS if name not in listed and _can_glance(name)]
+    rows += [row for row in unlisted if row[1]]
     if as_json:
         print_json([{"cloud": name, "can_launch": can, "note": note} for name, can, note in rows])
         return
@@ -54,7 +58,7 @@ def _show_all(context: Context, *, as_json: bool) -> None:
 
 def _sum_up(name: str, context: Context) -> tuple[bool, str]:
     try:
-        findings = _inspect(name, context)
+        findings = _inspect(name, context, is_glance=True)
     except CloudError as error:
         return False, error.message
     wrong = next((each for each in findings if each.is_needed and not each.is_ok), None)
@@ -76,19 +80,27 @@ def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
             print_line(f"       mend: {each.command}")
 
 
-def _inspect(name: str, context: Context) -> Sequence[Finding]:
+def _inspect(name: str, context: Context, *, is_glance: bool = False) -> Sequence[Finding]:
     import asyncio
 
-    return asyncio.run(_find_inspector(name).inspect(context.config, clock=context.clock))
+    inspector = _find_inspector(name)
+    look = inspector.glance if is_glance and isinstance(inspector, CanGlance) else inspector.inspect
+    return asyncio.run(look(context.config, clock=context.clock))
 
 
 def _find_inspector(name: str) -> Inspector:
     if name not in CHECKS:
         raise UsageError(f"there is nothing to check at `{name}`", hints=(f"There is {', '.join(sorted(CHECKS))}.",))
-    if not _is_installed(EXTRAS[name]):
+    if name in EXTRAS and not _is_installed(EXTRAS[name]):
         raise UsageError(f"`{name}` needs its library", hints=(f"Install `intercloud-broker[{name}]`.",))
-    inspector: Inspector = importlib.import_module(CHECKS[name])
+    module, _, maker = CHECKS[name].partition(":")
+    found = importlib.import_module(module)
+    inspector: Inspector = getattr(found, maker)(name) if maker else found
     return inspector
+
+
+def _can_glance(name: str) -> bool:
+    return ":" in CHECKS[name] and isinstance(_find_inspector(name), CanGlance)
 
 
 def _explain(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
@@ -32,3 +32,10 @@ class Inspector(Protocol):
 
     def write_policy(self, config: Config) -> str:
         """The least that the login must be allowed, as a file that the cloud's own tool takes."""
+
+
+@runtime_checkable
+class CanGlance(Protocol):
+    """Inspectors for which a close look is slow: where all clouds are listed, this is asked instead."""
+
+    async def glance(self, config: Config, *, clock: Clock) -> Sequence[Finding]: ...

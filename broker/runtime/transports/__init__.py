@@ -6,4 +6,5 @@ from __future__ import annotations
 TRANSPORTS: dict[str, str] = {
     "local": "broker.runtime.transports.local:make_transport",
     "ssh": "broker.runtime.transports.ssh:make_transport",
+    "sky": "broker.runtime.transports.sky:make_transport",
 }

@@ -15,22 +15,20 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import StateError, TransientError
 from broker.runtime.base import Completed, Shell
-from broker.runtime.keys import GangKeys, Keys
+from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh_call import call, explain, find_program
 from broker.runtime.transports.ssh_files import put_files
 from broker.runtime.transports.ssh_options import (
     ALIVE_COUNT_MAX,
     ALIVE_INTERVAL_S,
-    CONNECT_S,
     PERSIST_S,
-    Place,
+    Route,
     make_options,
     name_control,
     parse_handle,
 )
 from broker.types import Node
 
-CONNECT_S_MAX = CONNECT_S + 10.0  # a host that accepts and then says nothing
 MARGIN_S = ALIVE_INTERVAL_S * ALIVE_COUNT_MAX + 2.0
 FIRST_LOOK_S = 0.1
 LOOK_S_MAX = 1.0
@@ -90,10 +88,9 @@ class SshTransport:
 
     async def put(self, node: Node, source: Path, target: str) -> None:
         await self._connect(node)
-        keys, place = self._find(node)
-        control = name_control(keys, place)
-        remote_shell = shlex.join(["ssh", *make_options(keys, place, control)])
-        await put_files(self, node, source, target, remote_shell=remote_shell, destination=place.host)
+        route = self._find(node)
+        remote_shell = shlex.join(["ssh", *route.options])
+        await put_files(self, node, source, target, remote_shell=remote_shell, destination=route.host)
 
     async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
         """A shell command of our own, without the wrapper. Raises TransientError when it fails or ssh does."""
@@ -104,53 +101,51 @@ class SshTransport:
 
     async def open_shell(self, node: Node) -> Shell:
         await self._connect(node)
-        keys, place = self._find(node)
-        options = make_options(keys, place, name_control(keys, place))
-        argv = (find_program("ssh"), "-t", *options, place.host)
+        route = self._find(node)
+        argv = (find_program("ssh"), "-t", *route.options, route.host)
         return Shell(argv=argv, env={}, folder=str(Path.home()))
 
     async def _ssh(self, node: Node, command: str, *, timeout_s: float, stdin: bytes | IO[bytes]) -> Completed:
         await self._connect(node)
-        keys, place = self._find(node)
-        options = make_options(keys, place, name_control(keys, place))
-        argv = [find_program("ssh"), "-T", *options, "-o", "ControlMaster=no", place.host, command]
+        route = self._find(node)
+        argv = [find_program("ssh"), "-T", *route.options, "-o", "ControlMaster=no", route.host, command]
         return await call(argv, stdin=stdin, timeout_s=timeout_s + MARGIN_S, what=f"node `{node.id}`")
 
     async def _connect(self, node: Node) -> None:
         """Keep one connection open. A node that was never reached is given time to boot; a known one is not."""
-        keys, place = self._find(node)
-        control = name_control(keys, place)
-        async with self._locks.setdefault(str(control), asyncio.Lock()):
-            if is_listening(control):
+        route = self._find(node)
+        async with self._locks.setdefault(str(route.control), asyncio.Lock()):
+            if is_listening(route.control):
                 return
             give_up_s = self._clock.now_s() + (0.0 if node.id in self._reached else self._patience_s)
             look_s = FIRST_LOOK_S
-            while (problem := await self._try_connect(node, keys, place, control)) is not None:
+            while (problem := await self._try_connect(node, route)) is not None:
                 if self._clock.now_s() >= give_up_s:
                     raise TransientError(f"node `{node.id}` cannot be reached{problem}")
                 await self._clock.sleep(look_s)
                 look_s = min(LOOK_S_MAX, look_s * 1.5)
             self._reached.add(node.id)
 
-    async def _try_connect(self, node: Node, keys: GangKeys, place: Place, control: Path) -> str | None:
+    async def _try_connect(self, node: Node, route: Route) -> str | None:
         """None once connected, else why not."""
-        options = make_options(keys, place, control)
         master = ["-o", "ControlMaster=yes", "-o", f"ControlPersist={PERSIST_S}", "-f", "-N"]
-        argv = [find_program("ssh"), "-T", *options, *master, place.host]
+        argv = [find_program("ssh"), "-T", *route.options, *master, route.host]
         try:
-            done = await call(argv, stdin=b"", timeout_s=CONNECT_S_MAX, what=f"node `{node.id}`")
+            done = await call(argv, stdin=b"", timeout_s=route.connect_s_max, what=f"node `{node.id}`")
         except TransientError as error:
             return f": {error.message}"
         return explain(done.stderr) if done.returncode else None
 
-    def _find(self, node: Node) -> tuple[GangKeys, Place]:
+    def _find(self, node: Node) -> Route:
         keys = self._keys.find(node.cluster, node.token)
         if keys is None:
             raise StateError(
                 f"the keys of cluster `{node.cluster}` are not in this state folder",
                 hints=(f"end it with `broker down {node.cluster}`, or use the BROKER_HOME it was made with",),
             )
-        return keys, parse_handle(node.handle)
+        place = parse_handle(node.handle)
+        control = name_control(keys, place)
+        return Route(options=tuple(make_options(keys, place, control)), host=place.host, control=control)
 
 
 def is_listening(control: Path) -> bool:

@@ -31,6 +31,19 @@ class Place:
     port: int = 22
 
 
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How ssh gets there: its options, the host by the name that they know, the kept connection's socket.
+
+    `connect_s_max`: for a host that accepts and then says nothing.
+    """
+
+    options: tuple[str, ...]
+    host: str
+    control: Path
+    connect_s_max: float = CONNECT_S + 10.0
+
+
 def parse_handle(handle: str) -> Place:
     """`ssh://user@host:port`, an IPv6 host in brackets. Raises StateError."""
     found = HANDLE.fullmatch(handle)

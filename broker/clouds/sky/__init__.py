@@ -1,0 +1,1 @@
+"""Every other cloud, through SkyPilot."""

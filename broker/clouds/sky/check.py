@@ -1,0 +1,103 @@
+"""`broker check` for clouds behind SkyPilot: is it there, does its server answer, which clouds has it enabled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from broker.clock import Clock
+from broker.clouds.findings import Finding
+from broker.clouds.sky.engine import Engine
+from broker.clouds.sky.faults import COLORS
+from broker.clouds.sky.login import find_python
+from broker.clouds.sky.makers import make_engine
+from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.orders import NO_AUTODOWN
+from broker.config import Config
+from broker.errors import CloudError
+from broker.nouns import noun
+
+INSTALL = "pip install 'intercloud-broker[sky]'"
+START = "sky api start"
+
+
+@noun
+class Survey:
+    """What SkyPilot said about all clouds together; `fault` stands where it could not be asked."""
+
+    server: Finding
+    enabled: tuple[str, ...] = ()
+
+
+class SkyInspector:
+    """`Inspector` and `CanGlance` for one cloud. Many are asked in one command: the first one's answer serves all."""
+
+    _surveys: ClassVar[dict[str, Survey]] = {}
+
+    def __init__(self, cloud: str, engine: Engine | None = None) -> None:
+        self._cloud = cloud
+        self._engine = engine
+
+    async def glance(self, config: Config, *, clock: Clock) -> Sequence[Finding]:
+        """As of SkyPilot's last check. What it has enabled is remembered: these can be launched on from now on."""
+        engine = self._find_engine()
+        if engine is None:
+            return [Finding(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
+        key = str(config.home)
+        if key not in self._surveys:
+            self._surveys[key] = await survey(engine, Memory(config.home / "sky"))
+        found = self._surveys[key]
+        return [found.server, self._judge(found.enabled)] if found.server.is_ok else [found.server]
+
+    async def inspect(self, config: Config, *, clock: Clock) -> Sequence[Finding]:
+        """Has SkyPilot ask the cloud itself, and shows what it says about it."""
+        engine = self._find_engine()
+        if engine is None:
+            return [Finding(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
+        memory = Memory(config.home / "sky")
+        found = await survey(engine, memory)
+        if not found.server.is_ok:
+            return [found.server]
+        is_enabled, text = await engine.check(self._cloud)
+        memory.note_enabled(await engine.list_enabled())
+        findings = [found.server, self._judge([self._cloud] if is_enabled else [], read_reason(text))]
+        if is_enabled and self._cloud in NO_AUTODOWN:
+            note = "its machines cannot end themselves: what broker loses sight of runs until `broker gc`"
+            findings.append(Finding(name="lease", is_ok=False, note=note, is_needed=False))
+        return findings
+
+    def write_policy(self, config: Config) -> str:
+        """SkyPilot's own list is the least that it works with."""
+        return f"# {self._cloud} is used through SkyPilot, whose permissions are described at\n{PERMISSIONS}\n"
+
+    def _find_engine(self) -> Engine | None:
+        python = find_python() if self._engine is None else None
+        return make_engine(python) if python else self._engine
+
+    def _judge(self, enabled: Sequence[str], reason: str = "") -> Finding:
+        if self._cloud in enabled:
+            return Finding(name="login", is_ok=True, note="enabled in SkyPilot")
+        note = reason or "not enabled in SkyPilot"
+        return Finding(name="login", is_ok=False, note=note, command=f"sky check {self._cloud}")
+
+
+PERMISSIONS = "# https://docs.skypilot.co/en/latest/cloud-setup/cloud-permissions/index.html"
+
+
+async def survey(engine: Engine, memory: Memory) -> Survey:
+    """Starts no server. Where none answers, what was remembered stays as it is."""
+    try:
+        server = await engine.hello()
+        enabled = await engine.list_enabled()
+    except CloudError as error:
+        return Survey(server=Finding(name="skypilot", is_ok=False, note=error.message, command=START))
+    memory.note_enabled(enabled)
+    note = f"SkyPilot {server['version']} at {server['url']}"
+    return Survey(server=Finding(name="skypilot", is_ok=True, note=note), enabled=tuple(enabled))
+
+
+def read_reason(text: str) -> str:
+    """What `sky check` shows between the cloud's line and its summary, on one line."""
+    blocks = COLORS.sub("", text).split("\n\n")
+    lines = [line.strip() for line in blocks[0].splitlines()[2:]]
+    return " ".join(line for line in lines if line)

@@ -1,0 +1,214 @@
+"""One cloud behind SkyPilot: four verbs, and stopping. A gang is one SkyPilot cluster, ended as a whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from broker.clock import Clock
+from broker.clouds.sky.engine import Engine, WorkerEngine
+from broker.clouds.sky.faults import CHECK_HINT, MissingError
+from broker.clouds.sky.gangs import (
+    FAILED,
+    NAME,
+    Gang,
+    Look,
+    adopt,
+    is_broken,
+    judge,
+    list_nodes_of,
+    make_gang,
+    make_name,
+    make_prefix,
+    read_name,
+)
+from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.orders import make_task
+from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, TransientError
+from broker.types import Node, NodeRequest, NodeState
+
+log = logging.getLogger(__name__)
+
+VERDICT_S = 45.0  # most refusals come within; a launch itself takes minutes and is not waited for
+LOOK_S, LOOK_S_MAX = 0.5, 5.0
+GONE_S = 120.0  # for what a failed launch left behind
+REFRESH_EVERY_S = 15.0
+
+
+class SkyCloud:
+    """Cloud, CanStop, CanPrepare. The token names the cluster: what is asked for twice is found again."""
+
+    settle_s: ClassVar[float] = 10.0
+    name: str  # one class for all clouds behind SkyPilot
+
+    def __init__(self, name: str, *, engine: Engine, memory: Memory, clock: Clock) -> None:
+        self.name = name
+        self._engine = engine
+        self._memory = memory
+        self._clock = clock
+        self._refreshed_s = float("-inf")
+
+    def prepare(self) -> None:
+        """Start the worker, whose import takes seconds; returns at once."""
+        if isinstance(self._engine, WorkerEngine):
+            self._engine.start()
+
+    async def check(self) -> None:
+        enabled = await self._engine.list_enabled()
+        self._memory.note_enabled(enabled)
+        if self.name not in enabled:
+            raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"Run `sky check {self.name}`.",))
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Waits `VERDICT_S` for a refusal; machines that are still on their way by then are PENDING."""
+        task = make_task(request)
+        name = make_name(request)
+        gang = self._memory.read().get(name)
+        if gang is not None and (gang.cluster, gang.attempt) != (request.cluster, request.attempt):
+            raise InvalidRequestError(f"token {request.token} was used for another request")
+        if gang is None:
+            gang = make_gang(request, task=task, now_s=self._clock.now_s())
+        if gang.ended_s is None:
+            gang = await self._launch(gang)
+        look, gang, state = await self._wait_for_verdict(gang)
+        is_refused = look.read_status(gang.request_id) in FAILED and not gang.is_down_asked and not gang.was_up
+        if is_refused and (state is NodeState.TERMINATED or is_broken(gang, look)):
+            raise await self._read_refusal(gang, look)
+        return list_nodes_of(gang, state or NodeState.PENDING)
+
+    async def list_nodes(self, owner: str) -> Sequence[Node]:
+        """Ends on the way what a failed launch left behind."""
+        known = {
+            name: gang for name, gang in self._memory.read().items() if (gang.owner, gang.cloud) == (owner, self.name)
+        }
+        waiting = [
+            gang.request_id for gang in known.values() if gang.request_id and not gang.was_up and not gang.ended_s
+        ]
+        look = await self._engine.look(make_prefix(owner), waiting)
+        gangs = {**self._adopt_strangers(owner, look), **known}
+        nodes: list[Node] = []
+        changed: list[Gang] = []
+        for before in gangs.values():
+            gang, state = judge(before, look, now_s=self._clock.now_s())
+            gang, state = await self._reach(gang, state, look)
+            if state is None:
+                continue
+            if gang != known.get(gang.name):
+                changed.append(gang)
+            if is_broken(gang, look):
+                await self._engine.end(gang.name)
+            nodes.extend(list_nodes_of(gang, state))
+        self._memory.note(changed, now_s=self._clock.now_s())
+        await self._refresh([node for node in nodes if node.is_spot and node.state is NodeState.RUNNING])
+        return nodes
+
+    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+        """A node is ended with its whole gang: SkyPilot knows no part of a cluster."""
+        for name in self._list_names(ids):
+            gang = self._memory.read().get(name)
+            if gang is not None and gang.ended_s is None:
+                self._memory.note([replace(gang, is_down_asked=True)], now_s=self._clock.now_s())
+            try:
+                await self._engine.end(name)
+            except MissingError:
+                continue
+
+    async def stop_nodes(self, ids: Sequence[str]) -> None:
+        for name in self._list_names(ids):
+            seen = (await self._engine.look(name, [])).find(name)
+            if seen is not None and seen.status != "STOPPED":
+                await self._engine.stop(name)
+
+    async def start_nodes(self, ids: Sequence[str]) -> None:
+        """By launching again, which also starts the keeper; SkyPilot's own start would leave nobody to end it."""
+        for name in self._list_names(ids):
+            gang = self._memory.read().get(name)
+            look = await self._engine.look(name, [])
+            seen = look.find(name)
+            if seen is None:
+                raise InvalidRequestError(f"SkyPilot has no cluster {name} to start")
+            if seen.status != "STOPPED" or look.is_launching(name):
+                continue
+            if gang is None or not gang.task:
+                raise InvalidRequestError(
+                    f"how {name} was launched is not in this state folder", hints=(f"Run `sky start {name}`.",)
+                )
+            request_id = await self._engine.launch(name, gang.task)
+            self._memory.note([replace(gang, request_id=request_id)], now_s=self._clock.now_s())
+
+    def _list_names(self, ids: Sequence[str]) -> Sequence[str]:
+        return list(dict.fromkeys(read_name(node_id) for node_id in ids))
+
+    async def _launch(self, gang: Gang) -> Gang:
+        """Once: what SkyPilot has or is making already is taken over."""
+        look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
+        if look.find(gang.name) is None and not look.is_launching(gang.name) and not gang.was_seen:
+            if look.read_status(gang.request_id) in FAILED:
+                return gang
+            self._memory.note([gang], now_s=self._clock.now_s())
+            gang = replace(gang, request_id=await self._engine.launch(gang.name, gang.task))
+        elif not gang.request_id:
+            request_id = next((each.id for each in look.requests if each.cluster == gang.name), "")
+            gang = replace(gang, request_id=request_id)
+        self._memory.note([gang], now_s=self._clock.now_s())
+        return gang
+
+    async def _wait_for_verdict(self, gang: Gang) -> tuple[Look, Gang, NodeState | None]:
+        start_s, look_s = self._clock.now_s(), LOOK_S
+        while True:
+            look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
+            gang, state = judge(gang, look, now_s=self._clock.now_s())
+            gang, state = await self._reach(gang, state, look)
+            is_late = self._clock.now_s() - start_s >= VERDICT_S
+            if state not in (None, NodeState.PENDING) or is_broken(gang, look) or is_late:
+                self._memory.note([gang], now_s=self._clock.now_s())
+                return look, gang, state
+            await self._clock.sleep(look_s)
+            look_s = min(LOOK_S_MAX, look_s * 1.5)
+
+    async def _reach(self, gang: Gang, state: NodeState | None, look: Look) -> tuple[Gang, NodeState | None]:
+        """A gang that is up counts as RUNNING once we know how to reach it; after each start that is elsewhere."""
+        seen = look.find(gang.name)
+        if state is not NodeState.RUNNING or seen is None or seen.launched_at == gang.reached_at:
+            return gang, state
+        path = await self._engine.write_ssh(gang.name)
+        if path is None:
+            return gang, NodeState.PENDING
+        self._memory.keep_ssh(gang.name, path)
+        return replace(gang, reached_at=seen.launched_at), state
+
+    async def _read_refusal(self, gang: Gang, look: Look) -> CloudError:
+        """Why the launch failed, once nothing is left of it; TransientError where that cannot be told yet."""
+        try:
+            await self._engine.fetch(gang.request_id)
+            reason: CloudError = TransientError(f"SkyPilot says no more why {gang.name} failed")
+        except CloudError as error:
+            reason = error
+        start_s = self._clock.now_s()
+        while look.find(gang.name) is not None:
+            if self._clock.now_s() - start_s >= GONE_S:
+                return TransientError(f"a failed launch is not gone yet: {reason.message}")
+            await self._engine.end(gang.name)
+            await self._clock.sleep(LOOK_S_MAX)
+            look = await self._engine.look(gang.name, [])
+        self._memory.forget(gang.name)
+        if isinstance(reason, CapacityError) and self.name not in await self._engine.list_enabled():
+            return AuthError(f"SkyPilot has not enabled {self.name}", hints=(CHECK_HINT,))
+        return reason
+
+    def _adopt_strangers(self, owner: str, look: Look) -> dict[str, Gang]:
+        """Ours by name, and not in the memory: the state folder was lost, or a command died at the wrong moment."""
+        names = {each.name for each in look.clusters}
+        names |= {each.cluster for each in look.requests if look.is_launching(each.cluster)}
+        ours = [name for name in names if (found := NAME.fullmatch(name)) and found["cloud"] == self.name]
+        adopted = [adopt(name, owner, look.find(name)) for name in ours]
+        return {gang.name: gang for gang in adopted if gang is not None}
+
+    async def _refresh(self, spot: Sequence[Node]) -> None:
+        """SkyPilot asks the clouds about each cluster once a minute; for spot that is late."""
+        now_s = self._clock.now_s()
+        if spot and now_s - self._refreshed_s >= REFRESH_EVERY_S:
+            self._refreshed_s = now_s
+            await self._engine.refresh(self._list_names([node.id for node in spot]))

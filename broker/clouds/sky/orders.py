@@ -1,0 +1,86 @@
+"""A request for nodes as the task that SkyPilot is given: one place pinned, and a keeper that ends it. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.clouds.sky.gangs import ATTEMPT_LABEL, CLUSTER_LABEL
+from broker.errors import InvalidRequestError
+from broker.types import NodeRequest, Offer
+
+PODS = ("kubernetes", "slurm", "ssh")  # sell cores and memory, no instance types
+# SkyPilot 0.14.1 cannot take these down from inside (`sky/clouds/*.py`, AUTODOWN): nothing ends them but broker.
+NO_AUTODOWN = ("hyperbolic", "primeintellect", "verda", "yotta")
+KEEPER_LOOK_S = 10
+UNCLAIMED_MINUTES = 30  # as for nodes of broker's own clouds
+
+# SkyPilot takes a cluster down when no job runs on it. This job runs until the node's agent says that its lease or its
+# autostop is over, or nobody has come to talk to the node; any node's end is the end of all.
+KEEPER = """\
+state="$HOME/.broker"; mkdir -p "$state" && chmod 700 "$state" && rm -f "$state/shutdown"
+looks=@LOOKS@
+while [ ! -e "$state/shutdown" ]; do
+  sleep @LOOK_S@
+  if [ ! -d "$state/runs" ]; then
+    looks=$((looks - 1)); [ "$looks" -gt 0 ] || break
+  fi
+done
+echo "broker: the end of this node: $(cat "$state/shutdown" 2>/dev/null || echo nobody claimed it)"
+exit 1
+"""
+
+
+def make_task(request: NodeRequest) -> dict[str, Any]:
+    """What `sky.Task.from_yaml_config` takes. Raises InvalidRequestError for what no cloud behind SkyPilot has."""
+    keeper = KEEPER.replace("@LOOKS@", str(UNCLAIMED_MINUTES * 60 // KEEPER_LOOK_S))
+    return {
+        "name": "broker-keeper",
+        "num_nodes": request.placement.node_count,
+        "resources": make_resources(request),
+        "run": keeper.replace("@LOOK_S@", str(KEEPER_LOOK_S)),
+    }
+
+
+def make_resources(request: NodeRequest) -> dict[str, Any]:
+    """The offer's place and machine, nothing left to choose."""
+    offer, spec = request.placement.offer, request.spec
+    resources: dict[str, Any] = {
+        "infra": "/".join(each for each in (offer.cloud, offer.region, offer.zone) if each),
+        "use_spot": request.placement.is_spot,
+        "disk_size": spec.disk_size_gib,
+        "labels": {
+            **spec.labels,
+            CLUSTER_LABEL: request.cluster,
+            ATTEMPT_LABEL: str(request.attempt),
+        },
+        **make_machine(offer),
+    }
+    optional = {
+        "disk_tier": spec.disk_tier,
+        "network_tier": spec.network_tier,
+        "image_id": spec.image_id,
+        "ports": list(spec.ports),
+    }
+    resources.update((name, value) for name, value in optional.items() if value)
+    if offer.cloud in PODS:
+        del resources["disk_size"]
+    if offer.cloud not in NO_AUTODOWN:
+        resources["autostop"] = {"idle_minutes": 1, "down": True, "wait_for": "jobs"}
+    return resources
+
+
+def make_machine(offer: Offer) -> dict[str, Any]:
+    if offer.accelerator and offer.accelerator.lower().startswith("tpu"):
+        return {"accelerators": f"{offer.accelerator}:{_say(offer.accelerator_count)}"}
+    if offer.cloud not in PODS:
+        if not offer.instance_type:
+            raise InvalidRequestError(f"an offer of {offer.cloud} names no instance type")
+        return {"instance_type": offer.instance_type}
+    machine = {"cpus": f"{_say(offer.vcpus)}+", "memory": f"{_say(offer.memory_gib)}+"}
+    if offer.accelerator:
+        machine["accelerators"] = f"{offer.accelerator}:{_say(offer.accelerator_count)}"
+    return machine
+
+
+def _say(number: float) -> str:
+    return f"{number:g}"

@@ -1,0 +1,192 @@
+"""Runs in SkyPilot's own interpreter: one JSON line in is one call of its SDK, one JSON line out the answer.
+
+In: {"id", "verb", "arguments"}; out: {"id", "value"} or {"id", "fault": {"type", "message", "history"}}. Nothing of
+broker is imported here. What SkyPilot prints goes to stderr; the program ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+THREADS = 8
+MESSAGE_MAX = 2000  # characters of an error; SkyPilot's may hold whole logs
+SSH_S = 120.0
+GRACE_S = 10.0
+LAUNCHES = ("launch", "start")
+
+
+def main() -> None:
+    """Real stdout is kept aside first: whatever prints must not end up among the answers."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != Path(__file__).resolve().parent]
+    lock = threading.Lock()
+
+    def answer(call: dict[str, Any]) -> None:
+        try:
+            reply = {"id": call["id"], "value": VERBS[call["verb"]](**call["arguments"])}
+        except BaseException as error:  # SystemExit too: `sky.check` raises it
+            reply = {"id": call["id"], "fault": describe(error)}
+        with lock:
+            answers.write(json.dumps(reply, default=str) + "\n")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for line in sys.stdin:
+            pool.submit(answer, json.loads(line))
+        # Whoever asked is gone: what is half done gets a little time, what waits for a launch gets no more.
+        end = threading.Timer(GRACE_S, os._exit, (0,))
+        end.daemon = True
+        end.start()
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Types and codes, on which the other side decides; `history` is what each place said that SkyPilot tried."""
+    codes = [str(each.get("code", "")) for each in getattr(error, "errors", None) or () if isinstance(each, dict)]
+    kind = getattr(error, "error_type", None)
+    return {
+        "type": type(error).__name__,
+        "module": type(error).__module__,
+        "message": str(error)[:MESSAGE_MAX],
+        "codes": [*codes, *([str(kind)] if kind else [])],
+        "history": [describe(each) for each in getattr(error, "failover_history", None) or ()],
+    }
+
+
+def hello() -> dict[str, str]:
+    """Raises what the health check raises where no server answers; starts none."""
+    import sky
+    from sky.server import common
+
+    common.check_server_healthy()
+    return {"version": str(sky.__version__), "url": str(common.redact_url_password(common.get_server_url()))}
+
+
+def list_enabled() -> list[str]:
+    """Lower-case names, as the server remembers them from its last check."""
+    from sky.client import sdk
+
+    return sorted(str(name).lower() for name in sdk.get(sdk.enabled_clouds()))
+
+
+def check(cloud: str) -> dict[str, Any]:
+    """Ask the cloud; `text` is what `sky check` shows."""
+    from sky.client import sdk
+
+    text = io.StringIO()
+    found = sdk.stream_and_get(sdk.check((cloud,), verbose=False), output_stream=text)
+    able = {name.lower(): list(can) for clouds in (found or {}).values() for name, can in clouds.items()}
+    return {"is_enabled": "compute" in able.get(cloud, ()), "text": text.getvalue()}
+
+
+def launch(name: str, task: dict[str, Any], *, is_dry: bool = False) -> str:
+    """The request's id, once the server has taken it on."""
+    import sky
+    from sky.client import sdk
+
+    return str(sdk.launch(sky.Task.from_yaml_config(task), cluster_name=name, dryrun=is_dry))
+
+
+def look(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
+    """Clusters and live requests whose cluster's name begins so, and how these requests stand."""
+    from sky.client import sdk
+
+    clusters = [read_cluster(each) for each in sdk.get(sdk.status()) if each["name"].startswith(prefix)]
+    live = [read_request(each) for each in sdk.api_status() if (each.cluster_name or "").startswith(prefix)]
+    known = {each["id"] for each in live}
+    wanted = [each for each in request_ids if each not in known]
+    ended = [read_request(each) for each in sdk.api_status(request_ids=wanted)] if wanted else []
+    return {"clusters": clusters, "requests": live + ended}
+
+
+def read_cluster(record: Any) -> dict[str, Any]:
+    return {
+        "name": record["name"],
+        "status": record["status"].value,
+        "cloud": str(record["cloud"] or "").lower(),
+        "region": record["region"] or "",
+        "nodes": record["nodes"],
+        "labels": dict(record["labels"] or {}),
+        "launched_at": float(record["launched_at"] or 0),
+        "addresses": list(getattr(record["handle"], "cached_internal_ips", None) or ()),
+        "why": str(record["init_status_reason"] or "")[:MESSAGE_MAX],
+    }
+
+
+def read_request(request: Any) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "verb": request.name.rpartition(".")[2],
+        "cluster": request.cluster_name or "",
+        "status": request.status,
+    }
+
+
+def refresh(names: Sequence[str]) -> str:
+    """Begin to ask the clouds themselves; what they say stands in the table later."""
+    from sky.client import sdk
+    from sky.utils import common
+
+    return str(sdk.status(list(names), refresh=common.StatusRefreshMode.FORCE))
+
+
+def fetch(request_id: str) -> None:
+    """Wait for a request's end; raises what it failed with."""
+    from sky.client import sdk
+
+    sdk.get(request_id)
+
+
+def end(name: str) -> None:
+    """Call off what is still being launched, and begin to take the cluster down. Already gone is success."""
+    from sky import exceptions
+    from sky.client import sdk
+
+    live = [read_request(each) for each in sdk.api_status() if each.cluster_name == name]
+    launches = [each["id"] for each in live if each["verb"] in LAUNCHES]
+    if launches:
+        sdk.get(sdk.api_cancel(launches, silent=True))
+    if any(each["verb"] == "down" for each in live):
+        return
+    with contextlib.suppress(exceptions.ClusterDoesNotExist):
+        sdk.down(name)
+
+
+def stop(name: str) -> None:
+    from sky.client import sdk
+
+    sdk.get(sdk.stop(name))
+
+
+def write_ssh(name: str) -> str:
+    """SkyPilot's command line writes how to reach a cluster; returns the file."""
+    command = [sys.executable, "-c", "from sky.client.cli.command import cli; cli()", "status", name]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=SSH_S, check=False)
+    path = Path("~/.sky/generated/ssh").expanduser() / name
+    return str(path) if path.is_file() else ""
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "hello": hello,
+    "list_enabled": list_enabled,
+    "check": check,
+    "launch": launch,
+    "look": look,
+    "refresh": refresh,
+    "fetch": fetch,
+    "end": end,
+    "stop": stop,
+    "write_ssh": write_ssh,
+}
+
+if __name__ == "__main__":
+    main()

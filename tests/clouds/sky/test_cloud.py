@@ -1,0 +1,239 @@
+"""What is particular to a cloud behind SkyPilot: late verdicts, leftovers, whole gangs, how to reach them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from broker.clouds.sky.faults import Fault
+from broker.clouds.sky.memory import Memory
+from broker.errors import AuthError, CapacityError, InvalidRequestError
+from broker.types import Node, NodeState
+from tests.clouds.contract import OWNER, list_of, make_request, wait_state
+
+PENDING, RUNNING, STOPPED, TERMINATED = (
+    NodeState.PENDING, NodeState.RUNNING, NodeState.STOPPED, NodeState.TERMINATED,
+)  # fmt: skip
+NO_ROOM = Fault(type="ResourcesUnavailableError", message="Failed to provision", history=(Fault(type="CloudError"),))
+
+
+def list_states(nodes: Sequence[Node]) -> list[tuple[int, NodeState, str]]:
+    return [(node.rank, node.state, node.reason) for node in nodes]
+
+
+def test_a_launch_is_not_waited_for(bed: Any) -> None:
+    async def act() -> None:
+        start_s = bed.clock.now_s()
+        nodes = await bed.cloud.create_nodes(make_request(bed, node_count=2))
+        assert list_states(nodes) == [(0, PENDING, ""), (1, PENDING, "")]
+        assert bed.clock.now_s() - start_s < 60
+
+    asyncio.run(act())
+
+
+def test_nodes_know_each_other_and_the_way_to_them_is_kept(bed: Any) -> None:
+    async def act() -> None:
+        request = make_request(bed, node_count=2)
+        await bed.cloud.create_nodes(request)
+        nodes = await wait_state(bed, request.token, RUNNING, 2)
+        name = f"b-{OWNER}-lambda-{request.token}"
+        assert [node.handle for node in nodes] == [f"sky://{name}/0", f"sky://{name}/1"]
+        assert [node.address for node in nodes] == ["10.0.0.4", "10.0.0.5"]
+        file = bed.folder / "sky" / "ssh" / name
+        first = file.read_text()
+        await bed.cloud.stop_nodes([nodes[0].id])
+        await wait_state(bed, request.token, STOPPED, 2)
+        await bed.cloud.start_nodes([nodes[0].id])
+        await wait_state(bed, request.token, RUNNING, 2)
+        assert file.read_text() != first, "it listens elsewhere now"
+        await bed.cloud.terminate_nodes([nodes[1].id])
+        await wait_state(bed, request.token, TERMINATED, 2)
+        assert not file.exists()
+
+    asyncio.run(act())
+
+
+def test_a_start_is_a_launch_so_that_the_keeper_runs_again(bed: Any) -> None:
+    async def act() -> None:
+        request = make_request(bed)
+        (node,) = await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING)
+        await bed.cloud.stop_nodes([node.id])
+        await bed.cloud.start_nodes([node.id])
+        await bed.reopen().start_nodes([node.id])  # twice, from elsewhere
+        await wait_state(bed, request.token, RUNNING)
+        first, second = bed.engine.launched
+        assert first == second and "shutdown" in second[1]["run"]
+
+    asyncio.run(act())
+
+
+def test_a_launch_that_fails_late_leaves_nothing(bed: Any) -> None:
+    """The verdict comes after `create_nodes` has returned, and SkyPilot keeps what it has made by then."""
+    bed.engine.refusal, bed.engine.refuses_late = NO_ROOM, True
+
+    async def act() -> None:
+        request = make_request(bed, node_count=2)
+        await bed.cloud.create_nodes(request)
+        nodes = await wait_state(bed, request.token, TERMINATED, 2)
+        assert {node.reason for node in nodes} == {"refused"}
+        assert not bed.engine.clusters
+
+    asyncio.run(act())
+
+
+def test_a_launch_that_fails_early_with_machines_is_refused_once_they_are_gone(bed: Any) -> None:
+    bed.engine.refusal, bed.engine.refuses_late = NO_ROOM, True
+
+    async def act() -> None:
+        request = make_request(bed)
+        name = f"b-{OWNER}-lambda-{request.token}"
+        await bed.engine.launch(name, {"num_nodes": 1, "resources": {"infra": "lambda/us-east-1", "labels": {}}})
+        await bed.clock.sleep(160)  # an earlier command asked, and died; the launch is about to fail
+        with pytest.raises(CapacityError):
+            await bed.cloud.create_nodes(request)
+        assert len(bed.engine.launched) == 1 and not bed.engine.clusters
+
+    asyncio.run(act())
+
+
+def test_refusals_of_a_cloud_that_is_not_enabled_end_the_search(bed: Any) -> None:
+    bed.engine.refusal, bed.engine.enabled = Fault(type="ResourcesUnavailableError", message="No launchable"), []
+
+    async def act() -> None:
+        with pytest.raises(AuthError) as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        assert any("sky check" in hint for hint in caught.value.hints)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(("is_spot", "reason"), [(True, "preempted"), (False, "lease")])
+def test_a_gang_that_vanished_from_the_table_is_gone_as_a_whole(bed: Any, is_spot: bool, reason: str) -> None:
+    async def act() -> None:
+        request = make_request(bed, node_count=2, is_spot=is_spot)
+        (first, _) = await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING, 2)
+        bed.engine.vanish(first.id.partition("/")[0])
+        assert list_states(await list_of(bed, request.token)) == [(0, TERMINATED, reason), (1, TERMINATED, reason)]
+
+    asyncio.run(act())
+
+
+def test_a_launch_that_is_called_off_never_comes_up(bed: Any) -> None:
+    async def act() -> None:
+        request = make_request(bed)
+        (node,) = await bed.cloud.create_nodes(request)
+        await bed.cloud.terminate_nodes([node.id])
+        (ended,) = await wait_state(bed, request.token, TERMINATED)
+        assert ended.reason == "terminated"
+        await bed.clock.sleep(600)
+        assert not (await bed.engine.look("", [])).clusters
+
+    asyncio.run(act())
+
+
+def test_nodes_are_found_without_the_memory_and_can_be_ended(bed: Any) -> None:
+    """The state folder's notes are gone; names and labels tell whose they are."""
+
+    async def act() -> None:
+        request = make_request(bed, node_count=2, attempt=4)
+        await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING, 2)
+        (bed.folder / "sky" / "gangs.json").unlink()
+        found = await list_of(bed, request.token)
+        assert [(node.cluster, node.attempt, node.rank, node.state) for node in found] == [
+            ("train", 4, 0, RUNNING),
+            ("train", 4, 1, RUNNING),
+        ]
+        await bed.cloud.terminate_nodes([found[0].id])
+        await wait_state(bed, request.token, TERMINATED, 2)
+
+    asyncio.run(act())
+
+
+def test_a_cloud_does_not_list_its_neighbours(bed: Any) -> None:
+    """One table for all clouds behind SkyPilot."""
+    from broker.clouds.sky.cloud import SkyCloud
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING)
+        for folder in (bed.folder / "sky", bed.folder / "none"):
+            other = SkyCloud("nebius", engine=bed.engine, memory=Memory(folder), clock=bed.clock)
+            assert await other.list_nodes(OWNER) == []
+
+    asyncio.run(act())
+
+
+def test_a_request_that_never_arrived_is_asked_again(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from broker.errors import UnknownOutcomeError
+
+    launch = bed.engine.launch
+
+    async def lose(*_: Any, **__: Any) -> str:
+        raise UnknownOutcomeError("SkyPilot did not answer `launch` within 120 s")
+
+    async def act() -> None:
+        request = make_request(bed)
+        monkeypatch.setattr(bed.engine, "launch", lose)
+        with pytest.raises(UnknownOutcomeError):
+            await bed.cloud.create_nodes(request)
+        assert await bed.cloud.list_nodes(OWNER) == []
+        monkeypatch.setattr(bed.engine, "launch", launch)
+        await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING)
+
+    asyncio.run(act())
+
+
+def test_spot_is_looked_at_more_often_than_skypilot_does(bed: Any) -> None:
+    async def act() -> None:
+        for is_spot in (False, True):
+            request = make_request(bed, is_spot=is_spot)
+            await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, RUNNING)
+            bed.engine.refreshed.clear()
+            for _ in range(60):
+                await bed.clock.sleep(1)
+                await bed.cloud.list_nodes(OWNER)
+            asked = [name for names in bed.engine.refreshed for name in names]
+            assert (
+                (3 <= len(asked) <= 5 and set(asked) == {f"b-{OWNER}-lambda-{request.token}"}) if is_spot else not asked
+            )
+
+    asyncio.run(act())
+
+
+def test_a_cluster_in_an_unclear_state_is_neither_lost_nor_running(bed: Any) -> None:
+    """SkyPilot's INIT after UP: it may be live; the agents on its nodes are asked before anybody recovers."""
+    from dataclasses import replace
+
+    async def act() -> None:
+        request = make_request(bed)
+        (node,) = await bed.cloud.create_nodes(request)
+        await wait_state(bed, request.token, RUNNING)
+        name = node.id.partition("/")[0]
+        bed.engine.clusters[name] = replace(bed.engine.clusters[name], status="INIT")
+        assert list_states(await list_of(bed, request.token)) == [(0, PENDING, "")]
+        assert not any(job.verb == "down" for job in bed.engine.jobs)
+
+    asyncio.run(act())
+
+
+def test_ids_of_another_cloud_are_refused(bed: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        asyncio.run(bed.cloud.terminate_nodes(["i-0123456789"]))
+
+
+def test_check_remembers_what_skypilot_has_enabled(bed: Any) -> None:
+    asyncio.run(bed.cloud.check())
+    assert Memory(bed.folder / "sky").read_enabled() == ["lambda"]
+    bed.engine.enabled = ["nebius"]
+    with pytest.raises(AuthError, match="has not enabled lambda"):
+        asyncio.run(bed.cloud.check())
+    assert Memory(bed.folder / "sky").read_enabled() == ["nebius"]
