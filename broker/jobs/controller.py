@@ -276,6 +276,8 @@ class JobController:
         if verdict is Verdict.SUCCEEDED:
             return await self._end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.CANCELLED:
+            if failure := self._find_overspending(job):  # it was us, before a crash: nobody asked for a cancel
+                return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
             return await self._end(
                 job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster"
             )
