@@ -267,9 +267,8 @@ class JobController:
         if verdict is Verdict.SUCCEEDED:
             return await self._end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.CANCELLED:
-            if failure := find_overspending(
-                job, self._store, self._clock
-            ):  # a controller that died next had ended the program for it
+            failure = find_overspending(job, self._store, self._clock)
+            if failure:  # it was us, before a crash: nobody asked for a cancel
                 return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
             return await self._end(
                 job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster"
