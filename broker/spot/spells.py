@@ -14,6 +14,7 @@ from dataclasses import dataclass
 AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
 # The age to assume of a spell whose beginning was not seen: at a random moment one mostly meets long spells.
 MET_HOURS = 5.0
+HALF_LIFE_HOURS = 24.0  # of what was seen, where a market is watched live
 _NONE = (0.0,) * len(AGES)
 
 
@@ -35,6 +36,18 @@ class Spells:
                 open_hours=lived, open_ends=ends, closed_hours=self.closed_hours, closed_ends=self.closed_ends
             )
         return Spells(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
+
+    def fade(self, hours: float) -> Spells:
+        """What was seen, so many hours later: the weather of a market changes from day to day."""
+        share = 0.5 ** (hours / HALF_LIFE_HOURS)
+        if share > 0.99:
+            return self
+        return Spells(
+            open_hours=tuple(each * share for each in self.open_hours),
+            open_ends=tuple(each * share for each in self.open_ends),
+            closed_hours=tuple(each * share for each in self.closed_hours),
+            closed_ends=tuple(each * share for each in self.closed_ends),
+        )
 
     def __add__(self, other: Spells) -> Spells:
         return Spells(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.errors import SourceError
 from broker.spot.prior import MEASURED, OLD, fit_prior, scale_hazards
-from broker.spot.spells import AGES, MET_HOURS, NOTHING_SEEN, class_of, hours_in_classes
+from broker.spot.spells import AGES, HALF_LIFE_HOURS, MET_HOURS, NOTHING_SEEN, class_of, hours_in_classes
 from broker.spot.traces import Trace, make_default_traces, make_trace, measure_trace, parse_trace, write_trace
 
 
@@ -109,3 +109,10 @@ def test_the_mean_spell_by_the_shape_is_that_of_constant_hazards() -> None:
     constant = type(prior)(open_hazards=(0.5,) * len(AGES), closed_hazards=(4.0,) * len(AGES))
     assert constant.mean_open_hours == pytest.approx(2.0)
     assert constant.mean_closed_hours == pytest.approx(0.25)
+
+
+def test_what_was_seen_a_day_ago_counts_half() -> None:
+    seen = NOTHING_SEEN.with_spell(3.0, is_open=True)
+    faded = seen.fade(HALF_LIFE_HOURS)
+    assert sum(faded.open_hours) == pytest.approx(1.5) and sum(faded.open_ends) == pytest.approx(0.5)
+    assert seen.fade(0.1) is seen
