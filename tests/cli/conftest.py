@@ -28,7 +28,7 @@ class Shell:
         self.home = folder / "home"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(CLOUD_LOGINS)}
         nowhere = str(folder / "no-login")  # nobody's real account is asked, whoever runs the tests
-        logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+        logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
         self.environment = {
             **kept, **dict.fromkeys(logins, nowhere), "BROKER_HOME": str(self.home), "TMPDIR": str(folder),
             "PYTHONPATH": str(ROOT),

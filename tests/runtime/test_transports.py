@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,11 @@ from local_gang import Rig, wait_for
 from sshd import REASON, SSHD, Sshd
 
 from broker.clock import SystemClock
+from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Transport
 from broker.runtime.keys import Keys
+from broker.runtime.transports.sky import SkyTransport
 from broker.runtime.transports.ssh import SshTransport
 from broker.types import Node
 
@@ -29,7 +31,21 @@ class Stand:
     switch_off: Callable[[], None]
 
 
-@pytest.fixture(params=["local", "ssh"])
+def write_host(config: Config, keys: Keys, sshd: Sshd) -> Node:
+    """A cluster's second node, in a file as SkyPilot writes it."""
+    user, _, port = sshd.node.handle.removeprefix("ssh://").replace("@", " ").replace(":", " ").split()
+    name = "b-me-lambda-00ff"
+    file = config.home / "sky" / "ssh" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        f"Host {name}\n  HostName 192.0.2.1\n\nHost {name}-worker1\n  HostName 127.0.0.1\n  Port {port}\n"
+        f"  User {user}\n  IdentityFile {keys.ensure('c', 'token-1').login_path}\n  IdentitiesOnly yes\n"
+        "  StrictHostKeyChecking no\n  UserKnownHostsFile=/dev/null\n  GlobalKnownHostsFile=/dev/null\n"
+    )
+    return replace(sshd.node, handle=f"sky://{name}/1")
+
+
+@pytest.fixture(params=["local", "ssh", "sky"])
 def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
     if request.param == "local":
         rig: Rig = request.getfixturevalue("rig")
@@ -44,8 +60,12 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
     sshd = Sshd(tmp_path / "sshd", keys := Keys(tmp_path / "keys"))
     sshd.start()
     try:
-        transport = SshTransport(keys, clock=SystemClock())
-        yield Stand(transport=transport, node=sshd.node, home=sshd.home, switch_off=sshd.stop)
+        transport, node = SshTransport(keys, clock=SystemClock()), sshd.node
+        if request.param == "sky":
+            config = Config(home=tmp_path / "state", owner="me")
+            node = write_host(config, keys, sshd)
+            transport = SkyTransport(config, clock=SystemClock())
+        yield Stand(transport=transport, node=node, home=sshd.home, switch_off=sshd.stop)
     finally:
         sshd.stop()
 

@@ -8,17 +8,18 @@ from typing import ClassVar
 from broker.clock import Clock
 from broker.clouds.findings import Finding
 from broker.clouds.sky.engine import Engine
-from broker.clouds.sky.faults import COLORS
+from broker.clouds.sky.faults import COLORS, NotInstalledError
 from broker.clouds.sky.login import find_python
 from broker.clouds.sky.makers import make_engine
 from broker.clouds.sky.memory import Memory
 from broker.clouds.sky.orders import NO_AUTODOWN
 from broker.config import Config
-from broker.errors import CloudError
+from broker.errors import CloudError, TransientError
 from broker.nouns import noun
 
 INSTALL = "pip install 'intercloud-broker[sky]'"
-START = "sky api start"
+START, LOOK = "sky api start", "sky api info"
+COMMANDS: dict[type[CloudError], str] = {NotInstalledError: INSTALL, TransientError: START}
 
 
 @noun
@@ -90,7 +91,8 @@ async def survey(engine: Engine, memory: Memory) -> Survey:
         server = await engine.hello()
         enabled = await engine.list_enabled()
     except CloudError as error:
-        return Survey(server=Finding(name="skypilot", is_ok=False, note=error.message, command=START))
+        command = next((command for kind, command in COMMANDS.items() if isinstance(error, kind)), LOOK)
+        return Survey(server=Finding(name="skypilot", is_ok=False, note=error.message, command=command))
     memory.note_enabled(enabled)
     note = f"SkyPilot {server['version']} at {server['url']}"
     return Survey(server=Finding(name="skypilot", is_ok=True, note=note), enabled=tuple(enabled))

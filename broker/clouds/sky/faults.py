@@ -29,6 +29,10 @@ class MissingError(InvalidRequestError):
     """There is no such cluster."""
 
 
+class NotInstalledError(AuthError):
+    """The interpreter has no SkyPilot, or SkyPilot not the part that a cloud needs."""
+
+
 # `sky.exceptions` of 0.14.1, whole; and from `sky.provision.common` what a failover history may hold. Parents stand for
 # themselves only: what SkyPilot names, we name.
 KINDS: dict[str, type[CloudError]] = {
@@ -110,9 +114,9 @@ KINDS: dict[str, type[CloudError]] = {
     "WorkspaceAmbiguousError": InvalidRequestError,
     # Python's own, as SkyPilot raises them
     "AssertionError": InvalidRequestError,
-    "ImportError": AuthError,  # SkyPilot, or a cloud's part of it, is not installed
+    "ImportError": NotInstalledError,
     "KeyError": InvalidRequestError,
-    "ModuleNotFoundError": AuthError,
+    "ModuleNotFoundError": NotInstalledError,
     "NotImplementedError": InvalidRequestError,
     "TypeError": InvalidRequestError,
     "ValueError": InvalidRequestError,
@@ -170,8 +174,8 @@ def translate(fault: Fault, *, does_change: bool = False) -> CloudError:
         return CapacityError(text, scope="zone")
     if kind is QuotaError:
         return QuotaError(text, hints=(QUOTA_HINT,))
-    if kind is AuthError:
-        return AuthError(text, hints=(CHECK_HINT,))
+    if issubclass(kind, AuthError):
+        return kind(text, hints=(CHECK_HINT,))
     if fault.type == "ApiServerConnectionError":
         return TransientError(text, hints=(SERVER_HINT,))
     return kind(text)

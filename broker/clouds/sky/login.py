@@ -13,7 +13,7 @@ def find_python() -> str | None:
     """The interpreter that has SkyPilot: the one that is named, ours, or the one that runs `sky` on the PATH."""
     named = os.getenv("BROKER_SKY_PYTHON")
     if named:
-        return named
+        return shutil.which(named)
     found = importlib.util.find_spec("sky")
     if found is not None and found.origin:  # a folder that happens to be called so has none
         return sys.executable

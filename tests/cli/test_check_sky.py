@@ -1,0 +1,28 @@
+"""`broker check` as a user sees it who has no SkyPilot, or one that says nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def test_clouds_behind_skypilot_say_what_to_install(shell: Any) -> None:
+    rows = {row["cloud"]: row for row in shell.read_json("check")}
+    assert not rows["azure"]["can_launch"] and "not installed" in rows["azure"]["note"]
+    assert "kubernetes" not in rows, "nothing is for sale there, and it cannot be used"
+    (finding,) = shell.read_json("check", "kubernetes")
+    assert "intercloud-broker[sky]" in finding["command"]
+
+
+def test_an_interpreter_without_skypilot_is_a_finding_and_no_crash(shell: Any) -> None:
+    python = shell.folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    shell.environment["BROKER_SKY_PYTHON"] = str(python)
+    rows = {row["cloud"]: row for row in shell.read_json("check")}
+    assert not rows["azure"]["can_launch"] and "sky" in rows["azure"]["note"]
+    assert "mend: pip install" in shell.run("check", "azure").stdout
+
+
+def test_the_policy_is_skypilots(shell: Any) -> None:
+    assert "docs.skypilot.co" in shell.run("check", "--policy", "azure").stdout
