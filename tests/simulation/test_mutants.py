@@ -9,10 +9,10 @@ import pytest
 from tests.simulation import invariants
 from tests.simulation.mutants.provisioning import forget_unanswered_intent
 from tests.simulation.mutants.table import MUTANTS, Mutant, hunt, planted
-from tests.simulation.runner import play_seed
+from tests.simulation.runner import play_scene
+from tests.simulation.scenes import SCENES
 
 SEEDS = range(60)
-FEW = (1, 2)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -28,6 +28,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
 def test_what_no_checker_stops_still_counts_as_seconds_that_nobody_owned_a_node() -> None:
     only_time = {"tick": (invariants.check_s3_owned_or_dying, invariants.check_l2_jobs_end)}
     mutant = Mutant(plant=forget_unanswered_intent, letters="")
+    scene = next(scene for scene in SCENES if scene.name == "lost answers")
     with planted(mutant, is_collector_off=True), patch.object(invariants, "CHECKERS", only_time):
-        assert sum(play_seed(seed).unowned_s for seed in FEW) > 30.0
-    assert sum(play_seed(seed).unowned_s for seed in FEW) <= 10.0 * len(FEW)
+        assert play_scene(scene).unowned_s > 20.0
+    assert play_scene(scene).unowned_s == 0.0

@@ -148,7 +148,8 @@ def absence_by_a_short_time_only() -> Patches:
 
 
 def absence_by_count_only() -> Patches:
-    return (patch.object(nodes, "MISSING_S_MIN", 0.0),)
+    """Two lists without it, however soon one after the other."""
+    return (patch.object(nodes, "MISSES_MIN", 2), patch.object(nodes, "MISSING_S_MIN", 0.0))
 
 
 def empty_list_trusted() -> Patches:
