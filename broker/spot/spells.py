@@ -40,8 +40,6 @@ class Spells:
     def fade(self, hours: float) -> Spells:
         """What was seen, so many hours later: the weather of a market changes from day to day."""
         share = 0.5 ** (hours / HALF_LIFE_HOURS)
-        if share > 0.99:
-            return self
         return Spells(
             open_hours=tuple(each * share for each in self.open_hours),
             open_ends=tuple(each * share for each in self.open_ends),

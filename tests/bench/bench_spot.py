@@ -76,7 +76,7 @@ def measure(work: Work) -> list[Ratio]:
                         return adaptive.weigh(view, candidates, work.prior)
 
                 outcome = replay(case, policy, from_hour, is_oracle=name in ORACLES)
-                label = name if number == 0 else f"{name}, only {group[0].trace.name}"
+                label = name if number == 0 else f"{name}, only {group[0].trace.name.rpartition('/')[2]}"
                 found.append(
                     Ratio(
                         market=work.name, policy=label, slack=work.slack, start_hours=work.start_hours,
@@ -161,12 +161,12 @@ def show_ratios(report: Report, ratios: Sequence[Ratio], title: str, grid: tuple
     report.say(f"\n{title}: mean cost over the omniscient optimum (late)")
     slacks = "".join(f"{f'T/C {slack:g}':>10}" for slack in grid[0])
     starts = "".join(f"{f'd {start:g}':>8}" for start in grid[1])
-    report.say(f"{'':<34}{'all':>7}{'late':>6}{slacks}{starts}")
+    report.say(f"{'':<40}{'all':>7}{'late':>6}{slacks}{starts}")
     by_policy = defaultdict(list)
     for each in ratios:
         by_policy[each.policy].append(each)
     for policy, found in by_policy.items():
-        line = f"{policy[:33]:<34}{mean(found):>7.3f}{sum(each.is_late for each in found):>6}"
+        line = f"{policy[:39]:<40}{mean(found):>7.3f}{sum(each.is_late for each in found):>6}"
         line += "".join(f"{mean([each for each in found if each.slack == slack]):>10.3f}" for slack in grid[0])
         line += "".join(f"{mean([each for each in found if each.start_hours == start]):>8.3f}" for start in grid[1])
         report.say(line)

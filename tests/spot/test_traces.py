@@ -115,4 +115,3 @@ def test_what_was_seen_a_day_ago_counts_half() -> None:
     seen = NOTHING_SEEN.with_spell(3.0, is_open=True)
     faded = seen.fade(HALF_LIFE_HOURS)
     assert sum(faded.open_hours) == pytest.approx(1.5) and sum(faded.open_ends) == pytest.approx(0.5)
-    assert seen.fade(0.1) is seen
