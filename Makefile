@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow testbed lint format clean help
+.PHONY: run test test-slow test-sky testbed lint format clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -45,5 +45,10 @@ bench-peer: $(INSTALLED) ## prices and speed against SkyPilot, installed into a 
 	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.14,<0.15'
 	$(BIN)/python -m tests.bench.peer.bench_peer --peer .venv-peer/bin/python
 
+test-sky: $(INSTALLED) ## against a real SkyPilot API server of its own, installed into a venv of its own
+	test -x .venv-sky/bin/python || $(PYTHON) -m venv .venv-sky
+	.venv-sky/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.14,<0.15'
+	BROKER_TEST_SKY_PYTHON=$(CURDIR)/.venv-sky/bin/python $(BIN)/python -m pytest tests/sky
+
 clean: ## remove what `make` made
-	rm -rf $(VENV) .venv-peer build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-sky build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -112,6 +112,7 @@ KINDS: dict[str, type[CloudError]] = {
     "VolumeNotReadyError": TransientError,
     "VolumeTopologyConflictError": InvalidRequestError,
     "WorkspaceAmbiguousError": InvalidRequestError,
+    "NotForSaleError": CapacityError,  # our worker's: the price book has what SkyPilot's catalog has not
     # Python's own, as SkyPilot raises them
     "AssertionError": InvalidRequestError,
     "ImportError": NotInstalledError,
@@ -138,6 +139,8 @@ CODES: dict[str, type[CloudError]] = {
     "ClientAuthenticationError": AuthError,
 }
 
+CLEAR = (QuotaError, AuthError, InvalidRequestError)  # what says more than that a place could not serve
+
 
 @noun
 class Fault:
@@ -162,9 +165,10 @@ class Fault:
 
 def translate(fault: Fault, *, does_change: bool = False) -> CloudError:
     """By what the place itself said, else by the table; what is in neither may pass, and may have had its effect."""
-    told = next((each for each in fault.history if _find_kind(each) is not CapacityError), None)
     kind = _find_kind(fault)
-    if kind is CapacityError and told is not None and _find_kind(told) in (QuotaError, AuthError, InvalidRequestError):
+    said = [each for each in fault.history if each.message or each.codes]
+    told = next((each for each in said if _find_kind(each) in CLEAR), said[-1] if said else None)
+    if kind is CapacityError and told is not None and _find_kind(told) in CLEAR:
         kind = _find_kind(told)
     message = shorten(told.message if told and told.message else fault.message) or fault.type
     text = f"SkyPilot: {message} ({fault.type})"

@@ -23,6 +23,11 @@ MESSAGE_MAX = 2000  # characters of an error; SkyPilot's may hold whole logs
 SSH_S = 120.0
 GRACE_S = 10.0
 LAUNCHES = ("launch", "start")
+PLACE = ("infra", "instance_type", "accelerators", "cpus", "memory", "use_spot")
+
+
+class NotForSaleError(ValueError):
+    """SkyPilot's catalog does not have the machine at the place: another offer may do."""
 
 
 def main() -> None:
@@ -89,10 +94,15 @@ def check(cloud: str) -> dict[str, Any]:
 
 
 def launch(name: str, task: dict[str, Any], *, is_dry: bool = False) -> str:
-    """The request's id, once the server has taken it on."""
+    """The request's id, once the server has taken it on. Raises NotForSaleError for the place alone."""
     import sky
     from sky.client import sdk
 
+    place = {key: value for key, value in task["resources"].items() if key in PLACE}
+    try:
+        sky.Task.from_yaml_config({"resources": place})
+    except ValueError as error:
+        raise NotForSaleError(str(error)) from error
     return str(sdk.launch(sky.Task.from_yaml_config(task), cluster_name=name, dryrun=is_dry))
 
 

@@ -28,12 +28,13 @@ def unavailable(*history: Fault) -> Fault:
     [
         (unavailable(), CapacityError),
         (unavailable(Fault(type="CloudError", codes=("QUOTA_EXCEEDED",))), QuotaError),
-        (unavailable(Fault(type="InvalidCloudCredentials")), AuthError),
-        (unavailable(Fault(type="NotSupportedError")), InvalidRequestError),
+        (unavailable(Fault(type="InvalidCloudCredentials", message="expired")), AuthError),
+        (unavailable(Fault(type="NotSupportedError", message="no ports")), InvalidRequestError),
         # a place that is out of machines, and another that may be tried again: neither ends the search
         (unavailable(Fault(type="RuntimeError")), CapacityError),
         (unavailable(Fault(type="ProvisionerError", codes=("VM_MIN_COUNT_NOT_REACHED",))), CapacityError),
         (Fault(type="NoCloudAccessError"), AuthError),
+        (Fault(type="NotForSaleError"), CapacityError),
         (Fault(type="ValueError", message="Invalid instance type"), InvalidRequestError),
         (Fault(type="ApiServerConnectionError"), TransientError),
         (Fault(type="ConcurrentWorkerExhaustedError"), ThrottledError),

@@ -1,0 +1,53 @@
+"""Our tables against SkyPilot's own: every exception, every cloud, what its machines can do."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+
+from broker.clouds import CLOUDS
+from broker.clouds.sky.faults import KINDS
+from broker.clouds.sky.orders import NO_AUTODOWN
+from broker.task.fields_resources import CLOUDS as KNOWN_CLOUDS
+from tests.sky.conftest import PYTHON
+
+ASK = """
+import inspect, json
+import sky
+from sky import exceptions
+from sky.clouds import CloudImplementationFeatures as Features
+from sky.provision import common
+from sky.skylet import constants
+from sky.utils import registry
+
+found = dict(vars(exceptions), ProvisionerError=common.ProvisionerError, StopFailoverError=common.StopFailoverError)
+classes = {n: c for n, c in found.items() if inspect.isclass(c) and c.__module__.startswith("sky.")}
+names = [n for n, c in classes.items() if issubclass(c, Exception)]
+barred = []
+for name in constants.ALL_CLOUDS:
+    cloud = registry.CLOUD_REGISTRY.from_str(name)
+    table = getattr(type(cloud), "_CLOUD_UNSUPPORTED_FEATURES", {})
+    if Features.AUTODOWN in table or Features.AUTO_TERMINATE in table:
+        barred.append(name)
+print(json.dumps([names, list(constants.ALL_CLOUDS), barred]))
+"""
+
+
+def ask() -> tuple[list[str], list[str], list[str]]:
+    done = subprocess.run([PYTHON, "-c", ASK], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    names, clouds, barred = json.loads(done.stdout.splitlines()[-1])
+    return names, clouds, barred
+
+
+def test_every_exception_has_a_row_and_every_cloud_a_way() -> None:
+    names, clouds, barred = ask()
+    assert len(names) > 60
+    assert not set(names) - set(KINDS), "SkyPilot raises what we do not know"
+    others = {name for name in KINDS if hasattr(builtins, name)} | {"NotForSaleError"}
+    assert not set(KINDS) - set(names) - others, "rows for what SkyPilot does not raise"
+    assert set(clouds) <= set(CLOUDS) and set(clouds) <= set(KNOWN_CLOUDS)
+    behind = {name for name, path in CLOUDS.items() if path.startswith("broker.clouds.sky")}
+    assert behind <= set(clouds)
+    assert sorted(barred) == sorted(NO_AUTODOWN)
