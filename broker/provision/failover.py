@@ -178,7 +178,8 @@ class Failover:
         )
         with self._store.transaction():
             current = self._store.get_cluster(cluster.name)
-            if current is None or current.status is ClusterStatus.TERMINATING:
+            is_ours = current is not None and current.created_s == cluster.created_s  # else the name came up anew
+            if current is None or not is_ours or current.status is ClusterStatus.TERMINATING:
                 raise UsageError(f"{cluster.name} was taken down while it came up")
             self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
             self._store.put_intent(request)

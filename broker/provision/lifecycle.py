@@ -66,29 +66,22 @@ class Provisioner:
         known = self._store.get_cluster(name)
         if known and known.status is ClusterStatus.UP and known.attempt == attempt:
             return await self.refresh(known)
-        if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
-            await self.down(name)
-            known = None
-        if known and known.status is ClusterStatus.STOPPED:
-            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
-        wanted = Wanted(
-            cluster=Cluster(
+        # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
+        claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
+        with claim, self._collector.spare(name):
+            created_s = await self._make_room(name, attempt)
+            cluster = Cluster(
                 name=name,
                 status=ClusterStatus.INIT,
                 placement=plan.choice.placement,
                 attempt=attempt,
-                created_s=known.created_s if known else self._clock.now_s(),
+                created_s=created_s,
                 job_id=job_id,
                 autostop=autostop,
-            ),
-            spec=make_spec(plan.task.resources[0]),
-            timeout_s=timeout_s,
-            on_event=on_event or (lambda message: None),
-        )
-        # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
-        claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
-        with claim, self._collector.spare(name):
-            return await self._bring_up(wanted, plan)
+            )
+            spec = make_spec(plan.task.resources[0])
+            tell = on_event or (lambda message: None)
+            return await self._bring_up(Wanted(cluster=cluster, spec=spec, timeout_s=timeout_s, on_event=tell), plan)
 
     async def refresh(self, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
         """The cluster with its nodes as the cloud lists them; a lost part of a gang shows as TERMINATED nodes.
@@ -157,6 +150,18 @@ class Provisioner:
     async def collect(self) -> int:
         """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""
         return await self._collector.collect()
+
+    async def _make_room(self, name: str, attempt: int) -> float:
+        """What has the name and is not to be gone on with is gone; when the cluster now to come up was begun."""
+        known = self._store.get_cluster(name)
+        if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
+            await self.down(name)
+            known = None
+        if known and known.status is ClusterStatus.STOPPED:
+            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
+        if known and known.status is ClusterStatus.UP:  # by another command, just before this one's claim
+            raise UsageError(f"cluster {name} has just come up", hints=(f"`broker exec {name}` runs more on it.",))
+        return known.created_s if known else self._clock.now_s()
 
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name
