@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate
-from broker.spot.prior import OLD, Paces, Prior
+from broker.spot.prior import MEASURED, OLD, Paces, Prior
 from broker.spot.spells import hours_in_classes
 
 AHEAD_HOURS = 2.0  # a market's hazard is averaged over so long
@@ -101,6 +102,16 @@ def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) ->
         open_paces=prior.learn_open(candidate.seen, watched if candidate.is_open else None),
         closed_paces=prior.learn_closed(candidate.seen, None if candidate.is_open else watched),
     )
+
+
+def advise_interval_s(candidate: Candidate, stall_s: float, prior: Prior = MEASURED) -> float:
+    """Seconds of work between checkpoints for a job that runs there now; infinite on-demand.
+
+    Daly's optimum for the hazard of a spell of this age at this place: short while spot is young, longer as it lasts.
+    """
+    if not candidate.is_spot:
+        return math.inf
+    return best_interval_s(stall_s, read_market(candidate, None, prior).hazard)
 
 
 def expect_second_chance(markets: Sequence[Market], best: Market) -> float:

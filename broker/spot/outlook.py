@@ -24,6 +24,7 @@ OLDEST = CLASSES - 1
 WORK_GROWTH, SPARE_GROWTH = 1.4, 1.25  # of the steps of the grids: the worth bends little with work, more with time
 # An hour of waiting counts as so much of an on-demand hour: of plans that cost the same the sooner is better.
 WAIT_PRICE = 0.02
+SURVIVAL_WEIGHT = 4.0  # so many spells seen weigh as much as the hazards, in whether a start is survived
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 
@@ -84,10 +85,14 @@ class Outlook:
             for i in range(len(self.spare)):
                 _Cell(self, i, j).solve()
 
-    def enter_usd(self, age_class: int, work: float, spare: float) -> float:
-        """The worth of a start on spot: it is survived, or lost halfway."""
+    def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
+        """The worth of a start on spot: it is survived, or lost halfway.
+
+        `seen`: spells that were as old as this one, and those of them that outlived such a start.
+        """
         terms, after = self.terms, spare - self.terms.start_hours
         survive, landing = self._starts[age_class]
+        survive = (SURVIVAL_WEIGHT * survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
         on = self.run.read(landing, work, after)
         off = self.lost_usd(work, after) + terms.start_hours / 2 * terms.spot_price
         return survive * (terms.start_hours * terms.spot_price + on) + (1 - survive) * off

@@ -47,6 +47,11 @@ class Spells:
             closed_ends=tuple(each * share for each in self.closed_ends),
         )
 
+    def count_reached(self, from_hours: float, to_hours: float) -> tuple[float, float]:
+        """Of the finished open spells that reached the class of one age: how many, and how many reached the other's."""
+        first, then = class_of(from_hours), class_of(to_hours)
+        return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
+
     def __add__(self, other: Spells) -> Spells:
         return Spells(
             open_hours=_sum(self.open_hours, other.open_hours),
@@ -84,7 +89,7 @@ def _add(
     if not is_ended:
         return tuple(hours), ends
     counts = list(ends)
-    counts[class_of(to_hours)] += 1
+    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # one that ends where a class begins was never lived there
     return tuple(hours), tuple(counts)
 
 

@@ -104,7 +104,8 @@ class _Scale:
         look = self._look_hours()
         target, is_open = self.best.candidate, self.best.candidate.is_open
         if is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start:
-            worth = self.outlook.enter_usd(age, self.work, self.spare) + self.best.move_price
+            outlived = target.seen.count_reached(target.age_hours, target.age_hours + target.start_hours)
+            worth = self.outlook.enter_usd(age, self.work, self.spare, seen=outlived) + self.best.move_price
             options.append((worth, Move(target=target, reason="spot is worth its start")))
         table = self.outlook.sure_open if is_open else self.outlook.sure_closed
         if current is not None:
