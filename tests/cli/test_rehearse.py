@@ -13,8 +13,8 @@ from tests.cli.conftest import Shell
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
 # Counts to 30, saving every tenth number before it tells of it. `loss` is a function of the step. It waits to be
-# preempted P times, a few steps after it is due and before it saves again: however slow this machine is, no market comes
-# too late, and none in the middle of a save.
+# preempted P times, a few steps after it is due and before it saves again: however slow this machine is, no market
+# comes too late, and none in the middle of a save.
 COUNT = """\
 name: count
 resources: {infra: aws, cpus: 2+, use_spot: true}
