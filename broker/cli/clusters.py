@@ -32,7 +32,8 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
         hint = f"only {usable} can launch yet: `--dryrun` plans on every cloud, `--infra local` runs the task here"
-        raise NoOfferError(error.message, hints=[hint, *error.hints]) from None
+        enable = "`broker check` says how to enable more clouds"
+        raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
 
 
 def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 CLOUDS: dict[str, str] = {
     "local": "broker.clouds.local:make_cloud",
     "aws": "broker.clouds.aws.cloud:make_cloud",
-    "gcp": "broker.clouds.gcp.cloud:make_cloud",
+    "gcp": "broker.clouds.sky.tpus:make_cloud",
     "azure": "broker.clouds.sky.makers:make_azure",
     "cudo": "broker.clouds.sky.makers:make_cudo",
     "do": "broker.clouds.sky.makers:make_do",

@@ -126,7 +126,12 @@ _SECTION = MapOf(value=Anything())
 
 
 def _ignored(cloud: str) -> Later:
-    return Later(message=f"broker does not run on {cloud}; its settings have no effect", blocks_launch=False)
+    """What SkyPilot runs takes its settings from SkyPilot's own file."""
+    return Later(
+        message=f"settings of {cloud} have no effect here",
+        hint="write them to `~/.sky/config.yaml`",
+        blocks_launch=False,
+    )
 
 
 CONFIG = Table(

@@ -31,7 +31,6 @@ CLOUDS = (
     "cudo", "do", "fluidstack", "ibm", "mithril", "paperspace", "primeintellect", "scp", "shadeform", "vast",
     "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
 )  # fmt: skip
-OWN_MACHINES = ("kubernetes", "k8s", "ssh", "slurm", "vsphere")  # the user's: no prices, nothing to rent
 WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
 STRATEGIES = ("failover", "eager_next_region", "cheapest", "deadline")
 ACCELERATOR_NAME = r"[A-Za-z][A-Za-z0-9_.-]{0,60}"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
-from broker.task.fields_resources import OWN_MACHINES
 from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section
@@ -96,13 +95,8 @@ def _read_place(reader: Reader, section: Section, base: Resources) -> dict[str, 
             place["zone"] = place["zone"] or base.zone
         else:
             place["cloud"] = base.cloud
-    if place["cloud"] in OWN_MACHINES:
-        place["cloud"] = "kubernetes" if place["cloud"] == "k8s" else place["cloud"]
-        if name := next((each for each in ("infra", "cloud") if each in section.marks), None):
-            reader.warn(
-                section.find_key(name), name, f"`{name}`: broker rents no machines from `{place['cloud']}`",
-                f"remove `{name}`, or name a cloud such as `aws`", blocks_launch=True,
-            )  # fmt: skip
+    if place["cloud"] == "k8s":
+        place["cloud"] = "kubernetes"
     return place
 
 

@@ -97,6 +97,7 @@ def server(home: Path, fake_lambda: FakeLambda) -> Iterator[None]:
         patch.delenv("SKYPILOT_API_SERVER_ENDPOINT", raising=False)
         try:
             run_sky("api", "start")
+            run_sky("check", "lambda")
             yield
         finally:
             run_sky("api", "stop")

@@ -24,7 +24,7 @@ from broker.clouds.sky.orders import make_task
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, InvalidRequestError, TransientError
 from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Placement
-from tests.sky.conftest import PYTHON, run_sky
+from tests.sky.conftest import PYTHON
 from tests.sky.fake_lambda import FakeLambda
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,7 +44,6 @@ def make_request(*, node_count: int = 1, **offer: Any) -> NodeRequest:
 def cloud(engine: WorkerEngine, fake_lambda: FakeLambda, tmp_path: Path) -> SkyCloud:
     fake_lambda.full.clear()
     fake_lambda.refusal = None
-    run_sky("check", "lambda")
     return SkyCloud("lambda", engine=engine, memory=Memory(tmp_path / "sky"), clock=SystemClock())
 
 

@@ -70,8 +70,8 @@ def make_resources(request: NodeRequest) -> dict[str, Any]:
 
 
 def make_machine(offer: Offer) -> dict[str, Any]:
-    if offer.accelerator and offer.accelerator.lower().startswith("tpu"):
-        return {"accelerators": f"{offer.accelerator}:{_say(offer.accelerator_count)}"}
+    if is_tpu(offer):
+        return {"accelerators": f"{offer.instance_type}:1"}
     if offer.cloud not in PODS:
         if not offer.instance_type:
             raise InvalidRequestError(f"an offer of {offer.cloud} names no instance type")
@@ -80,6 +80,11 @@ def make_machine(offer: Offer) -> dict[str, Any]:
     if offer.accelerator:
         machine["accelerators"] = f"{offer.accelerator}:{_say(offer.accelerator_count)}"
     return machine
+
+
+def is_tpu(offer: Offer) -> bool:
+    """The price book calls a slice by SkyPilot's name, such as `tpu-v5litepod-8`, its host included."""
+    return offer.cloud == "gcp" and offer.instance_type.startswith("tpu-")
 
 
 def _say(number: float) -> str:

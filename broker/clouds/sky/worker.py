@@ -94,16 +94,30 @@ def check(cloud: str) -> dict[str, Any]:
 
 
 def launch(name: str, task: dict[str, Any], *, is_dry: bool = False) -> str:
-    """The request's id, once the server has taken it on. Raises NotForSaleError for the place alone."""
+    """The request's id, once the server has taken it on. Raises NotForSaleError where the place alone is refused."""
     import sky
     from sky.client import sdk
 
-    place = {key: value for key, value in task["resources"].items() if key in PLACE}
     try:
-        sky.Task.from_yaml_config({"resources": place})
+        return str(sdk.launch(sky.Task.from_yaml_config(task), cluster_name=name, dryrun=is_dry))
     except ValueError as error:
+        place = {key: value for key, value in task["resources"].items() if key in PLACE}
+        if is_valid({"resources": place}):
+            raise
         raise NotForSaleError(str(error)) from error
-    return str(sdk.launch(sky.Task.from_yaml_config(task), cluster_name=name, dryrun=is_dry))
+
+
+def is_valid(task: dict[str, Any]) -> bool:
+    """By the server's word, whose catalog counts."""
+    import sky
+    from sky.client import sdk
+    from sky.utils import dag_utils
+
+    try:
+        sdk.validate(dag_utils.convert_entrypoint_to_dag(sky.Task.from_yaml_config(task)))
+    except ValueError:
+        return False
+    return True
 
 
 def look(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:

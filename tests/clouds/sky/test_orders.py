@@ -64,13 +64,13 @@ def test_pods_are_asked_for_by_their_size() -> None:
     assert not {"instance_type", "disk_size"} & set(resources)
 
 
-def test_a_tpu_is_asked_for_by_its_name() -> None:
+def test_a_tpu_slice_is_asked_for_by_its_name() -> None:
     request = make_request(
-        cloud="gcp", region="us-central1", zone="us-central1-a", instance_type="TPU-VM", accelerator="tpu-v5e-8",
-        accelerator_count=1,
+        cloud="gcp", region="us-central1", zone="us-central1-a", instance_type="tpu-v5litepod-8", accelerator="TPU-v5e",
+        accelerator_count=8,
     )  # fmt: skip
     resources = make_task(request)["resources"]
-    assert resources["accelerators"] == "tpu-v5e-8:1" and "instance_type" not in resources
+    assert resources["accelerators"] == "tpu-v5litepod-8:1" and "instance_type" not in resources
 
 
 def test_where_machines_cannot_end_themselves_skypilot_is_not_asked_to() -> None:

@@ -1,0 +1,73 @@
+"""Google's cloud with both its ways: machines by the adapter of their own, TPU slices through SkyPilot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+from broker.clock import Clock
+from broker.clouds.gcp.cloud import GcpCloud
+from broker.clouds.gcp.cloud import make_cloud as make_own
+from broker.clouds.sky.cloud import SkyCloud
+from broker.clouds.sky.gangs import NAME
+from broker.clouds.sky.makers import make_cloud as make_behind
+from broker.clouds.sky.orders import is_tpu
+from broker.config import Config
+from broker.types import Node, NodeRequest
+
+
+def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | TpuCloud | None:
+    """For the registry. Without SkyPilot, or where it has not enabled Google, the adapter refuses TPUs with a hint."""
+    own = make_own(config, clock=clock)
+    behind = make_behind("gcp", config, clock=clock) if own is not None else None
+    return own if own is None or behind is None else TpuCloud(own, behind)
+
+
+class TpuCloud:
+    """Cloud, CanStop, CanPrepare, CanSweep. A node's id tells which way it was made."""
+
+    name: ClassVar[str] = "gcp"
+    settle_s: ClassVar[float] = max(GcpCloud.settle_s, SkyCloud.settle_s)
+
+    def __init__(self, own: GcpCloud, behind: SkyCloud) -> None:
+        self._own = own
+        self._behind = behind
+
+    def prepare(self) -> None:
+        self._own.prepare()
+
+    async def check(self) -> None:
+        await self._own.check()
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        cloud = self._behind if is_tpu(request.placement.offer) else self._own
+        return await cloud.create_nodes(request)
+
+    async def list_nodes(self, owner: str) -> Sequence[Node]:
+        """Both or none: a part of a list would let the other part's nodes look lost."""
+        own, behind = await asyncio.gather(self._own.list_nodes(owner), self._behind.list_nodes(owner))
+        return [*own, *behind]
+
+    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+        own, behind = _part(ids)
+        await self._own.terminate_nodes(own)
+        await self._behind.terminate_nodes(behind)
+
+    async def stop_nodes(self, ids: Sequence[str]) -> None:
+        own, behind = _part(ids)
+        await self._own.stop_nodes(own)
+        await self._behind.stop_nodes(behind)
+
+    async def start_nodes(self, ids: Sequence[str]) -> None:
+        own, behind = _part(ids)
+        await self._own.start_nodes(own)
+        await self._behind.start_nodes(behind)
+
+    async def sweep(self, owner: str, keep: Collection[str]) -> int:
+        return await self._own.sweep(owner, keep)
+
+
+def _part(ids: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    behind = [each for each in ids if NAME.fullmatch(each.partition("/")[0])]
+    return [each for each in ids if each not in behind], behind
