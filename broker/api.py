@@ -18,6 +18,7 @@ from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
+    from broker.optimizer.rating import History
 
 TaskLike = Task | Mapping[str, Any] | str | Path
 
@@ -84,11 +85,12 @@ class Market:
         *,
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
+        history: History | None = None,
     ) -> Plan:
         """As `rank`; raises NoOfferError with hints, each of which was tried."""
         task = self.resolve(task)
         try:
-            return self.rank(task, usable_clouds=usable_clouds, avoid=avoid)
+            return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
         except NoOfferError as error:
             from broker.optimizer.diagnosis import explain_nothing, loosen_places
 
@@ -109,8 +111,12 @@ class Market:
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
         offers: Sequence[Offer] | None = None,
+        history: History | None = None,
     ) -> Plan:
-        """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly."""
+        """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
+
+        `history` is what was seen of preemptions; it is mixed with the price book's bands.
+        """
         from broker.optimizer.planner import make_plan
 
         task = self.resolve(task)
@@ -122,6 +128,7 @@ class Market:
             avoid=avoid,
             figures=self.figures,
             egress=self.book.read_egress(),
+            history=history,
         )
 
     def _find_offers(self, task: Task) -> Sequence[Offer]:

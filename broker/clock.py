@@ -110,3 +110,23 @@ class ScaledClock:
     def _wake_all(self) -> None:
         for each in self._sleepers:
             each.set()
+
+
+class Stopwatch:
+    """Time as somebody saw it pass who looked again and again.
+
+    A wall clock that jumps, a machine that slept, or a process that was stopped add one `gap_s_max` at most: what
+    happened while nobody looked is no evidence of anything.
+    """
+
+    def __init__(self, gap_s_max: float) -> None:
+        self._gap_s_max = gap_s_max
+        self._looked_s: float | None = None
+        self._seen_s = 0.0
+
+    def look(self, now_s: float) -> float:
+        """Seconds since the first look."""
+        if self._looked_s is not None:
+            self._seen_s += min(self._gap_s_max, max(0.0, now_s - self._looked_s))
+        self._looked_s = now_s
+        return self._seen_s

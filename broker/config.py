@@ -40,14 +40,23 @@ class Config:
         return self.home / "logs"
 
     @property
+    def daemon_log(self) -> Path:
+        return self.logs / "daemon.log"
+
+    @property
     def daemon_lock(self) -> Path:
         return self.home / "daemon.lock"
 
 
+def find_home(home: Path | None = None) -> Path:
+    """Where the state folder is, or would be made."""
+    folder = home or Path(os.environ.get("BROKER_HOME") or Path.home() / ".broker")
+    return folder.expanduser().resolve()
+
+
 def load_config(home: Path | None = None) -> Config:
     """Find or make the state folder; the owner id is drawn once and kept beside the state."""
-    folder = home or Path(os.environ.get("BROKER_HOME") or Path.home() / ".broker")
-    folder = folder.expanduser().resolve()
+    folder = find_home(home)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     identity = folder / "owner"
     if not identity.exists():

@@ -211,6 +211,8 @@ def join_world(config: RunConfig) -> Member | None:
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
         raise TrainerError("`--elastic` needs our own launcher, not torchrun: `python -m trainers.launch -m`")
+    if not hasattr(os, "memfd_create"):
+        raise TrainerError("`--elastic` needs Linux: elsewhere no memory outlives a program")
     return Member(meeting)
 
 

@@ -27,8 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     return run_session(config, partial(bring, config)) if code is None else code
 
 
-def bring(config: Config, device: "torch.device") -> Study:
+def bring(config: Config, device: "torch.device", may_be_empty: bool = False) -> Study:
     """The text, the network, and the loss."""
+    import torch
+
     from trainers.losses import next_token_loss
     from trainers.models import create_language_model
     from trainers.tokens import open_corpora, open_tokens
@@ -38,7 +40,9 @@ def bring(config: Config, device: "torch.device") -> Study:
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
         raise TrainerError(f"the data has {tokens.vocabulary} token ids, `--model.vocabulary {vocabulary}` too few")
-    with device:
+    # One tied weight would become two when each gets its memory.
+    is_empty = may_be_empty and not config.model.tie_embeddings
+    with torch.device("meta") if is_empty else device:
         model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))
     return Study(
         model=model,
@@ -48,6 +52,7 @@ def bring(config: Config, device: "torch.device") -> Study:
         unit="tokens",
         units_per_sample=config.model.context,
         flops_per_sample=count_flops(config, sum(each.numel() for each in model.parameters()), vocabulary),
+        fill=model.fill if is_empty else None,
         demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
     )
 

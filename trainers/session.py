@@ -48,9 +48,11 @@ class Study:
     units_per_sample: int
     flops_per_sample: float  # of forward and backward, for the share of the device's peak
     demonstrate: "Callable[[torch.nn.Module], str] | None" = None  # what the trained model can do, as text
+    fill: "Callable[[torch.device], None] | None" = None  # of a model made without memory: takes it, and draws weights
 
 
-Bring = Callable[["torch.device"], Study]
+# The device, and whether the model may come without memory, to be filled when it is wrapped.
+Bring = Callable[["torch.device", bool], Study]
 
 
 def run_session(config: RunConfig, bring: Bring) -> int:
@@ -120,10 +122,10 @@ def train(
 
     random_numbers = RandomNumbers(ranks.device)
     random_numbers.seed(config.train.seed)  # equal on all ranks: they draw equal weights
-    study = bring(ranks.device)
+    strategy = create_strategy(config.strategy, ranks, config)
+    study = bring(ranks.device, strategy.TAKES_EMPTY and ranks.world_size > 1)
     model = study.model
     prepare_blocks(model, recompute=config.recompute, is_compiled=config.compile)
-    strategy = create_strategy(config.strategy, ranks, config)
     # Unequal: they drop different activations, and others again in another world.
     generation = member.world.generation if member else 1
     random_numbers.seed(config.train.seed + 1 + strategy.share.draw + SEEDS_A_GENERATION * (generation - 1))
@@ -131,6 +133,8 @@ def train(
     wrapped = strategy.wrap(model)
     check_shared(model, tied, config.strategy)
     check_memory(model.parameters(), ranks.device, config)
+    if study.fill is not None:
+        study.fill(ranks.device)
     optimizer = AdamW(model.named_parameters(), config.train)
     position = Position(study.training.fingerprint)
     shared = {**strategy.shared_state(model, optimizer), "position": position}

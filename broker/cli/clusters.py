@@ -99,6 +99,7 @@ def launch(
     autostop = one.resources[0].autostop
     if idle is not None or down:
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
+    context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(wanted)
     if known is None or known.status is not ClusterStatus.UP:
         note_copies(context, [plan])

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.api import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, load_config
-from broker.errors import UsageError
+from broker.config import Config, find_home, load_config
+from broker.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
+    from broker.optimizer.rating import History
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
     from broker.state.store import Store
-    from broker.types import Cluster, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
+    from broker.types import Autostop, Cluster, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
@@ -75,14 +76,22 @@ class Context:
 
     def _write_boot(self, request: NodeRequest) -> str:
         """What a node of a real cloud runs at its first start; local nodes are ready as they are."""
+        from broker.clouds.base import HandsOutHosts
         from broker.runtime.bootstrap import make_boot
         from broker.runtime.keys import HOST, LOGIN, Keys
 
-        cloud = request.placement.offer.cloud
-        if cloud == "local":
+        cloud = self.clouds[request.placement.offer.cloud]
+        if not isinstance(cloud, HandsOutHosts):
             return ""
-        keys = Keys(self.config.keys).ensure(request.cluster, request.token)
-        return make_boot(cloud=cloud, login=keys.read(LOGIN).public, host=keys.read(HOST))
+        keys = Keys(self.config.keys)
+        # Intents first: one that closes meanwhile has its cluster recorded in the same commit.
+        live = [(intent.request.cluster, intent.request.token) for intent in self.store.list_open_intents()]
+        for cluster in self.store.list_clusters():
+            live += [(cluster.name, token) for token in self.store.list_tokens(cluster.name)]
+        keys.forget(but=live)
+        pair = keys.ensure(request.cluster, request.token)
+        login, host = pair.read(LOGIN).public, pair.read(HOST)
+        return make_boot(cloud=cloud.name, login=login, host=host, user=cloud.user)
 
     @cached_property
     def transport(self) -> Transport:
@@ -109,7 +118,9 @@ class Context:
             store=self.store,
             provisioner=self.provisioner,
             gang=self.gang,
-            planner=lambda task, avoid: self.market.rank(task, usable_clouds=frozenset(self.clouds), avoid=avoid),
+            planner=lambda task, avoid: self.market.rank(
+                task, usable_clouds=frozenset(self.clouds), avoid=avoid, history=self.store.read_spot_history()
+            ),
             clock=self.clock,
             config=self.config,
         )
@@ -119,6 +130,19 @@ class Context:
         from broker.jobs.daemon import ensure_daemon
 
         ensure_daemon(self.config, self.store, DAEMON)
+
+    def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
+        """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
+        from broker.clouds.base import HandsOutHosts
+
+        if autostop is None or autostop.is_down:
+            return
+        for cloud in (self.clouds.get(name) for name in cloud_names):
+            if isinstance(cloud, HandsOutHosts):
+                raise UsageError(
+                    f"nodes of {cloud.name} cannot stop themselves: their own shutdown ends them, and their disks",
+                    hints=["`--down` ends an idle cluster; in a task file: `autostop: {idle_minutes: 30, down: true}`"],
+                )
 
     def find_cluster(self, name: str) -> Cluster:
         """By name. Raises UsageError that lists the names there are."""
@@ -147,7 +171,15 @@ class Context:
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """Rank placements. Raises NoOfferError with hints, each of which was tried."""
-        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid)
+        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid, history=self.read_history())
+
+    def read_history(self) -> History | None:
+        """What our own spot machines lived through; None where there is no state folder, which a plan does not make."""
+        path = find_home(self._home)
+        try:
+            return self.store.read_spot_history() if (path / "state.db").exists() else None
+        except StateError:
+            return None  # a plan is worth having without it
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None

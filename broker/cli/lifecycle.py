@@ -83,6 +83,7 @@ def autostop(
     context = Context()
     found = find_up(context, cluster)
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
+    context.check_autostop(rule, {found.placement.offer.cloud})
     asyncio.run(context.gang.set_autostop(found, rule))
     context.store.put_cluster(replace(found, autostop=rule))
     what = "stays up" if rule is None else f"{'goes down' if down else 'stops'} after {idle} idle minutes"

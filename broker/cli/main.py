@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rehearse": ("broker.cli.rehearse", "Run a task here as a spot job, with a preemption, and see it recover"),
     "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
     "simulate": ("broker.cli.simulate", "Replay a task over recorded spot markets, policy by policy"),
+    "traces": ("broker.cli.traces", "Record spot markets, and say what recordings hold"),
     "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
     "prices": ("broker.cli.prices", "Show what one instance type costs everywhere"),
@@ -39,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
-GROUPS = ("jobs", "local", "catalog")
+GROUPS = ("jobs", "local", "catalog", "traces")
 
 
 class LazyGroup(TyperGroup):

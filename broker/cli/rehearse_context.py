@@ -49,6 +49,7 @@ class RehearsalContext(Context):
         self.clock = ScaledClock()
         self.stage = stage
         self.pace = Pace(self.clock)
+        self.pace.wait()  # until there is a program
         self.speed = speed
         self.start_s = self.clock.now_s()
         self._on_event = on_event

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from broker.cli.rehearse_report import Line, Trial, read_lines, read_newest_line
 from broker.clock import SystemClock
 from broker.clouds.rehearsed import Pace
-from broker.types import Cluster, Resources, Task
+from broker.types import Cluster, Resources, RunStatus, Task
 
 if TYPE_CHECKING:
     from broker.jobs.gang import Gang, GangReport
@@ -29,6 +29,7 @@ class Watched:
     started_s: float
     source: Path  # the progress file in the head's folder, which goes with the node
     progress_file: Path  # a second name for it
+    running_s: float | None = None  # since when `run` is known to run: `setup` may take minutes
     looks: list[tuple[float, int]] = field(default_factory=list)  # when, and the step that was the newest then
 
 
@@ -71,7 +72,9 @@ class RehearsedGang:
         """Time goes on by the steps of the last poll: whoever hears of a step first hears of it when it was done."""
         self.pass_steps()
         report = await self._gang.poll(cluster, run_id)
-        self._keep_progress(cluster)
+        watched = self._keep_progress(cluster)
+        if watched is not None and watched.running_s is None and report.status is RunStatus.RUNNING:
+            watched.running_s = self._real.now_s()
         if report.progress is not None:
             self._note(cluster, report.progress.step, report.progress.total)
         if report.status.is_terminal:

@@ -18,7 +18,7 @@ from broker.types import Cluster, Job, JobStatus
 
 LOOK_S = 0.25
 LINE_EVERY_S = 2.0
-SILENT_S_MAX = 30.0  # a program that does not say how far it has come is struck after so long
+SILENT_S_MAX = 60.0  # a program that does not say how far it has come is struck after so long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,8 @@ class Driver:
             return False
         if line is None or not line.total:  # it does not say how far it has come: then time must do
             has_told = line is None and any(each.looks for each in attempts.values())
-            return not has_told and SystemClock().now_s() - attempts[cluster.attempt].started_s >= SILENT_S_MAX
+            running_s = attempts[cluster.attempt].running_s
+            return not has_told and running_s is not None and SystemClock().now_s() - running_s >= SILENT_S_MAX
         due = line.total * (len(self.strikes) + 1) / (self.preemptions + 1)
         before = max((each.step or 0 for each in self.strikes), default=0)
         is_past = line.checkpoint_step is None or line.step > line.checkpoint_step

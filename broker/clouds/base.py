@@ -69,6 +69,19 @@ class CanSweep(Protocol):
 
 
 @runtime_checkable
+class HandsOutHosts(Protocol):
+    """Clouds whose nodes are machines that boot with a script and are reached by ssh as `user`.
+
+    A node that shuts itself down there is gone, or stands still without anybody knowing: only a call stops one.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def user(self) -> str: ...
+
+
+@runtime_checkable
 class CanPreempt(Protocol):
     """Pretend clouds that can take a node away on demand, as a spot market does."""
 

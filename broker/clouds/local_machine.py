@@ -109,7 +109,10 @@ def serve(folder: str, ready: int) -> NoReturn:
 
 
 def check_power(folder: str, preempt_s: float | None) -> float | None:
-    """Power off when the agent asked for it (`.broker/shutdown` says why) or a preemption notice has run out."""
+    """Power off when the agent asked for it (`.broker/shutdown` says why), a preemption notice has run out, or the
+    node's folder was deleted: nobody could list it any more, nor end it."""
+    if not read_text(os.path.join(folder, "node.json")):
+        power_off(folder, "deleted")
     shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))
     if shutdown:
         power_off(folder, shutdown.strip())

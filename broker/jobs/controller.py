@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError
+from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
 from broker.jobs.gang import Gang
 from broker.jobs.judgement import Verdict, is_restart_due, judge, list_lost_ranks
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
+from broker.jobs.pilot import Pause, Pilot
 from broker.jobs.watch import Watch
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.failover import describe
@@ -46,10 +48,6 @@ class _Interrupted(Exception):
     """While something long was under way, the user asked for the end, or the money ran out."""
 
 
-class _Overspent(Exception):
-    """The search for machines has used up what was left of the budget."""
-
-
 class JobController:
     def __init__(
         self,
@@ -70,6 +68,7 @@ class JobController:
         self._clock = clock
         self._config = config
         self._undertaker = Undertaker(store, provisioner, gang, clock, config)
+        self._pilot = Pilot(store, planner, clock, self._undertaker)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
 
@@ -92,7 +91,7 @@ class JobController:
                 await self._undertaker.bury(live)
                 return 0.0
             if live.running_s is None:
-                if failure := self._find_overspending(job):
+                if failure := find_overspending(job, self._store, self._clock):
                     return await self._end(job, live, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
                 return await self._until_unwanted(job, self._start(job, live))
             return await self._look(job, live)
@@ -112,12 +111,14 @@ class JobController:
 
     async def _bring_up(self, job: Job) -> float:
         number = job.next_attempt
-        if failure := self._find_overspending(job):
+        if failure := find_overspending(job, self._store, self._clock):
             return self._finish(job, JobStatus.FAILED, failure)
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
-            plan = order_plan(self._plan_rest(job), job.attempts)
+            plan = self._pilot.plan(job) or order_plan(self._plan_rest(job), job.attempts)
+        except Pause as pause:
+            return pause.wait_s
         except NoOfferError as error:
             return self._finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
@@ -128,18 +129,20 @@ class JobController:
                 job_id=job.id,
                 on_event=lambda message: self._tell("failover", message),
                 hedge=job.hedge,
-                check_budget=lambda: self._check_budget(job),
+                check_budget=lambda: check_budget(job, self._store, self._clock),
             )
-        except _Overspent as error:
+        except Overspent as error:
             return self._finish(job, JobStatus.FAILED, str(error))
-        except CapacityError as error:
-            self._refusals += 1
+        except (CapacityError, AuthError) as error:
+            if isinstance(error, AuthError) and not job.attempts:
+                return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+            self._refusals += 1  # a login that has expired under a job that worked ends only its patience
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
             self._tell("waiting", f"{error.message}; trying again in {wait_s:.0f} s")
             if not job.attempts:
                 self._store.set_job_status(job.id, JobStatus.PENDING)
             return wait_s
-        except (AuthError, InvalidRequestError) as error:
+        except InvalidRequestError as error:
             return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
         self._refusals = 0
         placement = cluster.placement
@@ -228,6 +231,8 @@ class JobController:
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable
             step = f" after step {report.progress.step}" if report.progress else ""
+            if signs.is_noticed and not ranks:
+                return self._lose(attempt, f"the cloud gave notice{step}")
             ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
             return self._lose(
                 attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
@@ -239,9 +244,11 @@ class JobController:
     ) -> float:
         """It runs: but does it get anywhere, and is there money left?"""
         now_s = self._clock.now_s()
-        if failure := self._find_overspending(job):
+        if failure := find_overspending(job, self._store, self._clock):
             await self._undertaker.end_program(cluster, grace_s=GRACE_S)
             return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+        if await self._pilot.reconsider(job, attempt, cluster, progress):
+            return 0.0
         timeout_s = get_recovery(job.task).stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
             return POLL_S
@@ -256,25 +263,12 @@ class JobController:
             self._tell("restart", f"no new step for {timeout_s:g} s at step {step}: restarted on new nodes")
         return 0.0
 
-    def _check_budget(self, job: Job) -> None:
-        if failure := self._find_overspending(job):
-            raise _Overspent(failure)
-
-    def _find_overspending(self, job: Job) -> str:
-        """Why the job may not cost more; empty while it may."""
-        budget_usd = job.task.goal.budget_usd if job.task.goal else None
-        if budget_usd is None:
-            return ""
-        spent_usd = self._store.spend_usd(job_id=job.id, now_s=self._clock.now_s())
-        if spent_usd < budget_usd:
-            return ""
-        return f"the budget of {budget_usd:g} USD is used up ({spent_usd:.2f} spent); its checkpoints are kept"
-
     async def _conclude(self, job: Job, attempt: Attempt, verdict: Verdict, returncode: int | None) -> float:
         if verdict is Verdict.SUCCEEDED:
             return await self._end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.CANCELLED:
-            if failure := self._find_overspending(job):  # a controller that died next had ended the program for it
+            failure = find_overspending(job, self._store, self._clock)
+            if failure:  # it was us, before a crash: nobody asked for a cancel
                 return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
             return await self._end(
                 job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster"
@@ -359,7 +353,7 @@ class JobController:
             await asyncio.gather(doing, watching, return_exceptions=True)
 
     async def _wait_until_unwanted(self, job: Job) -> None:
-        while not self._store.is_cancel_requested(self.job_id) and not self._find_overspending(job):
+        while not self._store.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
             await self._clock.sleep(POLL_S)
 
     async def _renew_lease(self, watch: Watch, cluster: Cluster) -> None:
@@ -385,6 +379,7 @@ class JobController:
             "BROKER_ATTEMPT": str(attempt.number),
             "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{job.resumes or job.id}"),
             "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
+            **self._pilot.advise(job.task, attempt.placement),
             **shared,
         }
 

@@ -20,8 +20,11 @@ from typing import Protocol
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import BrokerError, FencedError, StateError
+from broker.jobs.logs import forget_logs, rotate_log
+from broker.jobs.watch import is_due
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
+from broker.state.schema import KEPT_DAYS
 from broker.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,6 @@ COLLECT_EVERY_S = 60.0
 START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
 COMPACT_EVERY_S = 86400.0
-LOG_BYTES_MAX = 10 << 20  # of the daemon's log; the one before is kept
 BEAT_EVERY_S = 2.0
 STALE_S = 15.0  # without a beat for so long, a leader may be replaced though its lock is held
 LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it for an instant
@@ -74,7 +76,7 @@ async def _take_turn(
         with _hold_lock(config) as is_held:
             if is_held or store.measure_beat_age_s() > STALE_S:  # whoever holds it still is stopped or hangs
                 log.info("leading with epoch %s", store.lead())
-                main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, idle_s).run())
+                main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, config, idle_s).run())
                 with _cancel_on_sigterm(loop, main):
                     return await _wait_for(main)
         await clock.sleep(START_LOOK_S)
@@ -101,9 +103,8 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
     if _is_alive(config, store):
         return
     config.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = config.logs / "daemon.log"
-    if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
-        path.replace(path.with_suffix(".log.1"))
+    path = config.daemon_log
+    rotate_log(path)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     for _ in range(START_LOOKS_MAX):
@@ -132,8 +133,10 @@ class _Daemon:
         make_controller: Callable[[int], Controller],
         provisioner: Provisioner,
         clock: Clock,
+        config: Config,
         idle_s: float,
     ) -> None:
+        self._config = config
         self._store = store
         self._make_controller = make_controller
         self._provisioner = provisioner
@@ -146,7 +149,7 @@ class _Daemon:
         idle_since_s = beat_s = self._clock.now_s()
         try:
             while True:
-                if self._clock.now_s() - beat_s >= BEAT_EVERY_S:
+                if is_due(beat_s, BEAT_EVERY_S, self._clock.now_s()):
                     self._store.beat()
                     beat_s = self._clock.now_s()
                 self._start_controllers()
@@ -195,10 +198,12 @@ class _Daemon:
         compacted_s = float("-inf")
         while True:
             try:
+                rotate_log(self._config.daemon_log)
                 await self._provisioner.collect()
-                if self._clock.now_s() - compacted_s >= COMPACT_EVERY_S:
+                if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
                     self._store.compact()
                     compacted_s = self._clock.now_s()
+                    forget_logs(self._store, self._config.logs, older_than_s=compacted_s - KEPT_DAYS * 86400)
             except Exception as error:  # the outermost edge of the collector
                 log.warning("collecting failed", exc_info=error)
             await self._clock.sleep(COLLECT_EVERY_S)

@@ -40,6 +40,7 @@ class Signs:
     misses: int = 0
     unreachable_s: float = 0.0
     failed_s: float = 0.0
+    is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
 def judge(signs: Signs) -> Verdict:
@@ -47,6 +48,8 @@ def judge(signs: Signs) -> Verdict:
         return Verdict.SUCCEEDED
     if list_lost_ranks(signs.nodes):
         return Verdict.LOST
+    if signs.is_noticed and signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+        return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
     if signs.unreachable and signs.misses >= MISSES_MIN and signs.unreachable_s >= UNREACHABLE_S_MIN:
         return Verdict.LOST
     if signs.status is RunStatus.CANCELLED:

@@ -6,6 +6,7 @@ Our file is cut back to the last committed length before each append, so a crash
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from broker.errors import CloudError
@@ -13,6 +14,7 @@ from broker.jobs.gang import Gang
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, Cluster
 
+DAEMON_LOG_BYTES_MAX = 10 << 20  # the one before is kept
 CHUNKS_MAX = 256  # in one visit; the rest follows in the next
 
 
@@ -35,6 +37,21 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
         file_bytes = _append(get_log_path(logs, attempt.job_id), chunk, at_bytes=offset.file_bytes)
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
         store.set_log_offset(attempt.job_id, offset)
+
+
+def rotate_log(path: Path) -> None:
+    """For a log whose writer keeps it open to append: what there is becomes `.1`, and the file starts anew."""
+    if path.exists() and path.stat().st_size > DAEMON_LOG_BYTES_MAX:
+        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        os.truncate(path, 0)
+
+
+def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
+    """Logs of jobs that ended before: with their events, they are no longer told."""
+    live = set(store.list_unfinished_job_ids())
+    for path in (logs / "jobs").glob("*.log"):
+        if path.stem.isdigit() and int(path.stem) not in live and path.stat().st_mtime < older_than_s:
+            path.unlink(missing_ok=True)
 
 
 def _append(path: Path, chunk: bytes, *, at_bytes: int) -> int:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
 from broker.types import Cluster, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
+GAP_S_MAX = 30.0  # between two looks; a slow answer takes as long
+NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a notice (runtime/agent_gang.py)
+
+
+def is_due(last_s: float, every_s: float, now_s: float) -> bool:
+    """Also when the last time lies ahead: a wall clock set back by an hour must not stop what keeps nodes alive."""
+    return not 0.0 <= now_s - last_s < every_s
 
 
 class Watch:
     def __init__(self, cluster: str) -> None:
         self.cluster = cluster
+        self._stopwatch = Stopwatch(GAP_S_MAX)
         self._misses = 0
         self._silent_since_s: float | None = None
         self._failed_since_s: float | None = None
@@ -25,38 +34,41 @@ class Watch:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
 
     def needs_list(self, report: GangReport, now_s: float) -> bool:
-        return self.is_suspicious(report) or now_s - self._listed_s >= LIST_EVERY_S
+        return self.is_suspicious(report) or is_due(self._listed_s, LIST_EVERY_S, now_s)
 
     def note_list(self, now_s: float) -> None:
         self._listed_s = now_s
 
     def needs_lease(self, now_s: float) -> bool:
-        return now_s - self._leased_s >= LEASE_EVERY_S
+        return is_due(self._leased_s, LEASE_EVERY_S, now_s)
 
     def note_lease(self, now_s: float) -> None:
         self._leased_s = now_s
 
     def note_silence(self, now_s: float) -> bool:
         """Whether the silence has lasted long enough to be believed."""
+        seen_s = self._stopwatch.look(now_s)
         self._misses += 1
         if self._silent_since_s is None:
-            self._silent_since_s = now_s
-        return self._misses >= MISSES_MIN and now_s - self._silent_since_s >= UNREACHABLE_S_MIN
+            self._silent_since_s = seen_s
+        return self._misses >= MISSES_MIN and seen_s - self._silent_since_s >= UNREACHABLE_S_MIN
 
     def measure_stall_s(self, progress: Progress | None, now_s: float) -> float:
         """Seconds since the last new step; a program that has reported none yet counts from the first look."""
         step = progress.step if progress else None
+        seen_s = self._stopwatch.look(now_s)
         if self._stepped_s is None or step != self._step:
-            self._step, self._stepped_s = step, now_s
-        return now_s - self._stepped_s
+            self._step, self._stepped_s = step, seen_s
+        return seen_s - self._stepped_s
 
     def read_signs(self, report: GangReport, cluster: Cluster, now_s: float) -> Signs:
+        seen_s = self._stopwatch.look(now_s)
         if report.unreachable:
             self.note_silence(now_s)
         else:
             self._misses, self._silent_since_s = 0, None
         if report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
-            self._failed_since_s = now_s if self._failed_since_s is None else self._failed_since_s
+            self._failed_since_s = seen_s if self._failed_since_s is None else self._failed_since_s
         else:
             self._failed_since_s = None
         return Signs(
@@ -66,6 +78,7 @@ class Watch:
             nodes=cluster.nodes,
             is_spot=cluster.placement.is_spot,
             misses=self._misses,
-            unreachable_s=now_s - (self._silent_since_s or now_s),
-            failed_s=now_s - (self._failed_since_s or now_s),
+            unreachable_s=0.0 if self._silent_since_s is None else seen_s - self._silent_since_s,
+            failed_s=0.0 if self._failed_since_s is None else seen_s - self._failed_since_s,
+            is_noticed=report.reason == NOTICE_REASON,
         )

@@ -85,40 +85,27 @@ class Provisioner:
         known = self._store.get_cluster(name)
         if known and known.status is ClusterStatus.UP and known.attempt == attempt:
             return await self.refresh(known)
-        if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
-            await self.down(name)
-            known = None
-        if known and known.status is ClusterStatus.STOPPED:
-            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
-        wanted = Wanted(
-            cluster=Cluster(
+        # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
+        claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
+        with claim, self._collector.spare(name):
+            cluster = Cluster(
                 name=name,
                 status=ClusterStatus.INIT,
                 placement=plan.choice.placement,
                 attempt=attempt,
-                created_s=known.created_s if known else self._clock.now_s(),
+                created_s=await self._make_room(name, attempt),
                 job_id=job_id,
                 autostop=autostop,
-            ),
-            spec=make_spec(plan.task.resources[0]),
-            timeout_s=timeout_s,
-            on_event=on_event or (lambda message: None),
-            hedge=hedge,
-            check_budget=check_budget or (lambda: None),
-        )
-        # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
-        claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
-        with claim, self._collector.spare(name):
-            for tries in count():
-                try:
-                    return await self._bring_up(wanted, plan)
-                except CapacityError as error:
-                    if not retry_until_up:
-                        raise
-                    wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-                    wanted.on_event(f"{error.message}; trying again in {wait_s:.0f} s")
-                    await self._clock.sleep(wait_s)
-        raise AssertionError("it counts for ever")
+            )
+            wanted = Wanted(
+                cluster=cluster,
+                spec=make_spec(plan.task.resources[0]),
+                timeout_s=timeout_s,
+                on_event=on_event or (lambda message: None),
+                hedge=hedge,
+                check_budget=check_budget or (lambda: None),
+            )
+            return await self._search(wanted, plan, is_patient=retry_until_up)
 
     async def finish(self) -> None:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
@@ -195,6 +182,30 @@ class Provisioner:
     async def sweep(self) -> int:
         """Delete what clusters that are gone left behind besides nodes; returns how many things."""
         return await self._leftovers.sweep()
+
+    async def _make_room(self, name: str, attempt: int) -> float:
+        """What has the name and is not to be gone on with is gone; when the cluster now to come up was begun."""
+        known = self._store.get_cluster(name)
+        if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
+            await self.down(name)
+            known = None
+        if known and known.status is ClusterStatus.STOPPED:
+            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
+        if known and known.status is ClusterStatus.UP:  # by another command, just before this one's claim
+            raise UsageError(f"cluster {name} has just come up", hints=(f"`broker exec {name}` runs more on it.",))
+        return known.created_s if known else self._clock.now_s()
+
+    async def _search(self, wanted: Wanted, plan: Plan, *, is_patient: bool) -> Cluster:
+        for tries in count():
+            try:
+                return await self._bring_up(wanted, plan)
+            except CapacityError as error:
+                if not is_patient:
+                    raise
+                wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
+                wanted.on_event(f"{error.message}; trying again in {wait_s:.0f} s")
+                await self._clock.sleep(wait_s)
+        raise AssertionError("it counts for ever")
 
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from broker.clock import Clock
+from broker.clock import Clock, Stopwatch
 from broker.clouds.base import Cloud
 from broker.errors import TransientError
 from broker.provision.listing import RETRYABLE, Lister
@@ -13,11 +13,13 @@ from broker.types import Node, NodeState
 
 LOOK_S = 0.1  # first wait between two looks; grows by half each time
 LOOK_S_MAX = 5.0
+WAIT_LOOK_S_MAX = 2.0  # while nodes start, each second is paid for and waited for; all searches share one list
 TERMINATE_AGAIN_S = 15.0  # a terminate that was accepted and forgotten is asked again
 GONE_S_MAX = 900.0
 # Both together, reliability notes 5.4: time alone failed where one slow call lay between two blank answers.
 MISSES_MIN = 4
 MISSING_S_MIN = 120.0
+GAP_S_MAX = 60.0  # between two lists; a throttled one is asked for as long
 UNSEEN_SETTLES = 4.0  # so many times `settle_s` without a node whose create was never answered
 
 
@@ -73,16 +75,18 @@ class Absence:
 
     def __init__(self, settle_s: float) -> None:
         self._misses_min, self._missing_s_min = (MISSES_MIN, MISSING_S_MIN) if settle_s else (2, 0.0)
+        self._stopwatch = Stopwatch(GAP_S_MAX)
         self._misses: dict[str, tuple[int, float]] = {}  # node id -> lists without it, since when
 
     def note(self, node_id: str, *, is_listed: bool, now_s: float) -> bool:
         """Whether it is believed gone by now."""
+        seen_s = self._stopwatch.look(now_s)
         if is_listed:
             self._misses.pop(node_id, None)
             return False
-        count, since_s = self._misses.get(node_id, (0, now_s))
+        count, since_s = self._misses.get(node_id, (0, seen_s))
         self._misses[node_id] = (count + 1, since_s)
-        return count + 1 >= self._misses_min and now_s - since_s >= self._missing_s_min
+        return count + 1 >= self._misses_min and seen_s - since_s >= self._missing_s_min
 
 
 async def _terminate(cloud: Cloud, ids: Sequence[str]) -> bool:
@@ -124,7 +128,7 @@ async def wait_running(
         if clock.now_s() - start_s >= timeout_s:
             return None
         await clock.sleep(look_s)
-        look_s = min(LOOK_S_MAX, look_s * 1.2)
+        look_s = min(WAIT_LOOK_S_MAX, look_s * 1.2)
         try:
             listing = await lister.list(cloud, tries_max=1)
         except RETRYABLE:

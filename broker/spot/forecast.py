@@ -5,27 +5,62 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate
-from broker.spot.prior import Prior
+from broker.spot.prior import MEASURED, OLD, Paces, Prior
 from broker.spot.spells import hours_in_classes
 
 AHEAD_HOURS = 2.0  # a market's hazard is averaged over so long
 STINT_HOURS_MAX = 24.0  # nobody knows a market for longer than a day
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Market:
     """Prices are in prices of an on-demand hour of work (USD per work-hour where there is no on-demand)."""
 
     candidate: Candidate
+    prior: Prior
     price: float
     move_price: float
-    open_pace: float
-    closed_pace: float
-    hazard: float  # mean rate at which it closes in the hours to come
-    open_share: float  # of the time, in the long run
-    turn_hours: float  # how fast it forgets whether it was open
+    open_paces: Paces
+    closed_paces: Paces
+
+    @cached_property
+    def hazard(self) -> float:
+        """Mean rate at which it closes in the hours to come."""
+        begin = self.candidate.age_hours if self.candidate.is_open else 0.0
+        return (
+            sum(
+                self.prior.open_hazards[index] * self.open_paces[index >= OLD] * hours
+                for index, hours in hours_in_classes(begin, begin + AHEAD_HOURS)
+            )
+            / AHEAD_HOURS
+        )
+
+    @cached_property
+    def mean_open_hours(self) -> float:
+        seen, guess = self.candidate.seen, self.prior.mean_open_hours / self.open_paces[1]
+        return _mean_hours(
+            seen.open_hours, seen.open_ends, self.watched_hours if self.candidate.is_open else 0.0, guess
+        )
+
+    @cached_property
+    def mean_closed_hours(self) -> float:
+        seen, guess = self.candidate.seen, self.prior.mean_closed_hours / self.closed_paces[1]
+        watched = 0.0 if self.candidate.is_open else self.watched_hours
+        return _mean_hours(seen.closed_hours, seen.closed_ends, watched, guess)
+
+    @property
+    def watched_hours(self) -> float:
+        return self.candidate.age_hours - self.candidate.met_hours
+
+    def expect_open(self, ahead_hours: float) -> float:
+        """The chance that it is open in so many hours: it forgets what it is now, as a market of two states does."""
+        share = self.mean_open_hours / (self.mean_open_hours + self.mean_closed_hours)
+        memory = math.exp(-ahead_hours * (1 / self.mean_open_hours + 1 / self.mean_closed_hours))
+        return share + (self.candidate.is_open - share) * memory
 
     @property
     def stint_hours(self) -> float:
@@ -58,41 +93,35 @@ class Market:
 
 def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> Market:
     unit = refuge.usd_work_hour if refuge is not None else 1.0
-    seen, age = candidate.seen, candidate.age_hours
-    watched = (candidate.met_hours, age)
-    of_open, of_closed = (watched, None) if candidate.is_open else (None, watched)
-    open_pace, closed_pace = prior.open_pace(seen, of_open), prior.closed_pace(seen, of_closed)
-    from_hours = age if candidate.is_open else 0.0
-    events = sum(
-        prior.open_hazards[index] * hours for index, hours in hours_in_classes(from_hours, from_hours + AHEAD_HOURS)
-    )
-    mean_open = _mean_hours(seen.open_hours, seen.open_ends, of_open, prior.mean_open_hours / open_pace)
-    mean_closed = _mean_hours(seen.closed_hours, seen.closed_ends, of_closed, prior.mean_closed_hours / closed_pace)
+    watched = (candidate.met_hours, candidate.age_hours)
     return Market(
         candidate=candidate,
+        prior=prior,
         price=candidate.usd_work_hour / unit,
         move_price=candidate.move_usd / unit,
-        open_pace=open_pace,
-        closed_pace=closed_pace,
-        hazard=open_pace * events / AHEAD_HOURS,
-        open_share=mean_open / (mean_open + mean_closed),
-        turn_hours=1 / (1 / mean_open + 1 / mean_closed),
+        open_paces=prior.learn_open(candidate.seen, watched if candidate.is_open else None),
+        closed_paces=prior.learn_closed(candidate.seen, None if candidate.is_open else watched),
     )
 
 
-def _mean_hours(
-    hours: Sequence[float], ends: Sequence[float], watched: tuple[float, float] | None, prior_hours: float
-) -> float:
-    lived = watched[1] - watched[0] if watched else 0.0
-    return (sum(hours) + lived + prior_hours) / (sum(ends) + 1)
+def advise_interval_s(candidate: Candidate, stall_s: float, prior: Prior = MEASURED) -> float:
+    """Seconds of work between checkpoints for a job that runs there now; infinite on-demand.
+
+    Daly's optimum for the hazard of a spell of this age at this place: short while spot is young, longer as it lasts.
+    """
+    if not candidate.is_spot:
+        return math.inf
+    return best_interval_s(stall_s, read_market(candidate, None, prior).hazard)
 
 
 def expect_second_chance(markets: Sequence[Market], best: Market) -> float:
     """The chance that another market is open when the best one is lost, dear ones counting less."""
-    none_open, ahead = 1.0, best.stint_hours
+    none_open = 1.0
     for each in markets:
         if each is not best:
-            memory = math.exp(-ahead / each.turn_hours)
-            is_open = each.open_share + (each.candidate.is_open - each.open_share) * memory
-            none_open *= 1 - is_open * each.appeal(best)
+            none_open *= 1 - each.expect_open(best.stint_hours) * each.appeal(best)
     return 1 - none_open
+
+
+def _mean_hours(hours: Sequence[float], ends: Sequence[float], watched_hours: float, guess: float) -> float:
+    return (sum(hours) + watched_hours + guess) / (sum(ends) + 1)

@@ -19,9 +19,11 @@ PRIOR_NODE_HOURS = HOURS_A_MONTH
 
 @noun
 class Observation:
-    """What was seen of one instance type at one place: preemptions of single nodes, in so many spot node-hours."""
+    """What was seen of one instance type at one place: preemptions of single nodes, in so many spot node-hours.
 
-    preemptions: int
+    Both may be weighed by how old they are, so neither is a whole number."""
+
+    preemptions: float
     node_hours: float
 
 

@@ -195,6 +195,8 @@ class _Search:
                 continue
             back = min(max(excess, 0.0), max(taken, 0.0))
             self.best = min(self.best, usd - back * self.usd_work - (excess - back) * usd_work)
+            if taken > back:  # done with on-demand hours that spot may still replace
+                left.append((self.work, usd - back * self.usd_work, taken - back))
         return left
 
     def _prune(self, labels: list[Label], most_work: float, to_go: dict[int, float], mode: int) -> list[Label]:

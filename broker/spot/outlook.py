@@ -20,11 +20,18 @@ from dataclasses import dataclass
 from broker.spot.spells import AGES, class_of, hours_in_classes
 
 CLASSES = len(AGES)
-GROWTH = 1.25  # of the steps of both grids
+OLDEST = CLASSES - 1
+WORK_GROWTH, SPARE_GROWTH = 1.4, 1.25  # of the steps of the grids: the worth bends little with work, more with time
+# An hour of waiting counts as so much of an on-demand hour: of plans that cost the same the sooner is better.
+WAIT_PRICE = 0.02
+SURVIVAL_WEIGHT = 4.0  # so many spells seen weigh as much as the hazards, in whether a start is survived
 PASSES_MAX = 12
-WAIT_PRICE = 0.0
-TOLERANCE = 1e-3  # hours of on-demand price
-_AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index + 1 < CLASSES else 0.0 for index in range(CLASSES))
+TOLERANCE = 5e-4  # hours of on-demand price
+
+Row = list[float]  # the worth at one node for each class of age, the oldest first
+_NOTHING: Row = [0.0] * CLASSES  # no work left: worth 0; rows are replaced, never changed
+# At which rate a spell of some age becomes one of the next class; the oldest stays what it is.
+_AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,168 +47,214 @@ class Terms:
     second_chance: float = 0.0  # that another place is open when spot is lost
 
 
-class Outlook:
-    """`Outlook(terms)` solves; the worth of options is then read off by interpolation.
+class Table:
+    """The worth of one way to go on, at every node."""
 
-    Tables are indexed [class of age][spare node * work nodes + work node].
+    def __init__(self, work: Sequence[float], spare: Sequence[float]) -> None:
+        self._work, self._spare = work, spare
+        self.rows: list[Row] = [_NOTHING] * (len(work) * len(spare))
+
+    def read(self, age_class: int, work: float, spare: float) -> float:
+        """At any work left and spare time, by bilinear interpolation."""
+        rows, k = self.rows, OLDEST - age_class
+        j, across = _place(self._work, work)
+        i, up = _place(self._spare, spare)
+        at = i * len(self._work) + j
+        near = rows[at][k] + across * (rows[at + 1][k] - rows[at][k])
+        at += len(self._work)
+        far = rows[at][k] + across * (rows[at + 1][k] - rows[at][k])
+        return near + up * (far - near)
+
+
+class Outlook:
+    """`Outlook(terms)` solves. Each table is the worth of a state, or of an action from there on:
+
+    `run` on spot; `wait_open`, `wait_closed`: nothing runs, and nothing is started yet; `idle_open`, `idle_closed`:
+    nothing runs, and the best is done; `sure_open`, `sure_closed`: on-demand runs, and the best is done.
     """
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
-        self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2)
-        self.spare = grow_nodes(max(terms.start_hours, 0.01), max(terms.spare_hours, 0.02), even=5)
-        size = len(self.work) * len(self.spare)
-
-        def table() -> list[list[float]]:
-            return [[0.0] * size for _ in range(CLASSES)]
-
-        self.run, self.wait_open, self.wait_closed = table(), table(), table()
-        self.sure_open, self.sure_closed = table(), table()  # on-demand that stays for now
-        self.idle_open, self.idle_closed = table(), table()  # the best that nothing running can lead to
-        self.survive, self.started, self.lost = _list_starts(terms)
-        self._solve()
-
-    def _solve(self) -> None:
-        width = len(self.work)
-        for j in range(1, width):
+        self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
+        self.spare = grow_nodes(max(terms.start_hours, 0.01), max(terms.spare_hours, 0.02), even=5, growth=SPARE_GROWTH)
+        tables = [Table(self.work, self.spare) for _ in range(7)]
+        self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
+        self.sure_open, self.sure_closed = tables[5:]
+        self._starts = _list_starts(terms)
+        for j in range(1, len(self.work)):
             for i in range(len(self.spare)):
-                self._solve_cell(i, j, i * width + j)
+                _Cell(self, i, j).solve()
 
-    def _back(self, i: int) -> tuple[int, float] | None:
-        """Where one start less of spare time lies: (node, share of the node below it), or None below nothing."""
-        left = self.spare[i] - self.terms.start_hours
+    def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
+        """The worth of a start on spot: it is survived, or lost halfway.
+
+        `seen`: spells that were as old as this one, and those of them that outlived such a start.
+        """
+        terms, after = self.terms, spare - self.terms.start_hours
+        survive, landing = self._starts[age_class]
+        survive = (SURVIVAL_WEIGHT * survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
+        on = self.run.read(landing, work, after)
+        off = self.lost_usd(work, after) + terms.start_hours / 2 * terms.spot_price
+        return survive * (terms.start_hours * terms.spot_price + on) + (1 - survive) * off
+
+    def lost_usd(self, work: float, spare: float) -> float:
+        """The worth of having just lost spot: another place may be open."""
+        rho, closed = self.terms.second_chance, self.idle_closed.read(0, work, spare)
+        return rho * self.idle_open.read(0, work, spare) + (1 - rho) * closed if rho else closed
+
+
+class _Cell:
+    """All states at one node of work and spare time: they lead to each other, so passes are made until they agree."""
+
+    def __init__(self, outlook: Outlook, i: int, j: int) -> None:
+        self.outlook, self.terms, self.i = outlook, outlook.terms, i
+        width = len(outlook.work)
+        self.at, self.before, self.below = i * width + j, i * width + j - 1, (i - 1) * width + j
+        self.work = outlook.work[j]
+        self.pace = 1 / (self.work - outlook.work[j - 1])
+        self.drain = 1 / (outlook.spare[i] - outlook.spare[i - 1]) if i else 0.0
+        self.opened, self.closed = self.terms.open_hazards[::-1], self.terms.closed_hazards[::-1]
+        self.low, self.high, self.share = self._find_back(width, j)
+        sure_end, start = self.work, self.terms.start_hours
+        if i:  # a first guess from the node below, so that few passes are needed
+            for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
+                table.rows[self.at] = list(table.rows[self.below])
+        else:
+            for table in (outlook.idle_open, outlook.idle_closed):
+                table.rows[self.at] = [sure_end + start] * CLASSES
+            for table in (outlook.wait_open, outlook.wait_closed):
+                table.rows[self.at] = [math.inf] * CLASSES
+            for table in (outlook.sure_open, outlook.sure_closed):
+                table.rows[self.at] = [sure_end] * CLASSES
+
+    def _find_back(self, width: int, j: int) -> tuple[int, int, float]:
+        """The nodes between which one start less of spare time lies, and the share of the lower; (-1, -1, 0): none."""
+        spare = self.outlook.spare
+        left = spare[self.i] - self.terms.start_hours
         if left < -1e-9:
-            return None
-        below = min(max(bisect_right(self.spare, left + 1e-12) - 1, 0), len(self.spare) - 2)
-        return below, max(1 - (left - self.spare[below]) / (self.spare[below + 1] - self.spare[below]), 0.0)
+            return -1, -1, 0.0
+        below = min(max(bisect_right(spare, left + 1e-12) - 1, 0), len(spare) - 2)
+        share = 1 - (left - spare[below]) / (spare[below + 1] - spare[below])
+        return below * width + j, (below + 1) * width + j, min(max(share, 0.0), 1.0)
 
-    def _solve_cell(self, i: int, j: int, at: int) -> None:  # noqa: C901
-        terms, width = self.terms, len(self.work)
-        c, d, rho = terms.spot_price, terms.start_hours, terms.second_chance
-        w = self.work[j]
-        pace = 1 / (w - self.work[j - 1])
-        drain = 1 / (self.spare[i] - self.spare[i - 1]) if i else 0.0
-        run, idle_open, idle_closed = self.run, self.idle_open, self.idle_closed
-        wait_open, wait_closed, sure_open, sure_closed = (
-            self.wait_open, self.wait_closed, self.sure_open, self.sure_closed,
-        )  # fmt: skip
-        opened, closed = terms.open_hazards, terms.closed_hazards
-        before, below = at - 1, at - width
-        back = self._back(i)
-        low = high = share = 0
-        if back is not None:
-            low, share = back[0] * width + j, back[1]  # type: ignore[assignment]
-            high = low + width
-        # A first guess from the next cell, so that few passes are needed.
-        guess = idle_closed[0][below] if i else w + d
-        reopened = min(guess, idle_open[0][below]) if i else w + d
-        for a in range(CLASSES):
-            idle_open[a][at] = idle_open[a][below] if i else w + d
-            idle_closed[a][at] = idle_closed[a][below] if i else w + d
-            sure_open[a][at] = sure_open[a][below] if i else w
-            sure_closed[a][at] = sure_closed[a][below] if i else w
-            run[a][at] = run[a][below] if i else c * w
-        past = math.inf
+    def solve(self) -> None:
+        guess, change_before = self.outlook.idle_closed.rows[self.at][-1], 0.0
         for _ in range(PASSES_MAX):
-            # on spot
-            drop = rho * idle_open[0][at] + (1 - rho) * guess
-            later = 0.0
-            for a in range(CLASSES - 1, -1, -1):
-                h, g = opened[a], _AGEING[a]
-                later = (c + h * drop + g * later + pace * run[a][before]) / (h + g + pace)
-                run[a][at] = later
-            # waiting
-            later_open = later_closed = 0.0
-            for a in range(CLASSES - 1, -1, -1):
-                g = _AGEING[a]
-                if i == 0:
-                    best = w + d
-                    wait_open[a][at] = wait_closed[a][at] = math.inf
-                    idle_open[a][at] = idle_closed[a][at] = best
-                    if back is None:
-                        continue
-                h = opened[a]
-                if i:
-                    value = (WAIT_PRICE + h * guess + g * later_open + drain * idle_open[a][below]) / (h + g + drain)
-                    wait_open[a][at] = value
-                else:
-                    value = w + d
-                enter = sure = math.inf
-                if back is None:
-                    sure = d + w
-                else:
-                    landed = run[self.started[a]]
-                    survive = self.survive[a]
-                    enter = survive * (d * c + share * landed[low] + (1 - share) * landed[high]) + (1 - survive) * (
-                        self.lost[a] * c + share * idle_closed[0][low] + (1 - share) * idle_closed[0][high]
-                    )
-                    table = sure_open[a]
-                    sure = d + share * table[low] + (1 - share) * table[high]
-                later_open = min(value, enter, sure)
-                idle_open[a][at] = later_open
-            reopened = idle_open[0][at]
-            for a in range(CLASSES - 1, -1, -1):
-                g, h = _AGEING[a], closed[a]
-                if i == 0:
-                    continue
-                value = (WAIT_PRICE + h * reopened + g * later_closed + drain * idle_closed[a][below]) / (h + g + drain)
-                wait_closed[a][at] = value
-                if back is None:
-                    sure = d + w
-                else:
-                    table = sure_closed[a]
-                    sure = d + share * table[low] + (1 - share) * table[high]
-                later_closed = min(value, sure)
-                idle_closed[a][at] = later_closed
-            # on-demand
-            later_open = later_closed = 0.0
-            first_open, first_closed = sure_open[0][at], sure_closed[0][at]
-            for _again in range(2):
-                later_open = later_closed = 0.0
-                for a in range(CLASSES - 1, -1, -1):
-                    g, h = _AGEING[a], opened[a]
-                    later_open = min(
-                        (1 + h * first_closed + g * later_open + pace * sure_open[a][before]) / (h + g + pace),
-                        idle_open[a][at],
-                    )
-                    sure_open[a][at] = later_open
-                first_open = later_open
-                for a in range(CLASSES - 1, -1, -1):
-                    g, h = _AGEING[a], closed[a]
-                    later_closed = min(
-                        (1 + h * first_open + g * later_closed + pace * sure_closed[a][before]) / (h + g + pace),
-                        idle_closed[a][at],
-                    )
-                    sure_closed[a][at] = later_closed
-                first_closed = later_closed
-            found = idle_closed[0][at]
+            self._pass_spot(guess)
+            if not self.i:
+                return
+            self._pass_open(guess)
+            self._pass_closed()
+            self._pass_sure()
+            found = self.outlook.idle_closed.rows[self.at][-1]
             change = found - guess
             if abs(change) < TOLERANCE:
-                break
-            # The passes contract by a near constant factor: go to where they lead (Aitken).
-            rate = change / past if past not in (0.0, math.inf) else 0.0
-            guess = found + (change * rate / (1 - rate) if 0 < rate < 0.95 else 0.0)
-            past = change if not 0 < rate < 0.95 else math.inf
+                return
+            rate = change / change_before if change_before else 0.0
+            if 0 < rate < 0.95:  # passes contract by a near constant factor: go to where they lead (Aitken)
+                guess, change_before = found + change * rate / (1 - rate), 0.0
+            else:
+                guess, change_before = found, change
 
-    def read(self, table: Sequence[Sequence[float]], age_class: int, work: float, spare: float) -> float:
-        """The worth in a table at any work left and spare time, by bilinear interpolation."""
-        row = table[age_class]
-        width = len(self.work)
-        j, across = _place(self.work, work)
-        i, up = _place(self.spare, spare)
-        at = i * width + j
-        near = row[at] + across * (row[at + 1] - row[at])
-        at += width
-        far = row[at] + across * (row[at + 1] - row[at])
-        return near + up * (far - near)
+    def _pass_spot(self, closed_usd: float) -> None:
+        outlook, terms = self.outlook, self.terms
+        rho, pace, price, later = terms.second_chance, self.pace, terms.spot_price, 0.0
+        drop = rho * outlook.idle_open.rows[self.at][-1] + (1 - rho) * closed_usd
+        row = []
+        for h, g, after in zip(self.opened, _AGEING, outlook.run.rows[self.before], strict=True):
+            later = (price + h * drop + g * later + pace * after) / (h + g + pace)
+            row.append(later)
+        outlook.run.rows[self.at] = row
+
+    def _pass_open(self, closed_usd: float) -> None:
+        """Nothing runs and the market is open: wait, enter, or start on-demand."""
+        outlook, drain, later = self.outlook, self.drain, 0.0
+        waits, bests = [], []
+        options = zip(self._list_enters(), self._list_sures(outlook.sure_open), strict=True)
+        below = outlook.idle_open.rows[self.below]
+        for h, g, after, (enter, sure) in zip(self.opened, _AGEING, below, options, strict=True):
+            wait = (WAIT_PRICE + h * closed_usd + g * later + drain * after) / (h + g + drain)
+            later = min(wait, enter, sure)
+            waits.append(wait)
+            bests.append(later)
+        outlook.wait_open.rows[self.at], outlook.idle_open.rows[self.at] = waits, bests
+
+    def _pass_closed(self) -> None:
+        outlook, drain, later = self.outlook, self.drain, 0.0
+        waits, bests = [], []
+        reopened = outlook.idle_open.rows[self.at][-1]
+        below, sures = outlook.idle_closed.rows[self.below], self._list_sures(outlook.sure_closed)
+        for h, g, after, sure in zip(self.closed, _AGEING, below, sures, strict=True):
+            wait = (WAIT_PRICE + h * reopened + g * later + drain * after) / (h + g + drain)
+            later = wait if wait < sure else sure
+            waits.append(wait)
+            bests.append(later)
+        outlook.wait_closed.rows[self.at], outlook.idle_closed.rows[self.at] = waits, bests
+
+    def _pass_sure(self) -> None:
+        """On-demand runs: open and closed markets lead to each other, so both are taken to where they agree."""
+        guess = self.outlook.sure_closed.rows[self.at][-1]
+        first = self._round_sure(guess)
+        if abs(first - guess) < TOLERANCE / 4:
+            return
+        second = self._round_sure(first)
+        rate = (second - first) / (first - guess)
+        if 0 < rate < 0.99:
+            self._round_sure(second + (second - first) * rate / (1 - rate))
+
+    def _round_sure(self, closed_usd: float) -> float:
+        outlook, at, before = self.outlook, self.at, self.before
+        opened, closed = outlook.sure_open, outlook.sure_closed
+        row = self._go_on_sure(self.opened, closed_usd, opened.rows[before], outlook.idle_open.rows[at])
+        opened.rows[at] = row
+        row = self._go_on_sure(self.closed, row[-1], closed.rows[before], outlook.idle_closed.rows[at])
+        closed.rows[at] = row
+        return row[-1]
+
+    def _go_on_sure(self, hazards: Sequence[float], changed_usd: float, before: Row, idle: Row) -> Row:
+        pace, later = self.pace, 0.0
+        row = []
+        for h, g, after, quit_usd in zip(hazards, _AGEING, before, idle, strict=True):
+            later = (1 + h * changed_usd + g * later + pace * after) / (h + g + pace)
+            if quit_usd < later:
+                later = quit_usd
+            row.append(later)
+        return row
+
+    def _list_sures(self, table: Table) -> Row:
+        """Starting on-demand, by class."""
+        start = self.terms.start_hours
+        if self.low < 0:
+            return [start + self.work] * CLASSES
+        share, rest = self.share, 1 - self.share
+        return [
+            start + share * low + rest * high
+            for low, high in zip(table.rows[self.low], table.rows[self.high], strict=True)
+        ]
+
+    def _list_enters(self) -> Row:
+        """Starting on spot, by class."""
+        if self.low < 0:
+            return [math.inf] * CLASSES
+        outlook, terms, share, rest = self.outlook, self.terms, self.share, 1 - self.share
+        low, high, rho = outlook.run.rows[self.low], outlook.run.rows[self.high], terms.second_chance
+        closed, opened = outlook.idle_closed.rows, outlook.idle_open.rows
+        off = (1 - rho) * (share * closed[self.low][-1] + rest * closed[self.high][-1])
+        off += rho * (share * opened[self.low][-1] + rest * opened[self.high][-1])
+        paid = terms.start_hours * terms.spot_price
+        off += paid / 2
+        return [
+            survive * (paid + share * low[OLDEST - landing] + rest * high[OLDEST - landing]) + (1 - survive) * off
+            for survive, landing in reversed(outlook._starts)
+        ]
 
 
-def grow_nodes(step: float, end: float, *, even: int) -> tuple[float, ...]:
+def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[float, ...]:
     """0, some even steps, then steps that grow, up to `end` or just beyond."""
     nodes = [0.0]
     while nodes[-1] < end or len(nodes) < 3:
         if len(nodes) > even:
-            step *= GROWTH
+            step *= growth
         nodes.append(nodes[-1] + step)
     return tuple(nodes)
 
@@ -211,14 +264,10 @@ def _place(nodes: Sequence[float], value: float) -> tuple[int, float]:
     return below, min(max((value - nodes[below]) / (nodes[below + 1] - nodes[below]), 0.0), 1.0)
 
 
-def _list_starts(terms: Terms) -> tuple[list[float], list[int], list[float]]:
-    """For a start begun at each class of age: chance to survive it, class afterwards, mean hours paid if not."""
-    survive, started, lost = [], [], []
-    d = terms.start_hours
-    for index in range(CLASSES):
-        begin = AGES[index]
-        hazard = sum(terms.open_hazards[each] * hours for each, hours in hours_in_classes(begin, begin + d))
-        survive.append(math.exp(-hazard))
-        started.append(class_of(begin + d))
-        lost.append(d / 2)
-    return survive, started, lost
+def _list_starts(terms: Terms) -> list[tuple[float, int]]:
+    """For a start begun at each class of age: the chance to survive it, and the class of age afterwards."""
+    found, length = [], terms.start_hours
+    for begin in AGES:
+        hazard = sum(terms.open_hazards[each] * hours for each, hours in hours_in_classes(begin, begin + length))
+        found.append((math.exp(-hazard), class_of(begin + length)))
+    return found

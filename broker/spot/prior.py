@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from broker.spot.spells import AGES, Spells, hours_in_classes
+from broker.spot.spells import AGES, Spells, class_of, hours_in_classes
+
+OLD = class_of(1.0)  # the class from which spells count as old
+SPLIT_WEIGHT = 2.0  # how many ended spells of an age one must see to believe in a pace of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +35,22 @@ class Prior:
     def mean_closed_hours(self) -> float:
         return _mean_spell_hours(self.closed_hazards)
 
-    def open_pace(self, seen: Spells, watched: tuple[float, float] | None = None) -> float:
-        """The factor on `open_hazards`: the mean of a Gamma posterior.
+    def learn_open(self, seen: Spells, watched: tuple[float, float] | None = None) -> Paces:
+        """The factors on `open_hazards` of young and of old spells: means of Gamma posteriors.
 
         `watched` are the ages from and to which a spell that is still open was watched.
         """
-        return _pace(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
+        return _learn(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
 
-    def closed_pace(self, seen: Spells, watched: tuple[float, float] | None = None) -> float:
-        return _pace(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
+    def learn_closed(self, seen: Spells, watched: tuple[float, float] | None = None) -> Paces:
+        return _learn(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
+
+
+Paces = tuple[float, float]  # of young and of old spells
+
+
+def scale_hazards(hazards: Sequence[float], paces: Paces) -> tuple[float, ...]:
+    return tuple(hazard * paces[index >= OLD] for index, hazard in enumerate(hazards))
 
 
 def _mean_spell_hours(hazards: Sequence[float]) -> float:
@@ -55,17 +65,22 @@ def _mean_spell_hours(hazards: Sequence[float]) -> float:
     return mean
 
 
-def _pace(
+def _learn(
     hazards: Sequence[float],
     hours: Sequence[float],
     ends: Sequence[float],
     watched: tuple[float, float] | None,
     weight: float,
-) -> float:
-    expected = sum(hazard * lived for hazard, lived in zip(hazards, hours, strict=True))
+) -> Paces:
+    """First one factor for all ages, from the prior 1; then one for each half, from that factor."""
+    expected = [hazard * lived for hazard, lived in zip(hazards, hours, strict=True)]
     if watched:
-        expected += sum(hazards[index] * lived for index, lived in hours_in_classes(*watched))
-    return (weight + sum(ends)) / (weight + expected)
+        for index, lived in hours_in_classes(*watched):
+            expected[index] += hazards[index] * lived
+    pace = (weight + sum(ends)) / (weight + sum(expected))
+    young = (SPLIT_WEIGHT * pace + sum(ends[:OLD])) / (SPLIT_WEIGHT + sum(expected[:OLD]))
+    old = (SPLIT_WEIGHT * pace + sum(ends[OLD:])) / (SPLIT_WEIGHT + sum(expected[OLD:]))
+    return young, old
 
 
 def fit_prior(recordings: Sequence[Spells], *, weight: float = 1.5) -> Prior:

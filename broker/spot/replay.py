@@ -248,7 +248,8 @@ class _Life:
         if is_open == was_open:
             return
         age = self.hour - self.since[index]
-        self.seen[index] = self.seen[index].with_spell(age, is_open=was_open, from_hours=self.met[index])
+        seen = self.seen[index].fade(age - self.met[index])
+        self.seen[index] = seen.with_spell(age, is_open=was_open, from_hours=self.met[index])
         self.met[index] = 0.0
         self.since[index] = self.hour
         self._foresee(index)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
 # The age to assume of a spell whose beginning was not seen: at a random moment one mostly meets long spells.
 MET_HOURS = 5.0
+HALF_LIFE_HOURS = 24.0  # of what was seen, where a market is watched live
 _NONE = (0.0,) * len(AGES)
 
 
@@ -35,6 +36,21 @@ class Spells:
                 open_hours=lived, open_ends=ends, closed_hours=self.closed_hours, closed_ends=self.closed_ends
             )
         return Spells(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
+
+    def fade(self, hours: float) -> Spells:
+        """What was seen, so many hours later: the weather of a market changes from day to day."""
+        share = 0.5 ** (hours / HALF_LIFE_HOURS)
+        return Spells(
+            open_hours=tuple(each * share for each in self.open_hours),
+            open_ends=tuple(each * share for each in self.open_ends),
+            closed_hours=tuple(each * share for each in self.closed_hours),
+            closed_ends=tuple(each * share for each in self.closed_ends),
+        )
+
+    def count_reached(self, from_hours: float, to_hours: float) -> tuple[float, float]:
+        """Of the finished open spells that reached the class of one age: how many, and how many reached the other's."""
+        first, then = class_of(from_hours), class_of(to_hours)
+        return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
 
     def __add__(self, other: Spells) -> Spells:
         return Spells(
@@ -73,7 +89,7 @@ def _add(
     if not is_ended:
         return tuple(hours), ends
     counts = list(ends)
-    counts[class_of(to_hours)] += 1
+    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # one that ends where a class begins was never lived there
     return tuple(hours), tuple(counts)
 
 

@@ -75,6 +75,38 @@ class Trace:
         return seen
 
 
+@dataclass(frozen=True, kw_only=True)
+class TraceFacts:
+    """A trace in figures. Means are None where nothing of the kind was seen."""
+
+    name: str
+    hours: float
+    gap_hours: float
+    gang: int
+    open_share: float
+    preemptions: int  # times that it closed
+    mean_open_hours: float | None
+    mean_closed_hours: float | None
+    mean_usd_hour: float | None
+
+
+def measure_trace(trace: Trace) -> TraceFacts:
+    openings = sum(is_open for _, is_open in trace.changes)
+    closings = len(trace.changes) - openings
+    share = trace.open_share
+    return TraceFacts(
+        name=trace.name,
+        hours=trace.hours,
+        gap_hours=trace.gap_hours,
+        gang=trace.gang,
+        open_share=share,
+        preemptions=sum(not is_open for _, is_open in trace.changes[1:]),
+        mean_open_hours=trace.hours * share / openings if openings else None,
+        mean_closed_hours=trace.hours * (1 - share) / closings if closings else None,
+        mean_usd_hour=sum(trace.prices) / len(trace.prices) if trace.prices else None,
+    )
+
+
 def parse_trace(text: str | bytes, name: str) -> Trace:
     """Raises SourceError that says what is wrong with the text."""
     try:

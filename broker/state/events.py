@@ -58,10 +58,11 @@ class EventRows(Database):
         )
 
     def list_events(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[Event]:
+        wanted = {"id > ?": after, "job_id = ?": job_id, "cluster = ?": cluster}
+        chosen = {condition: value for condition, value in wanted.items() if value is not None}
         rows = self._rows(
-            "SELECT id, time_s, kind, message, job_id, cluster FROM events "
-            "WHERE id > ?1 AND (?2 IS NULL OR job_id = ?2) AND (?3 IS NULL OR cluster = ?3) ORDER BY id",
-            (after, job_id, cluster),
+            f"SELECT id, time_s, kind, message, job_id, cluster FROM events WHERE {' AND '.join(chosen)} ORDER BY id",
+            tuple(chosen.values()),
         )
         return [Event(**dict(row)) for row in rows]
 

@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -209,7 +210,9 @@ class JobRows(Database):
             id=row["id"],
             name=row["name"],
             status=JobStatus(row["status"]),
-            task=decode_task(row["task"], self._read_secrets(row["id"], names) if names else {}),
+            task=decode_task(row["task"], self._read_secrets(row["id"], names))
+            if names
+            else _decode_plain(row["task"]),
             submitted_s=row["submitted_s"],
             ended_s=row["ended_s"],
             attempts=tuple(attempts),
@@ -242,3 +245,9 @@ class JobRows(Database):
         except FileNotFoundError:
             values = {}
         return {name: str(values.get(name, "")) for name in names}
+
+
+@lru_cache(maxsize=1024)
+def _decode_plain(text: str) -> Task:
+    """A task without secrets: a controller reads its job at every step, and jobs of one sweep have one text."""
+    return decode_task(text, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from broker.state.calls import Pace, PaceRows, RetryBudgetRows
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.events import Compaction, Event, EventRows, Refusal, RefusalRows
+from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
 
@@ -12,6 +13,16 @@ __all__ = ["Bill", "Event", "Intent", "JobLine", "LogOffset", "Pace", "Refusal",
 
 
 class Store(
-    ClusterRows, IntentRows, BillRows, JobRows, EventRows, RefusalRows, PaceRows, RetryBudgetRows, Compaction, LeaderRow
+    ClusterRows,
+    IntentRows,
+    BillRows,
+    JobRows,
+    EventRows,
+    RefusalRows,
+    HistoryRows,
+    PaceRows,
+    RetryBudgetRows,
+    Compaction,
+    LeaderRow,
 ):
     """Opened with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return."""

@@ -32,7 +32,7 @@ CLOUDS = (
     "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
 )  # fmt: skip
 WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
-STRATEGIES = ("failover", "eager_next_region", "cheapest")
+STRATEGIES = ("failover", "eager_next_region", "cheapest", "deadline")
 ACCELERATOR_NAME = r"[A-Za-z][A-Za-z0-9_.-]{0,60}"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
@@ -139,7 +139,8 @@ JOB_RECOVERY = Table(
         "strategy": Field(
             shape=Choice(words=(*STRATEGIES, "none")),
             about="Where to go after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
-            "the region at once, `cheapest` plans anew.",
+            "the region at once, `cheapest` plans anew, `deadline` (the default where a `goal` has work and "
+            "deadline) weighs spot, waiting and on-demand against the time that is left.",
         ),
         "max_restarts_on_errors": Field(
             shape=Whole(), about="How often a program that fails by itself is started again; 0."

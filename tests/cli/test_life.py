@@ -105,6 +105,19 @@ def test_a_launch_killed_in_the_middle_leaves_a_cluster_that_the_next_command_fi
     assert not shell.find_processes()
 
 
+def test_an_interrupted_launch_says_what_is_left_and_how_to_end_it(shell: Shell) -> None:
+    task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: sleep 600\n")
+    process = shell.open("launch", task, "-c", "dev")
+    assert process.stderr is not None
+    assert any("asking for 2 x" in line and "USD/h" in line for line in iter(process.stderr.readline, ""))
+    process.send_signal(signal.SIGINT)
+    _, notes = process.communicate(timeout=60)
+    assert "`broker down dev` ends" in notes, notes
+    assert process.returncode in (0, 130), notes  # 0: it ran already, and was only detached from
+    shell.run("down", "dev", "--yes")
+    assert not shell.find_processes()
+
+
 def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(shell: Shell) -> None:
     task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: echo hi\n")
     both = [shell.open("launch", task, "-c", "dev") for _ in range(2)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,6 +196,24 @@ def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
         shell.run("jobs", "launch", task, "--yes", "--detach-run", "--request-id", "mine")
     shell.run("jobs", "wait", "1")
     assert len(shell.read_json("jobs", "queue")) == 1
+
+
+def test_every_jobs_command_answers_in_json(shell: Shell) -> None:
+    task = shell.write("fail.yaml", "name: fail\nresources: {infra: local}\nrun: echo hello; exit 3\n")
+
+    def read(*arguments: str, code: int = 0) -> Any:
+        return json.loads(shell.run("jobs", *arguments, "-o", "json", code=code).stdout)
+
+    (launched,) = read("launch", task, "--yes")
+    assert launched["id"] == 1 and launched["hedge"] == 2
+    assert read("wait", "1", code=1)["status"] == "FAILED"
+    assert [read("retry", "1", "--request-id", "again")["id"] for _ in range(2)] == [2, 2], "one request, one job"
+    assert read("wait", "2", "--for", "FAILED")["status"] == "FAILED"
+    assert [job["status"] for job in read("queue")] == ["FAILED"] * 2
+    assert read("logs", "2", "--no-follow") == {"job": 2, "line": "hello"}
+    assert "attempt" in [event["kind"] for event in read("events", "2")]
+    assert read("why", "2")["failure"] == "`run` exited with code 3"
+    assert read("cancel", "2") == [{"id": 2, "name": "fail", "status": "FAILED", "is_cancelling": False}]
 
 
 def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:

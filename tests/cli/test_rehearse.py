@@ -12,8 +12,9 @@ from tests.cli.conftest import Shell
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
-# Counts to 30, saving every fourth number. `loss` is a function of the step. It waits to be preempted P times, a few
-# steps after it is due: however slow this machine is, no market comes too late.
+# Counts to 30, saving every tenth number before it tells of it. `loss` is a function of the step. It waits to be
+# preempted P times, a few steps after it is due and before it saves again: however slow this machine is, no market
+# comes too late, and none in the middle of a save.
 COUNT = """\
 name: count
 resources: {infra: aws, cpus: 2+, use_spot: true}
@@ -25,10 +26,10 @@ run: |
   while [ $n -lt 30 ]; do
     n=$((n + 1))
     if [ $SKYPILOT_NODE_RANK = 0 ]; then
-      saved=$((n / 4 * 4))
+      saved=$((n / 10 * 10))
+      echo $saved > $BROKER_CHECKPOINT_DIR/n.new && mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
       line="\\"total\\": 30, \\"loss\\": 0.$((30 - n)), \\"checkpoint_step\\": $saved"
       echo "{\\"step\\": $n, $line}" >> $BROKER_PROGRESS_FILE
-      echo $saved > $BROKER_CHECKPOINT_DIR/n.new && mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
     fi
     while [ $BROKER_ATTEMPT -le $P ] && [ $n -ge $((30 * BROKER_ATTEMPT / (P + 1) + 3)) ]; do sleep 0.1; done
     sleep 0.05
@@ -58,7 +59,7 @@ def test_two_preemptions_and_a_warning_as_data(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", COUNT), "--preemptions", "2", "--env", "P=2", "--json")
     found = json.loads(done.stdout)
     assert found["status"] == "SUCCEEDED" and found["preemptions"] == 2
-    assert [each["begin_step"] % 4 for each in found["trials"]] == [0, 0, 0], "it resumes where it had saved"
+    assert [each["begin_step"] for each in found["trials"]] == [0, 10, 20], "it resumes where it had saved"
     assert all(each["begin_step"] > 0 for each in found["resumes"])
     assert (found["notices"], found["notices_ignored"]) == (1, 0)
     assert found["repeats"]["equal"] == found["repeats"]["steps"]

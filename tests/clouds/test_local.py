@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import stat
 from pathlib import Path
@@ -200,5 +201,17 @@ def test_a_command_past_its_time_gets_no_answer_rather_than_a_strange_code(rig: 
         with pytest.raises(EOFError):
             header = {"argv": ["sleep", "60"], "env": {}, "stdin": 0, "timeout_s": 0.01}
             await exchange(Path(node.handle), header, b"")
+
+    asyncio.run(act())
+
+
+def test_a_node_whose_folder_is_deleted_ends_with_all_that_it_runs(rig: Rig) -> None:
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        await rig.transport.run(node, ["bash", "-c", "setsid sleep 5434 & echo hi"], timeout_s=60)
+        pids = processes_of(node)
+        assert len(pids) > 2
+        shutil.rmtree(node.handle)
+        await wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
     asyncio.run(act())

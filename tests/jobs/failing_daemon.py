@@ -1,17 +1,24 @@
-"""The real daemon, killed (as by kill -9) at the CRASH_AT-th deed: a commit, or a call to the local cloud."""
+"""The real daemon, killed (as by kill -9) at the CRASH_AT-th deed: a commit, or a call to the local cloud.
+
+Its wall clock is off by the seconds in the file CLOCK_OFFSET, whenever that changes; none where it is not there.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from broker.cli.main import main
+from broker.clock import SystemClock
 from broker.clouds.local import LocalCloud
 from broker.runtime.gang import Gang
 from broker.state.database import Database
 
-CRASH_AT = int(os.environ["CRASH_AT"])
+CRASH_AT = int(os.environ.get("CRASH_AT", "0"))  # 0: never
+CLOCK_OFFSET = Path(os.environ.get("CLOCK_OFFSET", "/nonexistent"))
 passed = 0
 
 
@@ -41,6 +48,16 @@ def commit(self: Database) -> None:
 
 
 Database._commit = commit  # type: ignore[method-assign]
+
+
+def now_s(self: SystemClock) -> float:
+    try:
+        return time.time() + float(CLOCK_OFFSET.read_text() or 0)
+    except FileNotFoundError:
+        return time.time()
+
+
+SystemClock.now_s = now_s  # type: ignore[method-assign]
 for owner, names in ((LocalCloud, ("create_nodes", "terminate_nodes")), (Gang, ("prepare", "start"))):
     for name in names:
         setattr(owner, name, crashing(getattr(owner, name)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,21 +15,32 @@ import pytest
 from broker.clock import SystemClock
 from broker.clouds.simulated import FaultRates
 from broker.config import Config
-from broker.errors import CloudError, FencedError, InvalidRequestError, NoOfferError, StateError, TransientError
+from broker.errors import (
+    AuthError,
+    CloudError,
+    FencedError,
+    InvalidRequestError,
+    NoOfferError,
+    StateError,
+    TransientError,
+)
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
-from broker.jobs.logs import get_log_path
+from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
+from broker.jobs.watch import Watch
 from broker.state.store import Store
 from broker.types import (
     Attempt,
+    Cluster,
     Goal,
     Job,
     JobRecovery,
     JobStatus,
     Node,
+    NodeRequest,
     NodeState,
     Offer,
     Placement,
@@ -38,7 +51,7 @@ from broker.types import (
     Task,
 )  # fmt: skip
 from tests.simulation.test_crashes import check, run_to_end
-from tests.simulation.world import OWNER, World, make_plan
+from tests.simulation.world import OWNER, Report, World, make_plan
 
 
 def node(rank: int, state: NodeState = NodeState.RUNNING) -> Node:
@@ -63,6 +76,10 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, status=RunStatus.FAILED, returncode=1, failed_s=5.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED, returncode=1, is_spot=False), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=100.0), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, is_noticed=True), Verdict.LOST),
+        (replace(WELL, status=RunStatus.FAILED, nodes=(node(0),), is_noticed=True), Verdict.LOST),
+        (replace(WELL, is_noticed=True), Verdict.RUNNING),
+        (replace(WELL, status=RunStatus.SUCCEEDED, is_noticed=True), Verdict.SUCCEEDED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=150.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED_SETUP, returncode=2, failed_s=9.0), Verdict.FAILED_SETUP),
     ],
@@ -91,6 +108,65 @@ def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list
     plan = make_plan(task)
     last = Attempt(job_id=1, number=1, cluster="c", placement=plan.estimates[1].placement, started_s=0.0)
     assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
+
+
+def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    log = tmp_path / "daemon.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"x" * (DAEMON_LOG_BYTES_MAX + 1))
+        rotate_log(log)
+        writer.write(b"next\n")
+    assert log.read_bytes() == b"next\n"
+    assert (tmp_path / "daemon.log.1").stat().st_size == DAEMON_LOG_BYTES_MAX + 1
+    ended, recent = (world.store.add_job(name, world.task).id for name in ("ended", "recent"))
+    for job_id in (world.job_id, ended, recent):
+        path = get_log_path(tmp_path, job_id)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hello\n")
+        os.utime(path, (1000.0, 9000.0 if job_id == recent else 1000.0))
+    for job_id in (ended, recent):
+        world.store.set_job_status(job_id, JobStatus.SUCCEEDED)
+    forget_logs(world.store, tmp_path, older_than_s=5000.0)
+    left = sorted(int(path.stem) for path in (tmp_path / "jobs").iterdir())
+    assert left == sorted([world.job_id, recent]), "a live job's log stays, however long it was silent"
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
+    watch = Watch("c")
+    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
+    watch.note_lease(1000.0)
+    watch.note_list(1000.0)
+    assert not watch.needs_lease(1001.0) and not watch.needs_list(report, 1001.0)
+    assert watch.needs_lease(1001.0 + jump_s) and watch.needs_list(report, 1001.0 + jump_s)
+    watch.note_silence(1000.0)
+    assert not watch.note_silence(1000.0 - 3600.0)
+    assert not watch.note_silence(1001.0 - 3600.0), "silence counts from the new time on"
+
+
+def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_ones(tmp_path: Path) -> None:
+    """One spot node that was warned, and whose program has ended: no fault of the user's, and no time to lose."""
+    world = World(tmp_path)
+    controller = world.make_controller()
+    while world.get_job().status is not JobStatus.RUNNING:
+        world.clock.run(controller.step)
+        world.clock.run(lambda: world.clock.sleep(1.0))
+    poll = world.gang.poll
+
+    async def warn(cluster: Cluster, run_id: int) -> Report:
+        report = await poll(cluster, run_id)
+        if cluster.attempt > 1:
+            return report
+        return replace(report, status=RunStatus.FAILED, returncode=None, reason="preempted")
+
+    world.gang.poll = warn  # type: ignore[method-assign]
+    world.clock.run(controller.step)
+    job = world.get_job()
+    assert job.status is JobStatus.RECOVERING and "notice" in job.attempts[0].outcome
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == 2
 
 
 def test_a_users_failure_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
@@ -144,6 +220,25 @@ def test_a_job_that_cannot_be_started_ends_with_the_reason_and_leaves_no_node(
     assert not world.list_live_nodes()
 
 
+def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    create, refused = world.cloud.create_nodes, 0
+
+    async def create_when_logged_in(request: NodeRequest) -> Sequence[Node]:
+        nonlocal refused
+        if request.attempt > 1 and refused < 3:
+            refused += 1
+            raise AuthError("the login has expired")
+        return await create(request)
+
+    world.cloud.create_nodes = create_when_logged_in  # type: ignore[method-assign]
+    run_to_end(world, "preemption")
+    assert refused == 3
+    assert world.get_job().status is JobStatus.SUCCEEDED
+    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "waiting"]
+    assert len(told) == 3 and "the login has expired; trying again in" in told[0]
+
+
 def make_stalling(folder: Path, hangs: int) -> World:
     world = World(folder)
     world.gang.hangs = hangs
@@ -159,6 +254,23 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
     assert job.status is JobStatus.SUCCEEDED
     assert [attempt.outcome for attempt in job.attempts] == ["stalled at step 15", "succeeded"]
     assert not world.list_live_nodes()
+
+
+def test_an_hour_in_which_nobody_looked_is_no_hour_without_a_step() -> None:
+    """A laptop that sleeps, a clock that is set: the healthy program must not be restarted for it."""
+    watch, progress = Watch("job-1-1"), Progress(step=7, total=100)
+    assert watch.measure_stall_s(progress, 1000.0) == 0.0
+    assert watch.measure_stall_s(progress, 1010.0) == 10.0
+    assert watch.measure_stall_s(progress, 4610.0) <= 60.0
+    assert watch.measure_stall_s(progress, 1020.0) <= 60.0  # and back again
+    stalls_s = [watch.measure_stall_s(progress, 1020.0 + 20.0 * look) for look in range(100)]
+    assert stalls_s[-1] >= 1980.0, "time in which it is watched counts in full"
+
+
+def test_a_clock_that_jumps_makes_no_silence() -> None:
+    watch = Watch("job-1-1")
+    assert not any(watch.note_silence(now_s) for now_s in (0.0, 1.0, 2.0, 7202.0, 7203.0))
+    assert watch.note_silence(7300.0) or watch.note_silence(7330.0) or watch.note_silence(7360.0)
 
 
 def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,9 +40,9 @@ def config(tmp_path: Path) -> Config:
     return load_config(tmp_path / "home")
 
 
-def submit(config: Config) -> Job:
+def submit(config: Config, run: str = COUNT) -> Job:
     store = Store(config.database, clock=SystemClock())
-    task = Task(name="count", run=COUNT, resources=(Resources(cloud="local", use_spot=True),))
+    task = Task(name="count", run=run, resources=(Resources(cloud="local", use_spot=True),))
     job = store.add_job("count", task)
     store.close()
     return job
@@ -117,6 +120,75 @@ def test_two_daemons_at_once_are_one(config: Config) -> None:
         twin.communicate()
     assert codes == [0, 0]
     run_daemon(config)
+    check_end(config, job)
+
+
+# After its second step it waits for a file, so that what is done to its daemon happens in the middle.
+WAITING = COUNT.replace("sleep 0.02", "while [ $n -ge 2 ] && [ ! -e $BROKER_CHECKPOINT_DIR/go ]; do sleep 0.02; done")
+
+
+def start_daemon(config: Config, offset: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "BROKER_HOME": str(config.home), "PYTHONPATH": str(ROOT), "CLOCK_OFFSET": str(offset)}
+    return subprocess.Popen([sys.executable, CRASHING], env=environment, stderr=subprocess.PIPE)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + RUN_S_MAX
+    while not is_so():
+        assert time.monotonic() < end_s, "it never came to this"
+        time.sleep(0.02)
+
+
+def is_half_done(config: Config, job: Job) -> bool:
+    ledger = config.checkpoints / f"job-{job.id}" / "ledger"
+    store = Store(config.database, clock=SystemClock())
+    found = store.get_job(job.id)
+    store.close()
+    return ledger.exists() and ledger.read_text().endswith(" 2\n") and found is not None and found.status == "RUNNING"
+
+
+def let_go(config: Config, job: Job) -> None:
+    (config.checkpoints / f"job-{job.id}" / "go").touch()
+
+
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(config: Config, tmp_path: Path, jump_s: int) -> None:
+    job = submit(config, WAITING)
+    daemon = start_daemon(config, tmp_path / "offset")
+    wait_for(lambda: is_half_done(config, job))
+    (tmp_path / "offset").write_text(str(jump_s))
+    before = read_beat_s(config)
+    wait_for(lambda: abs(read_beat_s(config) - before) > 1800)  # it goes by the new time
+    let_go(config, job)
+    _, errors = daemon.communicate(timeout=RUN_S_MAX)
+    assert daemon.returncode == 0, errors
+    check_end(config, job)
+    store = Store(config.database, clock=SystemClock())
+    assert len(store.list_attempts(job.id)) == 1, "no healthy attempt was given up"
+    store.close()
+
+
+def read_beat_s(config: Config) -> float:
+    connection = sqlite3.connect(config.database)
+    beat_s = float(connection.execute("SELECT beat_s FROM leader").fetchone()[0])
+    connection.close()
+    return beat_s
+
+
+def test_a_daemon_stopped_and_replaced_wakes_up_and_does_nothing_more(config: Config, tmp_path: Path) -> None:
+    job = submit(config, WAITING)
+    first = start_daemon(config, tmp_path / "none")
+    wait_for(lambda: is_half_done(config, job))
+    os.kill(first.pid, signal.SIGSTOP)
+    (tmp_path / "later").write_text("3600")  # to the second, the first has not shown itself for an hour
+    second = start_daemon(config, tmp_path / "later")
+    wait_for(lambda: read_beat_s(config) > time.time() + 1800)
+    os.kill(first.pid, signal.SIGCONT)
+    _, words = first.communicate(timeout=RUN_S_MAX)
+    assert first.returncode == 0 and b"taken over" in words, words
+    let_go(config, job)
+    assert second.wait(RUN_S_MAX) == 0
+    second.communicate()
     check_end(config, job)
 
 

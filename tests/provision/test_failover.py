@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.clouds.simulated import FaultRates
-from broker.errors import AuthError, CapacityError, QuotaError
+from broker.errors import AuthError, CapacityError, QuotaError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.types import Cluster, Node, NodeRequest, NodeState, Task
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
@@ -123,6 +123,28 @@ def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(
     with pytest.raises(AuthError):
         up(world)
     assert asked == 1 and not world.store.list_open_intents() and not world.store.list_clusters()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])
+def test_what_is_taken_down_while_it_fails_over_does_not_come_up_later(world: World, after_s: float) -> None:
+    """`down` says that all is gone: the command that still brings the name up may not begin anywhere else."""
+    world.cloud.full_zones["east1a"] = world.clock.now_s() + 1e6
+    world.cloud.faults = FaultRates(never_boots=1.0)
+    placements = make_plan(world.task, "east1a", "east1b", "west1a", "north1a")
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(world.make_provisioner().up("c", placements, timeout_s=5.0))
+        while not world.list_live_nodes():
+            await world.clock.sleep(0.1)
+        await world.clock.sleep(after_s)
+        await world.make_provisioner().down("c")
+        assert world.store.get_cluster("c") is None
+        world.cloud.faults = FaultRates()
+        with pytest.raises(UsageError, match="was taken down while it came up"):
+            await coming
+
+    world.clock.run(scenario)
+    assert not world.list_live_nodes() and not world.store.list_open_intents() and not world.store.list_clusters()
 
 
 def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> None:

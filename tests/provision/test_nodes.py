@@ -10,8 +10,11 @@ import pytest
 
 from broker.clouds.simulated import FaultRates, Market
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
+from broker.provision.lifecycle import Provisioner
+from broker.provision.nodes import Absence
 from broker.types import Node, NodeRequest, NodeState
-from tests.simulation.world import World, make_plan
+from tests.simulation.virtual import VirtualClock
+from tests.simulation.world import OWNER, World, make_plan
 
 
 def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_terminated_yet(tmp_path: Path) -> None:
@@ -83,6 +86,37 @@ def test_two_commands_cannot_bring_up_one_name_at_once(tmp_path: Path) -> None:
     assert len(world.list_live_nodes()) == 2
 
 
+class SlowClock(VirtualClock):
+    """Of a process that gets its turn late: each of its waits takes nine times as long."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    async def sleep(self, duration_s: float) -> None:
+        await self._clock.sleep(9.0 * duration_s)
+
+
+def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_name(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.cloud.market = Market(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
+    slow = Provisioner({"simulated": world.cloud}, world.store, clock=SlowClock(world.clock), owner=OWNER)
+
+    async def scenario() -> list[object]:
+        await world.make_provisioner().up("dev", make_plan(world.task))
+        going = asyncio.ensure_future(world.make_provisioner().down("dev"))
+        await world.clock.sleep(1.0)
+        ups = [each.up("dev", make_plan(world.task)) for each in (world.make_provisioner(), slow)]
+        return list(await asyncio.gather(*ups, going, return_exceptions=True))
+
+    results = world.clock.run(scenario)
+    assert sum(isinstance(result, UsageError) for result in results) == 1
+    record = world.store.get_cluster("dev")
+    assert record is not None and {node.id for node in record.nodes} == {node.id for node in world.list_live_nodes()}
+
+
 def test_a_resumed_up_ends_what_it_made_where_others_were_refused_since(tmp_path: Path) -> None:
     """Else those nodes would cost money until the cluster goes down, and serve nobody."""
     world = World(tmp_path, crash_at=6)  # just after the nodes were made
@@ -113,3 +147,9 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
 
     world.clock.run(scenario)
     assert not world.list_live_nodes()
+
+
+def test_a_clock_that_jumps_between_blank_lists_ends_no_node() -> None:
+    absence = Absence(settle_s=10.0)
+    assert not any(absence.note("n", is_listed=False, now_s=now_s) for now_s in (0.0, 1.0, 2.0, 3602.0, 3603.0))
+    assert absence.note("n", is_listed=False, now_s=3700.0), "what is looked for so long is gone"

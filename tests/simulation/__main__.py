@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from tests.simulation.coverage import find_empty, fold, render
+from tests.simulation.mutants.table import MUTANTS, SEEDS_MAX, hunt
 from tests.simulation.runner import Result, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
@@ -20,14 +23,24 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
     parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
     parser.add_argument("--kill-at", type=int, help="the deed of a scene to be killed at")
+    parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
+    parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
+    if options.mutants:
+        return show_mutants()
     if options.scene:
         scene = next(scene for scene in SCENES if scene.name == options.scene)
         return show(play_scene(scene, kill_at=options.kill_at, trace=options.trace))
     if options.seed is not None:
         return show(play_seed(options.seed, trace=options.trace))
-    return play_seeds(range(options.first, options.first + options.seeds), options.jobs)
+    cells: Counter[tuple[str, str]] = Counter()
+    code = play_seeds(range(options.first, options.first + options.seeds), options.jobs, cells)
+    if options.coverage:
+        empty = find_empty(cells)
+        print(*render(cells), f"{len(empty)} cells are empty that can be hit", sep="\n")
+        code = code or int(bool(empty))
+    return code
 
 
 def show(result: Result) -> int:
@@ -37,9 +50,24 @@ def show(result: Result) -> int:
     return int(bool(result.failure))
 
 
-def play_seeds(seeds: range, jobs: int) -> int:
+def show_mutants() -> int:
+    print(f"{'planted bug':38} {'caught by':34} {'':4} with the collector off")
+    missed = 0
+    for mutant in MUTANTS:
+        catches = [hunt(mutant, range(SEEDS_MAX))]
+        if not mutant.needs_collector:
+            catches.append(hunt(mutant, range(SEEDS_MAX), is_collector_off=True))
+        missed += catches.count(None)
+        cells = [f"{each.where:34} {each.letter:4}" if each else f"{'NOTHING':39}" for each in catches]
+        print(f"{mutant.name:38} {' '.join(cells)}", flush=True)
+    print(f"{len(MUTANTS)} planted bugs, {missed} not caught")
+    return int(missed > 0)
+
+
+def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
     begun_s, failing, unowned_s, hours = time.perf_counter(), 0, 0.0, 0.0
     for result in play_all(seeds, jobs):
+        cells.update(fold(result.cells))
         unowned_s += result.unowned_s
         hours += result.virtual_s / 3600
         if result.failure:

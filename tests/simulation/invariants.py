@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
+IS_TERMINAL = f"status IN {TERMINAL}"
 
 
 class Violation(Exception):
@@ -87,7 +88,7 @@ def note_end(universe: Universe, event: Event) -> None:
     node = event.node
     assert node is not None
     is_owned = node.id not in {each.id for each in universe.list_unowned_nodes()}
-    universe.memory.setdefault("ends", {})[node.id] = (is_owned, event.process)
+    universe.memory.setdefault("ends", {})[node.id] = (is_owned, event.process, event.time_s)
 
 
 def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> None:
@@ -100,8 +101,8 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
         "SELECT id, message FROM events WHERE kind = 'collected' AND id > ? ORDER BY id", (last,)
     ):
         universe.memory["collected"] = number
-        is_owned, process = ends.get(message.split()[0], (False, None))
-        if is_owned and process is event.process:
+        is_owned, process, ended_s = ends.get(message.split()[0], (False, None, 0.0))
+        if is_owned and process is event.process and event.time_s - ended_s < 1.0:  # else it was ended before
             raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
 
 
@@ -238,11 +239,12 @@ def check_s8_only_ours(universe: Universe, event: Event) -> None:
 
 
 def check_s9_budget(universe: Universe, event: Event) -> None:
-    """A job whose money is spent asks for nothing more."""
+    """A job whose money is spent asks for nothing more, but for one look."""
     assert event.request is not None
     job_id = universe.get_job_id(event.request.cluster)
     budget_usd = universe.budgets.get(job_id) if job_id else None
-    if budget_usd is not None and universe.measure_recorded_usd(job_id) > budget_usd:
+    look_s = universe.mix.poll_s + 1.0
+    if budget_usd is not None and universe.measure_recorded_usd(job_id, ago_s=look_s) > budget_usd:
         raise Violation("S9", f"job {job_id} has spent its {budget_usd:g} USD and asks for {event.request.cluster}")
 
 
@@ -313,9 +315,15 @@ def check_l2_jobs_end(universe: Universe, event: Event) -> None:
     """After the last fault, every job ends and nothing of it is left."""
     late_s = universe.mix.end_s_max
     if event.time_s - universe.healed_s > late_s and not universe.mix.leaves_broker_dead:
-        jobs = universe.read(f"SELECT id, status FROM jobs WHERE status NOT IN {TERMINAL}")
-        left = universe.read("SELECT name FROM clusters"), [node.id for node in universe.list_live_nodes()]
-        raise Violation("L2", f"{late_s / 3600:g} h after the last fault: jobs {jobs}, clusters and nodes {left}")
+        left = [
+            *(
+                f"job {row[0]} {row[1]}"
+                for row in universe.read(f"SELECT id, status FROM jobs WHERE NOT {IS_TERMINAL}")
+            ),
+            *(f"cluster {row[0]}" for row in universe.read("SELECT name FROM clusters")),
+            *(node.id for node in universe.list_live_nodes()),
+        ]
+        raise Violation("L2", f"{late_s:.0f} s after the last fault there are {', '.join(left)}")
 
 
 def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:

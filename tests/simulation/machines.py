@@ -54,6 +54,7 @@ class Report:
     returncode: int | None
     unreachable: tuple[int, ...]
     progress: Progress | None
+    reason: str = ""
 
 
 class MachineGang:

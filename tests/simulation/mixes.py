@@ -13,7 +13,7 @@ from tests.simulation.machines import Program
 
 CLOUD_RATES_MAX = {
     "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.15, "full": 0.3,
-    "quota": 0.03, "auth": 0.004, "partial": 0.15, "never_boots": 0.05, "forgotten": 0.3, "blank": 0.25,
+    "quota": 0.1, "auth": 0.03, "partial": 0.15, "never_boots": 0.1, "forgotten": 0.3, "blank": 0.25,
     "blackout": 0.02, "stale": 0.2, "ignored": 0.2, "refused": 0.1,
 }  # fmt: skip
 assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
@@ -81,7 +81,7 @@ def draw_mix(random: Random) -> Mix:
         cloud=FaultRates(**rates),
         market=market,
         heal_s=random.uniform(60.0, 240.0),
-        preempt_chance=random.choice((0.0, 0.0, 0.2, 0.5)) * intensity,
+        preempt_chance=random.choice((0.0, 0.2, 0.5, 0.9)) * intensity,
         notice_s=random.choice((0.0, 5.0, 30.0)),
         is_notice_lost=random.random() < 0.3,
         partition_every_s=maybe(random.uniform(30.0, 120.0) / intensity),

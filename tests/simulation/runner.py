@@ -101,7 +101,7 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self._universe.say(f"log {record.getMessage()}")
+        self._universe.say(f"log {record.getMessage()}".replace(str(self._universe.folder), "HOME"))
         if error is not None and not isinstance(error, BrokerError | Crash):
             self._universe.fail(error)
 

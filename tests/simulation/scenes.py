@@ -87,6 +87,17 @@ def take_down(universe: Universe) -> None:
     universe.begin(stories.insist(universe, "down", lambda process: stories.take_down(universe, process, job_id)))
 
 
+def submit_again(universe: Universe) -> None:
+    """With the request id it had."""
+    spec = universe.mix.jobs[0]
+    universe.begin(stories.insist(universe, "submit", lambda process: stories.submit_once(universe, process, 0, spec)))
+
+
+def kill(universe: Universe) -> None:
+    """Whoever is a broker or a command just now."""
+    stories.kill(universe)
+
+
 def retry(universe: Universe) -> None:
     job_id = universe.jobs_in[0]
     universe.begin(stories.insist(universe, "retry", lambda process: stories.retry(universe, process, job_id)))
@@ -134,7 +145,7 @@ def check_end(universe: Universe, scene: Scene) -> str:
 
 
 FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
-COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(12))
+COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(7))
 STALL = JobRecovery(stall_timeout_s=20.0)
 AGAIN = JobRecovery(max_restarts_on_errors=1)
 CANCELLED = (JobStatus.CANCELLED,)
@@ -166,6 +177,11 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(name="hung program", mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL))),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
+    Scene(
+        name="nodes that never boot",
+        mix=make_mix(make_job(nodes=1, budget_usd=0.02), cloud=FaultRates(never_boots=1.0)),
+        ends=(JobStatus.FAILED,),
+    ),
     Scene(name="taken down by a user", mix=make_mix(), acts=((5.0, take_down),)),
     Scene(name="a cluster beside a job", mix=make_mix(make_job(nodes=1)), acts=((1.0, use_cluster),)),
     Scene(name="collecting while nodes come up", mix=make_mix(market=FAST), acts=((3.0, preempt), *COLLECTING)),

@@ -10,12 +10,14 @@ from dataclasses import replace
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
+from tests.simulation.invariants import Violation
 from tests.simulation.mixes import JobSpec
 from tests.simulation.processes import SQLITE_FAULTS, Process
 from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
 TRIES_MAX = 40
+END_S_MAX = 24 * 3600.0
 
 
 async def play(universe: Universe) -> None:
@@ -29,6 +31,8 @@ async def play(universe: Universe) -> None:
             is_done = universe.is_quiet() and not universe.is_acting
             if not universe.is_healed and (now_s >= mix.heal_s or (is_done and universe.are_jobs_in())):
                 heal(universe)
+            elif now_s > END_S_MAX:
+                universe.fail(Violation("L2", "the history has no end"))
             elif universe.is_healed:
                 if mix.leaves_broker_dead:
                     if universe.loop.time() > universe.healed_s + L3_S + 2 * CALM_TICK_S:
@@ -169,7 +173,8 @@ async def use_cluster(universe: Universe, name: str) -> None:
     """`broker launch` of a cluster called dev, and `broker down` until it works; now and then somebody forgets."""
     await run_command(universe, name, lambda process: launch(universe, process))
     await asyncio.sleep(5.0)
-    is_recorded = bool(universe.read("SELECT 1 FROM clusters WHERE name = 'dev' AND json_extract(body, '$.nodes[0]')"))
+    sql = "SELECT 1 FROM clusters WHERE name = 'dev' AND json_array_length(body, '$.nodes')"
+    is_recorded = bool(universe.read(sql))
     if not is_recorded and universe.random.random() < 0.1:
         return  # `up` was cut short: the collector ends what it began
     universe.asked_down.add("dev")

@@ -13,8 +13,9 @@ def test_a_kill_at_any_deed_changes_nothing_about_the_end(scene: Scene) -> None:
     calm = play_scene(scene)
     assert not calm.failure, calm.failure
     hit = {fault.rpartition(":")[2] for fault in calm.faults}
-    assert {name for name, rate in vars(scene.mix.cloud).items() if rate} <= hit, "the scene plays its fault"
-    assert calm.points > 30
+    for name in (name for name, rate in vars(scene.mix.cloud).items() if rate):
+        assert any(name.startswith(fault) for fault in hit), f"{name} is never played"
+    assert calm.points > 20
     kills = 0
     for kill_at in range(1, calm.points + 1):
         result = play_scene(scene, kill_at=kill_at)

@@ -157,7 +157,7 @@ class Universe:
             node = self.cloud.find([node_id])[0]
             self.gang.skews[node_id] = self.mix.skew_s
             if node.is_spot and not self.is_healed and self.random.random() < self.mix.preempt_chance:
-                self.loop.call_world(self.random.uniform(0.0, 90.0), self._preempt, node_id)
+                self.loop.call_world(self.random.uniform(0.0, 60.0), self._preempt, node_id)
 
     def note_fault(self, fault: str, cluster: str = "") -> None:
         self.say(f"fault {fault} {cluster}")
@@ -229,12 +229,12 @@ class Universe:
         kind, _, rest = cluster.partition("-")
         return int(rest.partition("-")[0]) if kind == "job" else None
 
-    def measure_recorded_usd(self, job_id: int | None) -> float:
+    def measure_recorded_usd(self, job_id: int | None, *, ago_s: float = 0.0) -> float:
         """Of this job, or of everything there ever was."""
         rows = self.read(
-            "SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?1) - created_s)) / 3600 FROM nodes "
+            "SELECT total(usd_hour * max(0.0, min(coalesce(ended_s, ?1), ?1) - created_s)) / 3600 FROM nodes "
             "WHERE ?2 IS NULL OR job_id = ?2",
-            (self.clock.now_s(), job_id),
+            (self.clock.now_s() - ago_s, job_id),
         )
         return float(rows[0][0])
 

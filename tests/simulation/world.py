@@ -76,6 +76,7 @@ class Report:
     returncode: int | None
     unreachable: tuple[int, ...]
     progress: Progress | None
+    reason: str = ""
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 

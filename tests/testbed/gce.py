@@ -76,7 +76,11 @@ class FakeGce(Operations):
             self._operate(zone, "compute.instances.preempted", instance, lambda: None, user="system@google.com")
             self._remove(zone, name)
 
-    def shut_down(self, name: str) -> None:
+    def break_host(self, name: str) -> None:
+        """Its host fails: it stands still, and its disk is kept."""
+        self.shut_down(name, kind="compute.instances.hostError")
+
+    def shut_down(self, name: str, *, kind: str = "compute.instances.guestTerminate") -> None:
         """The machine's own `shutdown -h now`: it stands still, and its disk is kept."""
         with self._lock:
             zone = next((zone for zone, known in self.instances if known == name), "")
@@ -84,7 +88,7 @@ class FakeGce(Operations):
                 return  # somebody was quicker
             instance = self.instances[zone, name]
             self._halt(instance)
-            self._operate(zone, "compute.instances.guestTerminate", instance, lambda: None, user="system@google.com")
+            self._operate(zone, kind, instance, lambda: None, user="system@google.com")
 
     def find(self, name: str) -> Json:
         with self._lock:

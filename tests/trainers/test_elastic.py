@@ -215,6 +215,7 @@ def check_losses(folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_away(
     folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
@@ -242,6 +243,7 @@ def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_aw
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_sharded_run_goes_on_from_its_newest_checkpoint(
     folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:

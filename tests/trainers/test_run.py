@@ -124,6 +124,20 @@ def test_z_loss_is_the_mean_of_squared_log_sums() -> None:
     assert float(extra) == pytest.approx(0.1 * float((logits.exp().sum(-1).log() ** 2).mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_model_made_without_memory_is_filled_with_the_same_weights(kind: str) -> None:
+    whole = make_model(seed=3, kind=kind)
+    with torch.device("meta"):
+        empty = make_model(seed=3, kind=kind)
+    assert all(each.is_meta for each in empty.parameters())
+    torch.manual_seed(99)  # whatever was drawn meanwhile
+    empty.fill(CPU)
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), empty.parameters(), strict=True))
+    tokens = torch.randint(0, 300, (2, 8))
+    assert torch.equal(whole(tokens), empty(tokens))
+    assert not torch.equal(whole(tokens), make_model(seed=4, kind=kind)(tokens))
+
+
 @pytest.mark.parametrize(("dtype", "z_weight"), [(torch.float32, 0.0), (torch.float32, 0.3), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("rows_a_chunk", [1, 5, 99])
 def test_loss_in_chunks_is_the_same_loss(

@@ -4,8 +4,10 @@ Plain PyTorch: no strategy, precision or device is known here. (mypy does not re
 """
 
 import copy
+import hashlib
 import math
 
+import torch
 from torch import Tensor, nn
 
 from trainers.config import ModelConfig
@@ -21,6 +23,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
     def __init__(self, config: ModelConfig, blocks: list[nn.Module], norm: nn.Module) -> None:
         """Put the parts together; a subclass may add more and then calls `draw_weights`."""
         super().__init__()
+        self.seed = torch.initial_seed()
         self.vocabulary = config.vocabulary or VOCABULARY_DEFAULT
         self.token_embedding = nn.Embedding(self.vocabulary, config.width)
         self.blocks = nn.ModuleList(blocks)
@@ -63,14 +66,40 @@ class Decoder(nn.Module):  # type: ignore[misc]
         if not is_last:
             self.norm = self.head = None
 
+    def fill(self, device: torch.device) -> None:
+        """Take memory for a model that was made without, on torch's `meta` device, and draw its weights.
+
+        By then it may be spread over ranks: each takes memory for its own part only, and one parameter at a time is
+        drawn whole, so that the weights are those of a model that was never spread.
+        """
+        self.to_empty(device=device)
+        self.draw_weights()
+
     def draw_weights(self) -> None:
-        """Fill all matrices from the current torch generator."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue  # biases and norms keep their defaults
-            # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
-            is_branch_end = name.endswith("project.weight")
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if is_branch_end else 0.02)
+        """Fill all parameters. What is drawn depends on the seed and a parameter's name, not on what else there is."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if not parameter.is_meta:
+                    self._draw(name, parameter)
+
+    def _draw(self, name: str, parameter: Tensor) -> None:
+        if parameter.dim() < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; what is no bias scales a norm
+            return
+        # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
+        deviation = 0.02 / math.sqrt(2 * len(self.blocks)) if name.endswith("project.weight") else 0.02
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
+        whole = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
+        whole.normal_(std=deviation, generator=generator)
+        if hasattr(parameter, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor  # there already, if parameters are spread
+
+            # Nothing is sent: every rank has drawn the same.
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
+        else:
+            parameter.copy_(whole)
 
     def _segment(self, run: range) -> "Decoder":
         segment = copy.copy(self)

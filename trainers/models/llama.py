@@ -21,10 +21,20 @@ class Llama(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
-        waves = make_waves(config.context, config.width // config.heads, config.rope_theta)
+        self._shape = config.context, config.width // config.heads, config.rope_theta
+        waves = make_waves(*self._shape)
         blocks: list[nn.Module] = [Block(config, waves) for _ in range(config.depth)]
         super().__init__(config, blocks, nn.RMSNorm(config.width, eps=NORM_EPSILON))
         self.draw_weights()
+
+    def fill(self, device: torch.device) -> None:
+        """The waves are no parameters, and have their values from the start."""
+        super().fill(device)
+        with device:
+            waves = make_waves(*self._shape)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.waves = waves
 
 
 class Block(nn.Module):  # type: ignore[misc]

@@ -56,6 +56,8 @@ class Strategy:
     AXES: ClassVar[tuple[str, ...]] = ()
     # Whether each rank alone holds all of the shared state, and moves it without asking the others.
     IS_REPLICATED: ClassVar[bool] = False
+    # Whether `wrap` also takes a model without memory, which gets it afterwards: more than one rank could hold.
+    TAKES_EMPTY: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions) -> None:
         """Take a place in the grid. Nothing is sent yet."""

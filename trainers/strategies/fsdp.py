@@ -14,6 +14,7 @@ class FullyShardedDataParallel(Strategy):
     """Every rank holds an equal part of every block."""
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
+    TAKES_EMPTY = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard every child of a module list as one unit, and what is left with the model itself."""

@@ -41,10 +41,10 @@ def write_policy(config: Config) -> str:
 
 async def inspect_account(clients: Clients, settings: Settings, owner: str) -> Sequence[Finding]:
     with translated():
-        home = await clients.find_home()
-        login, user = await _check_login(clients, home)
+        login, user = await _check_login(clients)
         if not login.is_ok:
             return [login]
+        home = await clients.find_home()
         regions = await _check_regions(clients, home, settings)
         network, site = await _check_network(clients, settings, home)
         permissions = await _check_permissions(clients, home, site, owner, user)
@@ -52,9 +52,9 @@ async def inspect_account(clients: Clients, settings: Settings, owner: str) -> S
     return [login, regions, network, permissions, *quotas]
 
 
-async def _check_login(clients: Clients, home: str) -> tuple[Finding, str]:
+async def _check_login(clients: Clients) -> tuple[Finding, str]:
     try:
-        answer = await clients.read("sts", home, "get_caller_identity")
+        answer = await clients.read("sts", await clients.find_home(), "get_caller_identity")
     except RefusedError as refusal:
         if find_kind(refusal.code, refusal.status) not in ("login", "forbidden"):
             raise

@@ -59,15 +59,35 @@ class Clients:
         """The region that the login names."""
         return await self._in_thread(self._find_home)
 
-    def _find_home(self) -> str:
-        with self._lock:
-            return str(self._open_session().region_name or HOME_REGION)
+    def prepare(self) -> None:
+        """Import boto3 and read EC2's model, a second's work, in a thread."""
+        self._open_threads().submit(self._prepare)
 
-    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+    def _prepare(self) -> None:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            self._find_client("ec2", self._find_home(), READ_TRIES)
+        except (BotoCoreError, RefusedError):
+            pass  # the first call says what is wrong
+
+    def _open_threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="aws")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+            return self._threads
+
+    def _find_home(self) -> str:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            with self._lock:
+                return str(self._open_session().region_name or HOME_REGION)
+        except BotoCoreError as error:  # a profile that is not there, a file that cannot be read
+            raise RefusedError(name_exception(error), str(error), operation="login", region=HOME_REGION) from error
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._open_threads(), work, *arguments)
 
     def _call(
         self, service: str, region: str, operation: str, parameters: Mapping[str, Any], tries: int

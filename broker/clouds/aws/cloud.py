@@ -62,6 +62,14 @@ class AwsCloud:
         self._regions_by_id: dict[str, str] = {}
         self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
 
+    def prepare(self) -> None:
+        """Begin to import the SDK in a thread, and return at once; twice does no harm."""
+        self._clients.prepare()
+
+    @property
+    def user(self) -> str:
+        return self._settings.user
+
     async def check(self) -> None:
         with translated():
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")

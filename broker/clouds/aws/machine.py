@@ -16,7 +16,9 @@ from broker.nouns import noun
 from broker.types import NodeRequest
 
 USER_DATA_BYTES_MAX = 16384  # EC2 user guide, before base64
+IOPS_PER_GIB_MAX = 500  # EBS user guide, gp3 and io2
 DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 is given 3000 IOPS and 125 MB/s, io2 none
+    "none": {"VolumeType": "gp3"},  # SkyPilot's word for what the cloud usually gives
     "low": {"VolumeType": "gp3"},
     "medium": {"VolumeType": "gp3", "Iops": 3500, "Throughput": 250},
     "high": {"VolumeType": "gp3", "Iops": 7000, "Throughput": 500},
@@ -71,7 +73,10 @@ def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:
             f"AWS has no disk tier `{tier}`", hints=(f"There is {', '.join(f'`{each}`' for each in DISKS)}.",)
         )
     size_gib = max(request.spec.disk_size_gib, image.size_gib)
-    return {"VolumeSize": size_gib, "Encrypted": True, "DeleteOnTermination": True, **DISKS[tier]}
+    disk = {"VolumeSize": size_gib, "Encrypted": True, "DeleteOnTermination": True, **DISKS[tier]}
+    if "Iops" in disk:
+        disk["Iops"] = min(disk["Iops"], IOPS_PER_GIB_MAX * size_gib)
+    return disk
 
 
 def pack_boot(request: NodeRequest) -> bytes:

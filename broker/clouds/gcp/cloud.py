@@ -21,10 +21,7 @@ from broker.clouds.gcp.operations import Ending, read_endings
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.config import Config
-from broker.errors import (
-    AuthError,
-    InvalidRequestError,
-)
+from broker.errors import AuthError, CloudError, InvalidRequestError
 from broker.types import Node, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
@@ -61,6 +58,10 @@ class GcpCloud:
         self._sdk = Sdk(login)
         self._launcher = Launcher(self._sdk, clock=clock, find_callers=callers)
 
+    @property
+    def user(self) -> str:
+        return instances.SSH_USER
+
     def prepare(self) -> None:
         """Begin to import Google's library, which takes seconds; returns at once."""
         self._sdk.prepare()
@@ -83,15 +84,16 @@ class GcpCloud:
         return nodes
 
     async def list_nodes(self, owner: str) -> Sequence[Node]:
-        """Deletes on the way what has shut itself down: of such a node only its disk is left, which costs money."""
+        """Deletes on the way what has shut itself down: of such a node only its disk is left, which costs money. One
+        that its host took down stands still, and can be started again."""
         if not self._login.project:
             raise AuthError(NO_PROJECT, hints=(PROJECT_HINT,))
         listed = {node.id: node for node in await self._sdk.call(lambda clients: instances.list_all(clients, owner))}
         known = {node_id: node for node_id, node in self._memory.read().items() if node.owner == owner}
         missing = [node for node in known.values() if node.id not in listed and node.state is not NodeState.TERMINATED]
         found = {node.id: node for node in await self._resolve(missing, owner)} if missing else {}
-        left_over = [node.id for node in listed.values() if node.reason and node.state is NodeState.STOPPED]
-        await self.terminate_nodes(left_over)
+        still = [node for node in listed.values() if node.state is NodeState.STOPPED and node.reason]
+        listed.update((node.id, node) for node in await self._judge(still, owner))
         now_s = self._clock.now_s()
         nodes = {**known, **found, **listed}
         changed = [node for node in nodes.values() if known.get(node.id) != node]
@@ -141,6 +143,19 @@ class GcpCloud:
         now_s = self._clock.now_s()
         ended = [_end(node, endings.get(NodeId.parse(node.id)), now_s) for node in gone]
         return [*(node for node in found if node is not None), *ended]
+
+    async def _judge(self, still: Sequence[Node], owner: str) -> Sequence[Node]:
+        """Nodes that stand still though we did not stop them, with the reason why; those that ended themselves go."""
+        if not still:
+            return ()
+        endings = await self._read_endings(self._login.project, owner)
+        found = [(node, endings.get(NodeId.parse(node.id))) for node in still]
+        judged = [replace(node, reason=ending.reason) if ending else node for node, ending in found]
+        try:
+            await self.terminate_nodes([node.id for node in judged if node.reason == "lease" or node.is_spot])
+        except CloudError as error:
+            log.warning("a node that ended itself keeps its disk for now: %s", error.message)
+        return judged
 
     async def _look_again(self, node: Node) -> Node | None:
         """A node in a project that this login cannot see into is believed to be as it was."""

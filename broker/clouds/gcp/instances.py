@@ -37,6 +37,7 @@ STATES = {
     "UNDEFINED_STATUS": NodeState.PENDING,
 }
 SSH_USER = "ubuntu"
+UNASKED = "stopped"  # reason of a node that stands still for a reason unknown
 
 
 def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> None:
@@ -96,7 +97,7 @@ def list_all(clients: Clients, owner: str) -> list[Node]:
 def read_node(instance: Any) -> Node | None:
     """A node as Google tells of it; None for what broker did not make.
 
-    One that stands still though nobody asked has `reason` set: it ended itself, and only its disk is left.
+    One that stands still though we did not stop it has `reason` set; its operations tell the true one.
     """
     told = read_description(instance.description)
     where = NodeId.from_link(instance.self_link)
@@ -106,7 +107,7 @@ def read_node(instance: Any) -> Node | None:
     nic = instance.network_interfaces[0] if instance.network_interfaces else None
     address = nic.network_i_p if nic else ""
     reached_at = nic.access_configs[0].nat_i_p if nic and nic.access_configs else address
-    is_left_over = state is NodeState.STOPPED and STOP_LABEL not in instance.labels
+    stands_still_unasked = state is NodeState.STOPPED and STOP_LABEL not in instance.labels
     stopped_s = parse_time(instance.last_stop_timestamp) or None
     return Node(
         id=str(where),
@@ -124,7 +125,7 @@ def read_node(instance: Any) -> Node | None:
         usd_hour=told["usd_hour"],
         created_s=parse_time(instance.creation_timestamp),
         ended_s=stopped_s if state is NodeState.STOPPED else None,
-        reason="lease" if is_left_over else "",
+        reason=UNASKED if stands_still_unasked else "",
         handle=f"ssh://{SSH_USER}@{reached_at}:22" if reached_at else "",
     )
 

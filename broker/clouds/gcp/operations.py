@@ -21,7 +21,6 @@ ENDINGS = {
     "compute.instances.hostError": "crashed",
     "compute.instances.terminateOnHostMaintenance": "maintenance",
     "compute.instances.guestTerminate": "lease",
-    "compute.instances.scheduledTermination": "lease",
 }
 
 

@@ -28,13 +28,14 @@ from broker.spot.policies.base import (
     spare_hours,
     take_refuge,
 )
-from broker.spot.prior import MEASURED, Prior
+from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.spells import AGES, class_of
 
-PACE_STEP = math.log(1.3)  # paces are rounded, so that a table serves again
+PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
+PACE_STEPS_MAX = 4
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
-LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.05, 0.5
+LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.1, 1.0
 MOVE_GAIN = 1.15  # a better place must promise so much more than the move costs: promises are uncertain
 TABLES_MAX = 512
 
@@ -47,25 +48,26 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
 def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decision:
     """As `decide`, with a prior of one's own."""
     refuge = find_refuge(view, candidates)
-    markets = [read_market(each, refuge, prior) for each in candidates if each.is_spot]
+    spots = [each for each in candidates if each.is_spot]
     current = None if view.current is None else candidates[view.current]
-    if not markets:
+    if not spots:
         if current is not None:
             return Stay(reason="no spot is for sale")
         return (
             Wait(reason="nothing is for sale") if refuge is None else Move(target=refuge, reason="no spot is for sale")
         )
     if refuge is None or view.time_left_hours is None:
-        return _weigh_without_deadline(view, current, markets)
+        return _weigh_without_deadline(view, current, [read_market(each, refuge, prior) for each in spots])
     if current is not None and current.is_spot:
         hours = safe_hours(view, current, refuge)
         if hours <= 0:
             return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
-        if len(markets) == 1:
+        if len(spots) == 1:
             return Stay(hours=hours, reason="on spot")
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, and late already")
-    return _Scale.of(view, refuge, markets, prior).choose(current, candidates)
+    markets = [read_market(each, refuge, prior) for each in spots]
+    return _Scale.of(view, refuge, markets, prior).choose(current)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +97,29 @@ class _Scale:
         best = min(opened, key=lambda each: each.rate(loss, work))
         return cls(view=view, refuge=refuge, markets=markets, best=best, outlook=outlook, spare=spare, work=work)
 
-    def choose(self, current: Candidate | None, candidates: Sequence[Candidate]) -> Decision:
+    def choose(self, current: Candidate | None) -> Decision:
         if current is not None and current.is_spot:
             return self._choose_on_spot(current)
-        options = list[tuple[float, Decision]]()
+        options, age = list[tuple[float, Decision]](), self._age_class()
         look = self._look_hours()
         target, is_open = self.best.candidate, self.best.candidate.is_open
         if is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start:
-            options.append((self._enter_usd(), Move(target=target, reason="spot is worth its start")))
-        age = self._age_class()
+            outlived = target.seen.count_reached(target.age_hours, target.age_hours + target.start_hours)
+            worth = self.outlook.enter_usd(age, self.work, self.spare, seen=outlived) + self.best.move_price
+            options.append((worth, Move(target=target, reason="spot is worth its start")))
         table = self.outlook.sure_open if is_open else self.outlook.sure_closed
         if current is not None:
-            worth = self.outlook.read(table, age, self.work, self.spare)
+            worth = table.read(age, self.work, self.spare)
             options.append((worth, Stay(hours=look, reason="on-demand saves time for later")))
         else:
             start = self.outlook.terms.start_hours
             after = self.spare - start
-            worth = start + (self.outlook.read(table, age, self.work, after) if after >= 0 else self.work)
+            worth = start + (table.read(age, self.work, after) if after >= 0 else self.work)
             move = Move(target=self.refuge, hours=look, reason="time is worth more than waiting saves")
             options.append((worth, move))
         if self.spare > EPSILON_HOURS:
             table = self.outlook.wait_open if is_open else self.outlook.wait_closed
-            worth = self.outlook.read(table, age, self.work, self.spare)
+            worth = table.read(age, self.work, self.spare)
             options.append((worth, Wait(hours=min(self.spare, look), reason="spot is worth waiting for")))
         return min(options, key=lambda option: option[0])[1]
 
@@ -141,34 +144,20 @@ class _Scale:
 
     def loss_of(self, market: Market) -> float:
         """What being lost there now costs."""
-        outlook, rho = self.outlook, self.outlook.terms.second_chance
-        opened = outlook.read(outlook.idle_open, 0, self.work, self.spare)
-        closed = outlook.read(outlook.idle_closed, 0, self.work, self.spare)
-        on = outlook.read(outlook.run, class_of(market.candidate.age_hours), self.work, self.spare)
-        return max(rho * opened + (1 - rho) * closed - on, 0.0)
+        on = self.outlook.run.read(class_of(market.candidate.age_hours), self.work, self.spare)
+        return max(self.outlook.lost_usd(self.work, self.spare) - on, 0.0)
 
     def _usd_spare_hour(self) -> float:
         """What an hour of spare time is worth."""
-        outlook, age, step = self.outlook, self._age_class(), max(self.outlook.terms.start_hours, 0.1)
+        run, age, step = self.outlook.run, self._age_class(), max(self.outlook.terms.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
-        less = outlook.read(outlook.run, age, self.work, low)
-        return max(less - outlook.read(outlook.run, age, self.work, low + step), 0.0) / step
+        return max(run.read(age, self.work, low) - run.read(age, self.work, low + step), 0.0) / step
 
     def _age_class(self) -> int:
         """Of the market as a whole: open as long as its best place, closed since the last place closed."""
         if self.best.candidate.is_open:
             return class_of(self.best.candidate.age_hours)
         return class_of(min(each.candidate.age_hours for each in self.markets))
-
-    def _enter_usd(self) -> float:
-        outlook, age = self.outlook, self._age_class()
-        price, start, survive = outlook.terms.spot_price, outlook.terms.start_hours, outlook.survive[age]
-        after, rho = self.spare - start, outlook.terms.second_chance
-        on = outlook.read(outlook.run, outlook.started[age], self.work, after)
-        off = outlook.read(outlook.idle_closed, 0, self.work, after)
-        if rho:
-            off = rho * outlook.read(outlook.idle_open, 0, self.work, after) + (1 - rho) * off
-        return survive * (start * price + on) + (1 - survive) * (outlook.lost[age] * price + off) + self.best.move_price
 
     def _look_hours(self) -> float:
         """When to think again: sooner where time is short, and when the spell's age tells something new."""
@@ -202,17 +191,25 @@ def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], b
     chance = expect_second_chance(markets, best)
     work = max(view.work_hours, view.work_left_hours) / refuge.speed
     spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / refuge.speed, 0.1)
-    reopening = sum(each.closed_pace * each.appeal(best) for each in markets)
+    appeals = [each.appeal(best) for each in markets]
+    reopening = tuple(
+        sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True)) for half in (0, 1)
+    )
     return _solve(
         prior,
-        round(math.log(best.open_pace) / PACE_STEP),
-        round(math.log(reopening) / PACE_STEP),
+        _round_paces(best.open_paces),
+        _round_paces((reopening[0], reopening[1])),
         max(each for each in CHANCES if each <= chance + 0.02),
         round(best.price / PRICE_STEP) * PRICE_STEP,
         round(max(best.candidate.start_hours, 0.005), 4),
         _round_up(work),
         _round_up(spare),
     )
+
+
+def _round_paces(paces: Paces) -> tuple[int, int]:
+    young, old = (max(-PACE_STEPS_MAX, min(round(math.log(each) / PACE_STEP), PACE_STEPS_MAX)) for each in paces)
+    return young, old
 
 
 def _round_up(hours: float) -> float:
@@ -222,13 +219,22 @@ def _round_up(hours: float) -> float:
 
 @lru_cache(maxsize=TABLES_MAX)
 def _solve(
-    prior: Prior, open_step: int, closed_step: int, chance: float, price: float, start: float, work: float, spare: float
+    prior: Prior,
+    opened: tuple[int, int],
+    closed: tuple[int, int],
+    chance: float,
+    price: float,
+    start: float,
+    work: float,
+    spare: float,
 ) -> Outlook:
-    opened, closed = math.exp(open_step * PACE_STEP), math.exp(closed_step * PACE_STEP)
+    def restore(steps: tuple[int, int]) -> Paces:
+        return math.exp(steps[0] * PACE_STEP), math.exp(steps[1] * PACE_STEP)
+
     return Outlook(
         Terms(
-            open_hazards=tuple(each * opened for each in prior.open_hazards),
-            closed_hazards=tuple(each * closed for each in prior.closed_hazards),
+            open_hazards=scale_hazards(prior.open_hazards, restore(opened)),
+            closed_hazards=scale_hazards(prior.closed_hazards, restore(closed)),
             spot_price=price,
             start_hours=start,
             work_hours=work,

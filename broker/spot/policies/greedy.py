@@ -38,6 +38,8 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
             return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
         return Stay(hours=hours, reason="on spot")
     spare = spare_hours(view, refuge)
+    if not any(each.is_spot for each in candidates):
+        return take_refuge(view, candidates, refuge, "no spot is for sale")
     spot = cheapest_open_spot(candidates)
     if spot is not None and is_safe_to_start(view, spot, refuge):
         return Move(target=spot, reason="spot is open")

@@ -45,7 +45,7 @@ LOADER = Loader()  # keeps AWS's service models, a second's reading, from one te
 
 
 class AwsBed(Bed):
-    look_s = 1.0
+    look_s = 2.5  # below the times in which the fake boots and ends machines
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = JumpingClock()

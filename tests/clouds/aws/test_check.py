@@ -43,6 +43,12 @@ def test_wrong_login_is_the_only_thing_told(bed: AwsBed) -> None:
     assert (finding.name, finding.is_ok, finding.command) == ("credentials", False, "aws configure")
 
 
+def test_profile_that_is_not_there_is_a_wrong_login(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody-wrote-this")
+    (finding,) = inspect(bed).values()
+    assert finding.note.startswith("ProfileNotFound: ") and not finding.is_ok
+
+
 def test_region_that_is_off_is_told_only_where_it_was_asked_for(bed: AwsBed) -> None:
     bed.account.disabled_regions = {"eu-central-1"}
     assert inspect(bed)["regions"].is_ok
@@ -94,9 +100,6 @@ def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
     assert "none   quota P (V100, A100, H100, ...) on-demand: 0 vCPUs\n       mend: aws service-quotas" in close
     policy = json.loads(shell.run("check", "--policy", "aws").stdout)
     assert policy == make_policy((shell.home / "owner").read_text())
-    aws.account.has_login = False
-    rows = {row["cloud"]: row for row in shell.read_json("check")}
-    assert rows["aws"]["can_launch"] is False and "credentials" in rows["aws"]["note"]
 
 
 def test_command_without_login_says_how_to_log_in(aws: FakeAws, tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def test_disk_is_encrypted_of_the_asked_size_and_goes_with_its_machine(
     assert disk == {"DeviceName": "/dev/sda1", "Ebs": common | wanted}
 
 
+def test_small_disk_is_not_asked_for_more_than_it_can(bed: AwsBed) -> None:
+    (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=20, disk_tier="best"))["BlockDeviceMappings"]
+    assert disk["Ebs"]["Iops"] == 10_000
+
+
 def test_disk_is_never_smaller_than_its_image(bed: AwsBed) -> None:
     (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=4))["BlockDeviceMappings"]
     assert disk["Ebs"]["VolumeSize"] == 8

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.base import CanStop, CanSweep
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError
 from broker.types import MachineSpec, NodeState
@@ -178,6 +179,24 @@ def test_sweep_that_is_throttled_goes_on_and_one_that_is_forbidden_says_so(bed: 
         with pytest.raises(AuthError):
             await bed.adapter.sweep(OWNER, ())
         assert await bed.adapter.sweep(OWNER, ()) == 1
+
+    bed.run(act())
+
+
+def test_preparing_asks_nothing_and_a_wrong_profile_is_told_by_the_first_call(
+    bed: AwsBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.adapter.prepare()
+    bed.adapter.prepare()
+    bed.run(bed.cloud.check())
+    assert bed.account.find_actions() == {"sts:GetCallerIdentity"}
+    monkeypatch.setenv("AWS_PROFILE", "nobody-wrote-this")
+    wrong = AwsCloud(bed.settings, clock=bed.clock)
+    wrong.prepare()
+
+    async def act() -> None:
+        with pytest.raises(AuthError, match="ProfileNotFound"):
+            await wrong.check()
 
     bed.run(act())
 

@@ -224,6 +224,39 @@ def test_a_node_that_shut_itself_down_is_deleted_when_it_is_seen(bench: Any, req
     assert bench.gce.list_names() == []
 
 
+@pytest.mark.parametrize("is_spot", [False, True])
+def test_a_node_whose_host_failed_keeps_its_disk_where_it_can_start_again(
+    bench: Any, request_of: Make, is_spot: bool
+) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=is_spot)))
+    bench.gce.break_host(node.id.rpartition("/")[2])
+    (seen,) = bench.run(bench.make_cloud().list_nodes(node.owner))
+    assert (seen.state, seen.reason) == (NodeState.STOPPED, "crashed")
+    bench.run(bench.cloud.list_nodes(node.owner))
+    if is_spot:
+        assert bench.gce.list_names() == []
+    else:
+        bench.run(bench.cloud.start_nodes([node.id]))
+        assert bench.run(bench.cloud.list_nodes(node.owner))[0].state is NodeState.RUNNING
+
+
+def test_a_disk_is_kept_where_nobody_tells_why_its_node_stands_still(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=False)))
+    bench.gce.shut_down(node.id.rpartition("/")[2])
+    bench.gce.fail("GET", "aggregated/operations", code="forbidden", status=403)
+    (seen,) = bench.run(bench.cloud.list_nodes(node.owner))
+    assert seen.state is NodeState.STOPPED and len(bench.gce.list_names()) == 1
+
+
+def test_a_disk_that_cannot_be_deleted_now_is_no_reason_to_list_nothing(bench: Any, request_of: Make) -> None:
+    (node,) = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.shut_down(node.id.rpartition("/")[2])
+    bench.gce.fail("DELETE", "/instances/", code="backendError", status=503)
+    assert len(bench.run(bench.cloud.list_nodes(node.owner))) == 1
+    bench.run(bench.cloud.list_nodes(node.owner))
+    assert bench.gce.list_names() == []
+
+
 def test_stopped_nodes_keep_their_disk_and_start_again(bench: Any, request_of: Make) -> None:
     assert isinstance(bench.cloud, CanStop)
     nodes = bench.run(bench.cloud.create_nodes(request_of(is_spot=False, node_count=2)))

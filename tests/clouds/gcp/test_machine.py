@@ -50,7 +50,7 @@ def test_names_and_labels_keep_googles_grammar_whatever_is_asked(
 
 
 @given(st.text(max_size=70), st.text(max_size=70))
-def test_two_clusters_never_share_a_label(one: str, other: str) -> None:
+def test_different_texts_have_different_labels(one: str, other: str) -> None:
     assert (names.label_value(one) == names.label_value(other)) == (one == other)
 
 

@@ -93,7 +93,10 @@ def cancel_forgotten_in_recovery() -> Patches:
 
 
 def budget_unchecked() -> Patches:
-    return (patch.object(JobController, "_find_overspending", lambda self, job: ""),)
+    return (
+        patch.object(controller, "find_overspending", lambda job, store, clock: ""),
+        patch.object(controller, "check_budget", lambda job, store, clock: None),
+    )
 
 
 def lease_never_given() -> Patches:

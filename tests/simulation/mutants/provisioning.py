@@ -11,10 +11,10 @@ from unittest.mock import patch
 from broker.errors import CloudError, TransientError, UnknownOutcomeError
 from broker.jobs import judgement, watch
 from broker.jobs.burial import Undertaker
-from broker.provision import failover, lifecycle, nodes
+from broker.provision import lifecycle, nodes, tries
 from broker.provision.collection import Collector
-from broker.provision.failover import Failover
 from broker.provision.lifecycle import Provisioner
+from broker.provision.tries import Asker
 from broker.state.clusters import IntentRows
 from broker.state.events import Refusal
 from broker.state.store import Store
@@ -29,69 +29,69 @@ Patches = Sequence[Any]
 
 def effect_before_intent() -> Patches:
     """The record is written when the nodes are there."""
-    create = Failover._create
+    create = Asker._create
 
-    def open_intent(self: Any, wanted: Any, placement: Any) -> Any:
+    def open_intent(self: Any, wanted: Any, placement: Any, *, is_first: bool) -> Any:
         with patch.object(IntentRows, "put_intent"):
-            return open_as_usual(self, wanted, placement)
+            return open_as_usual(self, wanted, placement, is_first=is_first)
 
-    async def create_then_write(self: Any, cloud: Any, request: Any, *, is_uncertain: bool) -> Any:
-        made = await create(self, cloud, request, is_uncertain=is_uncertain)
-        self._store.put_intent(request)
+    async def create_then_write(self: Any, one: Any, wanted: Any) -> Any:
+        made = await create(self, one, wanted)
+        self._store.put_intent(one.request)
         return made
 
-    open_as_usual = Failover._open_intent
+    open_as_usual = Asker._open_intent
     return (
-        patch.object(Failover, "_open_intent", open_intent),
-        patch.object(Failover, "_create", create_then_write),
+        patch.object(Asker, "_open_intent", open_intent),
+        patch.object(Asker, "_create", create_then_write),
         patch.object(IntentRows, "is_intent_open", lambda self, token: True),
     )
 
 
 def fresh_token_after_a_crash() -> Patches:
-    """A new life does not look for what the last one began (`_find_intent` finds nothing)."""
+    """A new life does not look for what the last one began (`find_intent` finds nothing)."""
     count = itertools.count()
-    make_token = failover.make_token
+    make_token = tries.make_token
 
     def make_fresh(*arguments: Any) -> str:
         return make_token(*arguments[:-1], f"{arguments[-1]}/{next(count)}")  # type: ignore[arg-type]
 
     return (
-        patch.object(Failover, "_find_intent", lambda self, cluster, placement: None),
-        patch.object(failover, "make_token", make_fresh),
+        patch.object(Asker, "find_intent", lambda self, cluster, placement: None),
+        patch.object(tries, "make_token", make_fresh),
     )
 
 
 def fresh_token_on_retry() -> Patches:
     """As botocore fills one in for each call: an unanswered call is made again with another token."""
 
-    async def create(self: Any, cloud: Any, request: Any, *, is_uncertain: bool) -> Any:
+    async def create(self: Any, one: Any, wanted: Any) -> Any:
         for serial in range(6):
             try:
-                return await cloud.create_nodes(request)
+                return await one.cloud.create_nodes(one.request)
             except UnknownOutcomeError:
-                self._store.close_intent(request.token, "no answer")
-                request = replace(request, token=f"{request.token[:24]}/{serial}")
-                self._store.put_intent(request)
+                self._store.close_intent(one.request.token, "no answer")
+                one.request = replace(one.request, token=f"{one.request.token[:24]}/{serial}")
+                self._store.put_intent(one.request)
             except CloudError as error:
-                self._store.close_intent(request.token, f"refused: {error.message}")
+                self._store.close_intent(one.request.token, f"refused: {error.message}")
                 raise
         raise TransientError("no clear answer")
 
-    return (patch.object(Failover, "_create", create),)
+    return (patch.object(Asker, "_create", create),)
 
 
 def forget_unanswered_intent() -> Patches:
     """No answer counts as a refusal."""
 
-    async def create(self: Any, cloud: Any, request: Any, *, is_uncertain: bool) -> Any:
+    async def create(self: Any, one: Any, wanted: Any) -> Any:
         try:
-            return await cloud.create_nodes(request)
+            return await one.cloud.create_nodes(one.request)
         except CloudError as error:
-            self._store.close_intent(request.token, f"refused: {error.message}")
+            self._store.close_intent(one.request.token, f"refused: {error.message}")
             raise
 
-    return (patch.object(Failover, "_create", create),)
+    return (patch.object(Asker, "_create", create),)
 
 
 def intent_closed_before_the_record() -> Patches:
@@ -107,12 +107,17 @@ def intent_closed_before_the_record() -> Patches:
 
 
 def part_of_a_gang_accepted() -> Patches:
+    """What came up in time is the gang."""
     wait_running = nodes.wait_running
 
-    async def wait(*arguments: Any, **named: Any) -> Any:
-        return await wait_running(*arguments, **{**named, "node_count": max(1, len(named["created"]))})
+    async def wait(cloud: Any, lister: Any, **named: Any) -> Any:
+        whole = await wait_running(cloud, lister, **named)
+        if whole is not None:
+            return whole
+        listed = (await lister.list(cloud)).by_token.get(named["token"], [])
+        return [node for node in listed if node.state is NodeState.RUNNING] or None
 
-    return (patch.object(failover, "wait_running", wait),)
+    return (patch.object(tries, "wait_running", wait),)
 
 
 def refusal_of_another_zone_believed() -> Patches:
@@ -137,12 +142,14 @@ def one_miss_believed() -> Patches:
     return (patch.object(nodes.Absence, "note", lambda self, node_id, *, is_listed, now_s: not is_listed),)
 
 
-def absence_by_time_only() -> Patches:
-    return (patch.object(nodes, "MISSES_MIN", 1), patch.object(nodes, "MISSING_S_MIN", 15.0))
+def absence_by_a_short_time_only() -> Patches:
+    """Two lists without a node are two of the same seconds in which a cloud forgets."""
+    return (patch.object(nodes, "MISSES_MIN", 1), patch.object(nodes, "MISSING_S_MIN", 8.0))
 
 
 def absence_by_count_only() -> Patches:
-    return (patch.object(nodes, "MISSING_S_MIN", 0.0),)
+    """Two lists without it, however soon one after the other."""
+    return (patch.object(nodes, "MISSES_MIN", 2), patch.object(nodes, "MISSING_S_MIN", 0.0))
 
 
 def empty_list_trusted() -> Patches:
@@ -183,7 +190,7 @@ def dead_on_request_accepted() -> Patches:
         now_s = clock.now_s()
         return [replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in seen.values()]
 
-    return (patch.object(failover, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
+    return (patch.object(tries, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
 
 
 def failed_burial_forgotten() -> Patches:
@@ -198,7 +205,7 @@ def failed_burial_forgotten() -> Patches:
         return await confirm(*arguments, **named)
 
     return (
-        patch.object(failover, "confirm_gone", confirm_or_forget),
+        patch.object(tries, "confirm_gone", confirm_or_forget),
         patch.object(lifecycle, "confirm_gone", confirm_or_forget),
     )
 
@@ -219,9 +226,9 @@ def collector_ends_foreign_nodes() -> Patches:
     """A node that nobody here records is lost, whoever owns it."""
     find = Collector._find_lost_nodes
 
-    async def find_any(self: Any, cloud: Any) -> Sequence[Node]:
+    async def find_any(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
         foreign = await cloud.list_nodes(FOREIGN.owner)
-        return [*await find(self, cloud), *(node for node in foreign if node.state is NodeState.RUNNING)]
+        return [*await find(self, cloud, left), *(node for node in foreign if node.state is NodeState.RUNNING)]
 
     return (patch.object(Collector, "_find_lost_nodes", find_any),)
 
@@ -232,7 +239,7 @@ def collector_ends_foreign_nodes() -> Patches:
 def collector_reads_records_first() -> Patches:
     """Without the grace of young nodes, which hides it: what is recorded while the list is read counts as lost."""
 
-    async def find(self: Any, cloud: Any) -> Sequence[Node]:
+    async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
         recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
         tokens = {intent.request.token for intent in self._store.list_open_intents()}
         await self._clock.sleep(4.0)
@@ -248,7 +255,7 @@ def collector_reads_records_first() -> Patches:
 def collector_blind_to_intents() -> Patches:
     """Nor does it spare young nodes: what is in no record is lost, though an intent to make it is open."""
 
-    async def find(self: Any, cloud: Any) -> Sequence[Node]:
+    async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
         recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
         listed = await cloud.list_nodes(self._owner)
         return [node for node in listed if node.id not in recorded and node.state is not NodeState.TERMINATED]

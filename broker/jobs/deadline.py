@@ -1,0 +1,238 @@
+"""What the deadline strategy decides by: the job as a spot policy sees it, and the places it may choose from.
+
+Pure: job, plan, refusals and history in; view, candidates and sentences out. The policy itself is in `broker.spot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from broker.jobs.order import get_recovery
+from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
+from broker.spot.interval import best_interval_s
+from broker.spot.policies.base import (
+    Candidate,
+    Decision,
+    JobView,
+    Move,
+    Stay,
+    Wait,
+    cheapest_open_spot,
+    find_refuge,
+    is_safe_to_start,
+    spare_hours,
+)
+from broker.spot.spells import NOTHING_SEEN, Spells
+from broker.state.events import Refusal
+from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
+
+STRATEGY = "deadline"
+SPOT_MAX = 8  # places that are looked at; a plan has hundreds
+ONDEMAND_MAX = 3
+UNWATCHED_HOURS = 10.0  # that a place has been open which was never looked at: by chance one meets long spells
+HAZARD_MIN = 0.1  # an hour, of a job with a deadline: recorded spells last hours where the advisor's bands say months
+PlaceKey = tuple[str, str, str | None, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a policy is asked about."""
+
+    view: JobView
+    candidates: tuple[Candidate, ...]
+
+
+def follows_deadline(task: Task) -> bool:
+    """A goal with work and deadline, some spot, and no other strategy asked for."""
+    goal, strategy = task.goal, get_recovery(task).strategy
+    if goal is None or goal.work_hours is None or goal.deadline_hours is None:
+        return False
+    return strategy in (None, STRATEGY) and any(each.use_spot is not False for each in task.resources)
+
+
+def read_situation(
+    job: Job,
+    plan: Plan,
+    *,
+    now_s: float,
+    refusals: Sequence[Refusal],
+    spells: Mapping[PlaceKey, Spells],
+    look_hours: float,
+    open_since_s: Mapping[PlaceKey, float] | None = None,
+    live: Attempt | None = None,
+) -> Situation:
+    """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up.
+
+    `open_since_s` tells since when no refusal of a place is known.
+    """
+    goal = job.task.goal
+    assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
+    left = plan.task.goal.work_hours if plan.task.goal and plan.task.goal.work_hours is not None else goal.work_hours
+    here = live.placement if live else None
+    last = job.attempts[-1].placement if job.attempts and live is None else None
+    estimates = _choose(plan.estimates, here or last)
+    since_s = open_since_s or {}
+    candidates = [_read_candidate(each, left, refusals, spells, since_s, now_s=now_s, live=live) for each in estimates]
+    if here is not None and not any(is_same_place(each.placement, here) for each in candidates):
+        candidates.append(Candidate(placement=here))  # what runs is for sale no more
+    spot = next((each for each in estimates if each.placement.is_spot), None)
+    every_s = spot.checkpoint_every_s if spot and spot.checkpoint_every_s else 0.0
+    save_s = advise_every_s(job.task, spot.preemptions_per_hour if spot else 0.0) or every_s
+    view = JobView(
+        work_left_hours=left,
+        time_left_hours=goal.deadline_hours - (now_s - job.submitted_s) / 3600,
+        current=_find(candidates, here),
+        starting_hours=_count_starting_hours(live, candidates, now_s, here),
+        unsaved_hours=_count_unsaved_hours(job),
+        save_every_hours=(save_s + job.task.checkpoint.stall_s) / 3600,
+        look_hours=look_hours,
+        last=_find(candidates, last),
+        work_hours=goal.work_hours,
+        deadline_hours=goal.deadline_hours,
+    )
+    return Situation(view=view, candidates=tuple(candidates))
+
+
+def prefer_work(situation: Situation, decision: Decision) -> Decision:
+    """Spot that is open and safe to start on is not waited beside: what a policy hopes to save by it is less than what
+    it knows of a market it does not watch, and its user waits too."""
+    view, candidates = situation.view, situation.candidates
+    spot, refuge = cheapest_open_spot(candidates), find_refuge(view, candidates)
+    if not isinstance(decision, Wait) or view.current is not None or spot is None:
+        return decision
+    if refuge is not None and not is_safe_to_start(view, spot, refuge):
+        return decision
+    return Move(target=spot, reason="spot is open, and safe to start on")
+
+
+def arrange(plan: Plan, target: Candidate) -> Plan:
+    """The target first, then other places of its pricing model: whether to pay for the other is the policy's to say."""
+    kind = [each for each in plan.estimates if each.placement.is_spot == target.is_spot]
+    kind.sort(key=lambda each: not is_same_place(each.placement, target.placement))
+    return replace(plan, estimates=tuple(kind))
+
+
+def say_decision(situation: Situation, decision: Decision) -> str:
+    """What was decided, why, and the numbers it was decided by."""
+    view, candidates = situation.view, situation.candidates
+    if isinstance(decision, Move):
+        where = f"go to {_name(decision.target)}"
+    elif isinstance(decision, Stay):
+        where = f"stay at {_name(candidates[view.current])}" if view.current is not None else "stay"
+    else:
+        where = "hold no machines"
+    words = [f"{view.work_left_hours:.1f} h of work left"]
+    words += [f"{view.time_left_hours:.1f} h to the deadline"] if view.time_left_hours is not None else []
+    refuge = find_refuge(view, candidates)
+    if refuge is not None:
+        words.append(f"{spare_hours(view, refuge):.1f} h to spare before on-demand must start")
+        words.append(f"on-demand is {refuge.usd_work_hour:.2f} USD for an hour of work")
+    reason = f" ({decision.reason})" if decision.reason else ""
+    return f"{where}{reason}: {', '.join(words)}"
+
+
+def is_voluntary(situation: Situation, decision: Move) -> bool:
+    """Whether it can wait for a checkpoint; leaving spot for on-demand cannot."""
+    current = situation.view.current
+    return current is not None and not (situation.candidates[current].is_spot and not decision.target.is_spot)
+
+
+def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation]) -> float:
+    """Preemptions an hour of the whole gang, by the price book and by what was seen there; 0 on-demand."""
+    if not placement.is_spot:
+        return 0.0
+    prior = hazard_per_node_hour(placement.offer.interruption_band)
+    return placement.node_count * mix_hazard(prior, history.get(name_place(placement)))
+
+
+def advise_every_s(task: Task, hazard: float) -> float | None:
+    """Seconds between checkpoints: the user's, else Young/Daly's, for a pessimist where there is a deadline.
+
+    None where nothing is preempted and the task says nothing.
+    """
+    if task.checkpoint.every_s is not None:
+        return task.checkpoint.every_s
+    if hazard <= 0:
+        return None
+    is_urgent = task.goal is not None and task.goal.deadline_hours is not None
+    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if is_urgent else hazard)
+
+
+def name_place(placement: Placement) -> PlaceKey:
+    offer = placement.offer
+    return (offer.cloud, offer.region, offer.zone, offer.instance_type)
+
+
+def is_same_place(one: Placement, other: Placement) -> bool:
+    """Whatever the prices are today."""
+    return (name_place(one), one.is_spot, one.node_count) == (name_place(other), other.is_spot, other.node_count)
+
+
+def _choose(estimates: Sequence[Estimate], here: Placement | None) -> list[Estimate]:
+    """The first of each pricing model, in the plan's order, and where the job is or was."""
+    spot, ondemand, own = list[Estimate](), list[Estimate](), list[Estimate]()
+    for each in estimates:
+        bin_, limit = (spot, SPOT_MAX) if each.placement.is_spot else (ondemand, ONDEMAND_MAX)
+        if len(bin_) < limit:
+            bin_.append(each)
+        elif here is not None and is_same_place(each.placement, here):
+            own.append(each)
+        if len(spot) == SPOT_MAX and len(ondemand) == ONDEMAND_MAX and (here is None or own):
+            break
+    return [*spot, *ondemand, *own[:1]]
+
+
+def _read_candidate(
+    estimate: Estimate,
+    left_hours: float,
+    refusals: Sequence[Refusal],
+    spells: Mapping[PlaceKey, Spells],
+    open_since_s: Mapping[PlaceKey, float],
+    *,
+    now_s: float,
+    live: Attempt | None,
+) -> Candidate:
+    placement, breakdown = estimate.placement, estimate.breakdown
+    is_here = live is not None and is_same_place(placement, live.placement)
+    unwatched_s = now_s - UNWATCHED_HOURS * 3600
+    since_s = live.started_s if live is not None and is_here else open_since_s.get(name_place(placement), unwatched_s)
+    own_hours = breakdown.work_hours if breakdown else left_hours
+    return Candidate(
+        placement=placement,
+        is_open=is_here or not placement.is_spot or not any(each.covers(placement) for each in refusals),
+        age_hours=(now_s - since_s) / 3600,
+        start_hours=breakdown.recovery_s / 3600 if breakdown else 0.0,
+        move_usd=0.0 if is_here or breakdown is None else breakdown.egress_usd,
+        speed=left_hours / own_hours if left_hours > 0 and own_hours > 0 else 1.0,
+        seen=spells.get(name_place(placement), NOTHING_SEEN),
+    )
+
+
+def _count_starting_hours(
+    live: Attempt | None, candidates: Sequence[Candidate], now_s: float, here: Placement | None
+) -> float:
+    index = _find(candidates, here)
+    if live is None or live.resumed_s is not None or index is None:
+        return 0.0
+    return max(0.0, candidates[index].start_hours - (now_s - live.started_s) / 3600)
+
+
+def _count_unsaved_hours(job: Job) -> float:
+    progress, goal = job.progress, job.task.goal
+    if progress is None or not progress.total or goal is None or goal.work_hours is None:
+        return 0.0
+    return max(0, progress.step - (progress.checkpoint_step or 0)) / progress.total * goal.work_hours
+
+
+def _find(candidates: Sequence[Candidate], place: Placement | None) -> int | None:
+    if place is None:
+        return None
+    return next((i for i, each in enumerate(candidates) if is_same_place(each.placement, place)), None)
+
+
+def _name(candidate: Candidate) -> str:
+    offer = candidate.placement.offer
+    pricing = "spot" if candidate.is_spot else "on-demand"
+    where = f"{offer.cloud} {offer.zone or offer.region}"
+    return f"{offer.instance_type} {pricing} in {where}, {candidate.usd_work_hour:.2f} USD for an hour of work"

@@ -1,0 +1,155 @@
+"""Asks the spot policy where a job should run, when it starts and while it runs, and carries its word out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.jobs.burial import Undertaker
+from broker.jobs.deadline import (
+    Situation,
+    advise_every_s,
+    arrange,
+    estimate_hazard,
+    follows_deadline,
+    is_same_place,
+    is_voluntary,
+    name_place,
+    prefer_work,
+    read_situation,
+    say_decision,
+)
+from broker.jobs.order import cut_to_rest, drop_limits
+from broker.spot.policies import load_policy
+from broker.spot.policies.base import Candidate, Decision, Move, Wait
+from broker.state.history import gather_spells
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
+
+POLICY = "adaptive"
+LOOK_S_MIN, LOOK_S_MAX = 30.0, 300.0
+SAVE_S_MAX = 60.0  # for a program to save what it has, before it is moved
+MOVED_OUTCOME = "moved"
+
+
+class Pause(Exception):
+    """The policy holds no machines for now."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(wait_s)
+        self.wait_s = wait_s
+
+
+class Pilot:
+    """Of one job. What it remembers is only lost with the controller, and then thought over anew."""
+
+    def __init__(
+        self,
+        store: Store,
+        planner: Callable[[Task, Callable[[Placement], bool] | None], Plan],
+        clock: Clock,
+        undertaker: Undertaker,
+    ) -> None:
+        self._store = store
+        self._planner = planner
+        self._clock = clock
+        self._undertaker = undertaker
+        self._target: Candidate | None = None
+        self._open_since_s: dict[tuple[str, str, str | None, str], float] = {}
+        self._told = ""
+        self._look_s = 0.0
+        self._saved_step: int | None = None
+
+    def plan(self, job: Job) -> Plan | None:
+        """Where to start; None where the job follows no deadline. Raises Pause, NoOfferError."""
+        if not follows_deadline(job.task):
+            return None
+        plan, situation = self._look(job, None)
+        decision = self._decide(situation)
+        target = decision.target if isinstance(decision, Move) else self._target
+        self._target = None
+        self._tell(job, situation, decision)
+        if target is None:
+            raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
+        return arrange(plan, target)
+
+    async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
+        """Whether the attempt was ended because its job is better off elsewhere."""
+        if not follows_deadline(job.task):
+            return False
+        now_s = self._clock.now_s()
+        saved = progress.checkpoint_step if progress else None
+        is_saved = saved != self._saved_step
+        if now_s < self._look_s and not (is_saved and now_s >= self._look_s - LOOK_S_MAX + LOOK_S_MIN):
+            return False
+        self._saved_step = saved
+        _, situation = self._look(replace(job, progress=progress or job.progress), attempt)
+        decision = self._decide(situation)
+        self._look_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
+        if not isinstance(decision, Move | Wait) or self._is_here(situation, decision):
+            self._tell(job, situation, decision)
+            return False
+        if isinstance(decision, Wait) or (is_voluntary(situation, decision) and not (is_saved and saved)):
+            return False  # machines that run are not given up for none, and work that is not saved not for cheaper ones
+        self._tell(job, situation, decision)
+        self._target = decision.target
+        await self._move(job, attempt, cluster, decision)
+        return True
+
+    def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
+        """For the program's environment: how often to save, by the hazard of where it runs now."""
+        every_s = advise_every_s(task, estimate_hazard(placement, self._store.read_spot_history()))
+        return {} if every_s is None else {"BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
+
+    def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
+        now_s = self._clock.now_s()
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
+        plan = self._planner(drop_limits(rest), None)
+        refusals = self._store.active_refusals(now_s)
+        situation = read_situation(
+            job,
+            plan,
+            now_s=now_s,
+            refusals=refusals,
+            open_since_s=self._open_since_s,
+            spells=gather_spells(self._store.list_spot_stays(), now_s=now_s),
+            look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
+            live=live,
+        )
+        for each in situation.candidates:  # it is no older than the last look that found it closed
+            place = name_place(each.placement)
+            since_s = now_s - each.age_hours * 3600 if each.is_open else now_s
+            self._open_since_s[place] = since_s if not each.is_open else self._open_since_s.get(place, since_s)
+        return plan, situation
+
+    def _decide(self, situation: Situation) -> Decision:
+        return prefer_work(situation, load_policy(POLICY)(situation.view, situation.candidates))
+
+    def _is_here(self, situation: Situation, decision: Move | Wait) -> bool:
+        current = situation.view.current
+        if current is None or isinstance(decision, Wait):
+            return False
+        return is_same_place(situation.candidates[current].placement, decision.target.placement)
+
+    async def _move(self, job: Job, attempt: Attempt, cluster: Cluster, decision: Move) -> None:
+        """The program saves on SIGTERM, as before a preemption; then its machines are given back.
+
+        The outcome comes first: a run that is found ended without one would count as cancelled by its user.
+        """
+        with self._store.transaction():
+            outcome = f"{MOVED_OUTCOME}: {decision.reason}" if decision.reason else MOVED_OUTCOME
+            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
+            self._store.set_job_status(job.id, JobStatus.RECOVERING)
+        await self._undertaker.end_program(cluster, grace_s=SAVE_S_MAX)
+
+    def _tell(self, job: Job, situation: Situation, decision: Decision) -> None:
+        """Each decision once, not each look that came to the same."""
+        where = decision.target.placement if isinstance(decision, Move) else None
+        offer = where.offer if where else None
+        kind = f"{type(decision).__name__} {offer.cloud} {offer.zone} {where.is_spot}" if offer and where else ""
+        kind = kind or f"{type(decision).__name__} {decision.reason}"
+        if kind == self._told:
+            return
+        self._told = kind
+        self._store.add_event("decision", say_decision(situation, decision), job_id=job.id)

@@ -1,0 +1,92 @@
+"""What our own spot machines lived through: evidence about places, younger evidence weighing more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from broker.nouns import noun
+from broker.spot.hazard import Observation
+from broker.spot.spells import NOTHING_SEEN, Spells
+from broker.state.database import Database
+
+HALF_LIFE_DAYS = 14.0  # markets of last month say little: recorded zones change their character within weeks
+KEPT_DAYS_MAX = 90.0
+STAYS_MAX = 5000
+SPELL_DAYS = 7.0  # spells are not weighed by age, so only young ones count
+
+# (cloud, region, zone, instance type), as the planner's history names places
+PlaceKey = tuple[str, str, str | None, str]
+
+
+@noun
+class SpotStay:
+    """One gang's time on spot at one place. `is_preempted`: the market ended it, not we."""
+
+    place: PlaceKey
+    node_count: int
+    begin_s: float
+    end_s: float
+    is_preempted: bool
+
+    @property
+    def hours(self) -> float:
+        return max(0.0, self.end_s - self.begin_s) / 3600
+
+
+class HistoryRows(Database):
+    def list_spot_stays(self) -> list[SpotStay]:
+        """Of managed jobs' attempts, newest first; those that still run count up to now."""
+        now_s = self.clock.now_s()
+        rows = self._rows(
+            "SELECT json_extract(body, '$.placement.offer.cloud'), json_extract(body, '$.placement.offer.region'), "
+            "json_extract(body, '$.placement.offer.zone'), json_extract(body, '$.placement.offer.instance_type'), "
+            "json_extract(body, '$.placement.node_count'), json_extract(body, '$.started_s'), "
+            "json_extract(body, '$.lost_s'), json_extract(body, '$.ended_s'), json_extract(body, '$.outcome') "
+            "FROM attempts WHERE json_extract(body, '$.placement.is_spot') AND json_extract(body, '$.started_s') > ? "
+            "ORDER BY rowid DESC LIMIT ?",
+            (now_s - KEPT_DAYS_MAX * 86400, STAYS_MAX),
+        )
+        return [
+            SpotStay(
+                place=(row[0], row[1], row[2], row[3]),
+                node_count=row[4],
+                begin_s=row[5],
+                end_s=_first(row[6], row[7], now_s),
+                is_preempted=_is_preemption(row[8] or ""),
+            )
+            for row in rows
+        ]
+
+    def read_spot_history(self) -> Mapping[PlaceKey, Observation]:
+        """As the planner takes it."""
+        return weigh_stays(self.list_spot_stays(), now_s=self.clock.now_s())
+
+
+def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Observation]:
+    """Preemptions and node-hours of each place, halved for every two weeks of age."""
+    found: dict[PlaceKey, tuple[float, float]] = {}
+    for stay in stays:
+        weight = math.exp2(-max(0.0, now_s - stay.end_s) / 86400 / HALF_LIFE_DAYS)
+        count, hours = found.get(stay.place, (0.0, 0.0))
+        found[stay.place] = (count + weight * stay.is_preempted, hours + weight * stay.hours * stay.node_count)
+    return {place: Observation(preemptions=count, node_hours=hours) for place, (count, hours) in found.items()}
+
+
+def gather_spells(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Spells]:
+    """How long places stayed open under our gangs, of the last days."""
+    found: dict[PlaceKey, Spells] = {}
+    for stay in stays:
+        if now_s - stay.end_s <= SPELL_DAYS * 86400 and stay.hours > 0:
+            seen = found.get(stay.place, NOTHING_SEEN)
+            found[stay.place] = seen.with_spell(stay.hours, is_open=True, is_ended=stay.is_preempted)
+    return found
+
+
+def _first(*times_s: float | None) -> float:
+    return next(each for each in times_s if each is not None)
+
+
+def _is_preemption(outcome: str) -> bool:
+    """An attempt whose cluster somebody took down was not preempted by a market."""
+    return outcome.startswith("preempted") and "taken down" not in outcome

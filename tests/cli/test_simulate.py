@@ -1,0 +1,99 @@
+"""`broker simulate` and `broker traces`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tests.cli.conftest import Shell
+
+TASK = """
+name: train
+resources: {infra: local, cpus: 1+}
+goal: {work: 6h, deadline: 9h}
+checkpoint: {stall: 5s, restart: 6m, every: 10m}
+run: "true"
+"""
+QUICK = ("--starts", "6", "--optima", "2")
+
+
+def test_policies_stand_side_by_side_in_eighty_columns(shell: Shell) -> None:
+    done = shell.run("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy,uniform-progress,failover")
+    lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    head = next(index for index, line in enumerate(lines) if line.startswith("POLICY"))
+    assert [line.split()[0] for line in lines[head + 1 : head + 5]] == [
+        "on-demand", "greedy", "uniform-progress", "failover",
+    ]  # fmt: skip
+    assert any("(optimum)" in line and "█" in line for line in lines)
+
+
+def test_as_data_the_figures_agree_with_each_other(shell: Shell) -> None:
+    found = shell.read_json("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy,adaptive")
+    assert found["job"]["work_hours"] == 6 and found["job"]["deadline_hours"] == 9
+    by_name = {each["policy"]: each for each in found["policies"]}
+    for name, lives in found["outcomes"].items():
+        assert len(lives) == 6
+        mean = sum(each["usd"] for each in lives) / 6
+        assert abs(by_name[name]["usd_mean"] - mean) < 1e-9
+    for name in ("greedy", "adaptive"):
+        assert by_name[name]["late"] == 0
+        assert by_name[name]["usd_mean"] < by_name["on-demand"]["usd_mean"]
+    assert by_name["adaptive"]["over_optimum"] > -0.01
+
+
+def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
+    target = shell.folder / "report.html"
+    trace = shell.write("a<b>&c.json", json.dumps({"metadata": {"gap_seconds": 600}, "data": [1, 1, 1, 0] * 40}))
+    task = shell.write("t.yaml", TASK)
+    shell.run("simulate", task, *QUICK, "--policy", "greedy", "--traces", trace, "--html", str(target))
+    text = target.read_text()
+    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
+    assert "a&lt;b&gt;&amp;c" in text and "<b>" not in text
+    assert not re.search(r"<script|<link|https?://|src=", text)
+    for tag in ("svg", "table", "p", "h2", "h3"):
+        assert text.count(f"<{tag}") - text.count(f"<{tag}r") >= 1
+        assert len(re.findall(rf"<{tag}[ >]", text)) == text.count(f"</{tag}>")
+    assert text.count("<svg") == 4  # the costs, and three time lines
+
+
+def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:
+    folder = shell.folder / "traces"
+    folder.mkdir()
+    for name, data in (("a", [1] * 50 + [0] * 50), ("b", [0] * 50 + [1] * 50)):
+        (folder / f"{name}.json").write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": data}))
+    task = shell.write("t.yaml", TASK)
+    options = ("--traces", str(folder), "--policy", "greedy", "--starts", "4", "--optima", "0")
+    together = shell.read_json("simulate", task, *options)
+    apart = shell.read_json("simulate", task, *options, "--apart")
+    assert [each["name"] for each in together["traces"]] == ["a", "b"]
+    assert together["policies"][1]["usd_mean"] < apart["policies"][1]["usd_mean"]
+    assert together["policies"][1]["over_optimum"] is None
+
+
+def test_what_cannot_be_simulated_is_said_with_a_way_out(shell: Shell) -> None:
+    task = shell.write("t.yaml", TASK)
+    no_work = shell.write("n.yaml", "resources: {infra: local, cpus: 1+}\nrun: 'true'\n")
+    for arguments, words in (
+        (("simulate", no_work), "goal: {work: 40h, deadline: 60h}"),
+        (("simulate", task, "--policy", "gredy"), "did you mean `greedy`?"),
+        (("simulate", task, "--traces", str(shell.folder / "none")), "cannot read"),
+        (("simulate", task, "--deadline-hours", "3"), "not even on-demand is in time"),
+    ):
+        done = shell.run(*arguments, code=2)
+        assert words in done.stderr and "Traceback" not in done.stderr
+    broken = shell.write("broken.json", '{"metadata": {"gap_seconds": 600}, "data": ["x"]}')
+    assert "cannot be read" in shell.run("simulate", task, "--traces", broken, code=1).stderr
+
+
+def test_traces_are_described_and_recorded(shell: Shell) -> None:
+    described = shell.run("traces", "info").stdout
+    assert max(len(line) for line in described.splitlines()) <= 80 and "made-a" in described
+    folder = shell.folder / "recorded"
+    shell.run(
+        "traces", "record", shell.write("t.yaml", TASK), "--out", str(folder), "--every", "0.001", "--hours", "0.00005",
+        "--yes",
+    )  # fmt: skip
+    (facts,) = shell.read_json("traces", "info", str(folder))
+    assert facts["open_share"] == 1.0 and facts["mean_usd_hour"] > 0
+    assert "No clusters" in shell.run("status").stdout

@@ -1,0 +1,288 @@
+"""The deadline strategy in production: in time, back to spot when that is safe, and each decision told with numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import CapacityError
+from broker.jobs.deadline import (
+    advise_every_s,
+    arrange,
+    estimate_hazard,
+    follows_deadline,
+    is_voluntary,
+    prefer_work,
+    read_situation,
+    say_decision,
+)
+from broker.optimizer.planner import make_plan
+from broker.spot.hazard import PRIOR_NODE_HOURS, Observation, hazard_per_node_hour
+from broker.spot.interval import best_interval_s
+from broker.spot.policies.base import Candidate, Move, Wait
+from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_spells, weigh_stays
+from broker.types import (
+    Attempt,
+    CheckpointSpec,
+    Cluster,
+    Goal,
+    Job,
+    JobRecovery,
+    JobStatus,
+    NodeRequest,
+    Offer,
+    Placement,
+    Plan,
+    Progress,
+    Resources,
+    Task,
+)
+from tests.simulation.test_crashes import check, run_to_end
+from tests.simulation.world import World, make_offer
+
+STEPS = 400  # one a second
+GOAL = Goal(work_hours=STEPS / 3600, deadline_hours=1.0)
+TASK = Task(
+    name="train",
+    run="x",
+    num_nodes=2,
+    goal=GOAL,
+    checkpoint=CheckpointSpec(stall_s=1.0, restart_s=30.0),
+    resources=(Resources(cloud="simulated"),),
+)
+DAY_S = 86400.0
+DEAR = replace(make_offer("east1a"), ondemand_usd_hour=20.0)
+
+
+def plan_of(task: Task, *offers: Offer) -> Plan:
+    return make_plan(task, offers or [make_offer("east1a"), make_offer("west1a")], prices_as_of="2026-11-01")
+
+
+def make_job(task: Task = TASK, *, attempts: tuple[Attempt, ...] = (), progress: Progress | None = None) -> Job:
+    return Job(
+        id=1,
+        name="train",
+        status=JobStatus.RUNNING,
+        task=task,
+        submitted_s=0.0,
+        attempts=attempts,
+        progress=progress,
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "follows"),
+    [
+        (TASK, True),
+        (replace(TASK, goal=replace(GOAL, deadline_hours=None)), False),
+        (replace(TASK, goal=None), False),
+        (replace(TASK, resources=(Resources(use_spot=False),)), False),
+        (replace(TASK, resources=(Resources(job_recovery=JobRecovery(strategy="cheapest")),)), False),
+        (replace(TASK, resources=(Resources(job_recovery=JobRecovery(strategy="deadline")),)), True),
+    ],
+)
+def test_a_goal_with_a_deadline_is_followed_unless_another_strategy_is_asked_for(task: Task, follows: bool) -> None:
+    assert follows_deadline(task) is follows
+
+
+def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
+    plan = plan_of(TASK)
+    here = Attempt(job_id=1, number=1, cluster="c", placement=plan.choice.placement, started_s=0.0, resumed_s=60.0)
+    job = make_job(attempts=(here,), progress=Progress(step=330, total=STEPS, checkpoint_step=300))
+    situation = read_situation(job, plan, now_s=1800.0, refusals=(), spells={}, look_hours=0.1, live=here)
+    view = situation.view
+    assert view.time_left_hours == pytest.approx(0.5) and view.deadline_hours == 1.0
+    assert view.unsaved_hours == pytest.approx(30 / 3600)
+    assert view.current is not None and situation.candidates[view.current].placement == here.placement
+    assert {each.is_spot for each in situation.candidates} == {True, False}
+    assert situation.candidates[view.current].age_hours == pytest.approx(0.5)
+    target = next(each for each in situation.candidates if not each.is_spot)
+    text = say_decision(situation, Move(target=target, reason="why"))
+    assert "on-demand in simulated" in text and "0.5 h to the deadline" in text and "(why)" in text
+    assert not is_voluntary(situation, Move(target=target)), "leaving spot for on-demand cannot wait"
+    assert "hold no machines" in say_decision(situation, Wait(reason="ahead"))
+
+
+def test_a_plan_is_arranged_round_the_target_and_keeps_to_its_pricing_model() -> None:
+    plan = plan_of(TASK)
+    target = next(each.placement for each in plan.estimates if each.placement.offer.zone == "west1a")
+    arranged = arrange(plan, Candidate(placement=target))
+    assert arranged.choice.placement == target
+    assert all(each.placement.is_spot == target.is_spot for each in arranged.estimates)
+
+
+def test_own_history_is_evidence_that_fades() -> None:
+    place = ("simulated", "east1", "east1a", "big")
+    young = SpotStay(place=place, node_count=2, begin_s=0.0, end_s=36000.0, is_preempted=True)
+    fresh = weigh_stays([young], now_s=36000.0)[place]
+    assert (fresh.preemptions, fresh.node_hours) == (pytest.approx(1.0), pytest.approx(20.0))
+    old = weigh_stays([young], now_s=36000.0 + HALF_LIFE_DAYS * DAY_S)[place]
+    assert (old.preemptions, old.node_hours) == (pytest.approx(0.5), pytest.approx(10.0))
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+    prior = hazard_per_node_hour(None)
+    seen = estimate_hazard(placement, {place: Observation(preemptions=1.0, node_hours=20.0)})
+    assert seen == pytest.approx(2 * (prior * PRIOR_NODE_HOURS + 1) / (PRIOR_NODE_HOURS + 20))
+    assert estimate_hazard(replace(placement, is_spot=False), {}) == 0.0
+    assert gather_spells([young], now_s=36000.0)[place].open_ends[-2] == 1
+    assert not gather_spells([young], now_s=36000.0 + 30 * DAY_S)
+
+
+def test_a_checkpoint_is_advised_by_hazard_and_deadline() -> None:
+    free = replace(TASK, goal=None)
+    assert advise_every_s(free, 0.1) == pytest.approx(best_interval_s(1.0, 0.1))
+    assert advise_every_s(free, 0.0) is None
+    assert advise_every_s(replace(free, checkpoint=CheckpointSpec(every_s=77.0)), 0.0) == 77.0
+    assert advise_every_s(TASK, 1e-6) == pytest.approx(best_interval_s(1.0, 0.1)), "a deadline makes careful"
+
+
+class Stage:
+    """A world whose planner is the real one, over offers that may change while the job runs."""
+
+    def __init__(self, folder: Path, *offers: Offer, task: Task = TASK) -> None:
+        self.offers = offers or (make_offer("east1a"), make_offer("west1a"))
+        self.later: tuple[float, tuple[Offer, ...]] | None = None  # from so many seconds on: other offers
+        self.spot_from_s = 0.0  # before that, no zone has any; on-demand is always to be had
+        self.world = World(folder)
+        self.world.gang.steps = STEPS
+        self.world.job_id = self.world.store.add_job("train", task).id
+        self.submitted_s = self.world.clock.now_s()
+        refuse = self.world.cloud._refuse_if_full
+
+        def refuse_spot(request: NodeRequest) -> None:
+            if request.placement.is_spot and self.age_s < self.spot_from_s:
+                raise CapacityError("full", scope="zone")
+            refuse(request)
+
+        self.world.cloud._refuse_if_full = refuse_spot  # type: ignore[method-assign]
+
+    @property
+    def age_s(self) -> float:
+        return self.world.clock.now_s() - self.submitted_s
+
+    def plan(self, task: Task, avoid: object) -> Plan:
+        offers = self.later[1] if self.later and self.age_s >= self.later[0] else self.offers
+        return plan_of(task, *offers)
+
+    def run(self) -> Job:
+        """To the end, in time and with nothing left behind."""
+        self.crashes = run_to_end(self.world, "plain", self.plan)
+        check(self.world, JobStatus.SUCCEEDED)
+        job = self.world.get_job()
+        assert job.ended_s is not None and job.task.goal is not None and job.task.goal.deadline_hours is not None
+        assert (job.ended_s - job.submitted_s) / 3600 <= job.task.goal.deadline_hours
+        return job
+
+    def list_decisions(self) -> list[str]:
+        events = self.world.store.list_events(job_id=self.world.job_id)
+        return [event.message for event in events if event.kind == "decision"]
+
+
+def make_moving_stage(folder: Path) -> Stage:
+    """It runs at a dear place, and after a while there is a cheap one."""
+    stage = Stage(folder, make_offer("east1a", usd_hour=10.0))
+    stage.later = (100.0, (make_offer("east1a", usd_hour=10.0), make_offer("west1a", usd_hour=1.0)))
+    return stage
+
+
+def test_a_job_without_spot_ends_in_time_on_demand(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.spot_from_s = math.inf
+    job = stage.run()
+    assert not job.attempts[-1].placement.is_spot
+    assert "on-demand" in stage.list_decisions()[-1] and "h to the deadline" in stage.list_decisions()[-1]
+
+
+def test_a_job_with_spot_stays_there(tmp_path: Path) -> None:
+    job = Stage(tmp_path, DEAR).run()
+    assert [each.placement.is_spot for each in job.attempts] == [True]
+
+
+def test_a_job_on_demand_goes_over_to_spot_when_there_is_some_and_it_is_safe(tmp_path: Path) -> None:
+    """Its steps are faster than its goal says: only the policy thinks in hours."""
+    task = replace(TASK, goal=replace(GOAL, work_hours=10.0, deadline_hours=20.0))
+    stage = Stage(tmp_path, replace(DEAR, spot_usd_hour=None), task=task)
+    stage.later = (100.0, (DEAR,))
+    job = stage.run()
+    assert [each.placement.is_spot for each in job.attempts] == [False, True]
+    assert "no spot is for sale" in stage.list_decisions()[0]
+
+
+def test_a_much_cheaper_place_is_moved_to_at_a_checkpoint(tmp_path: Path) -> None:
+    job = make_moving_stage(tmp_path).run()
+    assert [each.placement.offer.zone for each in job.attempts] == ["east1a", "west1a"]
+    assert job.attempts[0].outcome.startswith("moved")
+
+
+def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
+    """The pretend gang fails the test if two attempts work at once."""
+    (tmp_path / "calm").mkdir()
+    calm = make_moving_stage(tmp_path / "calm")
+    begun = list[int]()
+    put_attempt = calm.world.store.put_attempt
+
+    def note(attempt: Attempt) -> None:
+        if attempt.outcome.startswith("moved"):
+            begun.append(calm.world.points.count)
+        put_attempt(attempt)
+
+    calm.world.store.put_attempt = note  # type: ignore[method-assign]
+    calm.run()
+    for crash_at in range(begun[0], begun[0] + 6):
+        folder = tmp_path / str(crash_at)
+        folder.mkdir()
+        stage = make_moving_stage(folder)
+        stage.world.points.crash_at = crash_at
+        job = stage.run()
+        assert stage.crashes == 1
+        assert job.attempts[-1].placement.offer.zone == "west1a"
+
+
+def test_the_store_tells_what_its_spot_attempts_lived_through(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    now_s = world.clock.now_s()
+    spot = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+
+    def put(number: int, placement: Placement, outcome: str) -> None:
+        attempt = Attempt(
+            job_id=world.job_id, number=number, cluster="c", placement=placement, started_s=now_s - 7200,
+            lost_s=now_s - 3600, ended_s=now_s, outcome=outcome,
+        )  # fmt: skip
+        world.store.put_attempt(attempt)
+
+    put(1, spot, "preempted: node 1 gone")
+    put(2, spot, "moved: cheaper")
+    put(3, spot, "preempted: its cluster was taken down")
+    put(4, replace(spot, is_spot=False), "preempted: node 0 gone")
+    assert [stay.is_preempted for stay in world.store.list_spot_stays()] == [False, False, True]
+    (seen,) = world.store.read_spot_history().values()
+    assert seen.preemptions == pytest.approx(1.0, rel=0.01) and seen.node_hours == pytest.approx(6.0, rel=0.01)
+
+
+def test_the_program_is_told_how_often_to_save(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    heard = list[float]()
+    start = world.gang.start
+
+    async def hear(cluster: Cluster, task: Task, *, envs: Mapping[str, str], **others: Any) -> None:
+        heard.append(float(envs["BROKER_CHECKPOINT_EVERY_S"]))
+        await start(cluster, task, envs=envs, **others)
+
+    world.gang.start = hear  # type: ignore[method-assign,assignment]
+    run_to_end(world, "plain")
+    hazard = 2 * hazard_per_node_hour(None)
+    assert heard == [pytest.approx(best_interval_s(5.0, hazard), rel=0.01)]  # a minute of its own is seen already
+
+
+def test_open_spot_is_not_waited_beside_where_it_is_safe() -> None:
+    plan = plan_of(TASK)
+    calm = read_situation(make_job(), plan, now_s=0.0, refusals=(), spells={}, look_hours=0.1)
+    assert isinstance(prefer_work(calm, Wait()), Move)
+    late = read_situation(make_job(), plan, now_s=3000.0, refusals=(), spells={}, look_hours=0.1)
+    assert isinstance(prefer_work(late, Wait()), Wait), "spot is a risk there that the policy did not take"
+    decision = Move(target=calm.candidates[-1])
+    assert prefer_work(calm, decision) is decision

@@ -1,0 +1,71 @@
+"""Which fault hit a job in which state: an empty cell that can happen is a history that nobody has looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from tests.simulation.invariants import TERMINAL
+from tests.simulation.mixes import CLOUD_RATES_MAX
+from tests.simulation.processes import SQLITE_FAULTS
+
+STATES = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING", "ENDED")
+ASKING = ("STARTING", "RECOVERING")  # only then nodes are asked for
+ENDING = ("ENDED", "RECOVERING")  # only then they are ended as a rule
+AT_WORK = ("STARTING", "RUNNING")
+BUSY = ("STARTING", "RUNNING", "RECOVERING", "ENDED")
+ALWAYS = (*BUSY, "CANCELLING")
+CALLS = ("create", "list", "terminate")
+OF_EACH_CALL = ("transient", "throttled", "auth")
+OF_CHANGES = ("unknown_before", "unknown_after")  # a list has no effect that could be lost
+OF_CREATE = ("late", "full", "quota", "partial")
+OF_LIST = ("forgotten", "blank", "blackout", "stale")
+OF_TERMINATE = ("ignored", "refused")
+COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
+RARE = {"auth", "quota", "blackout"}  # too seldom, or too often fatal, to be seen in every state
+
+
+def list_cells() -> Iterator[tuple[str, str]]:
+    """Every cell that must be hit."""
+    states = {"create": ASKING, "list": ALWAYS, "terminate": ENDING}
+    of_call = {"create": (*OF_CHANGES, *OF_CREATE), "list": OF_LIST, "terminate": (*OF_CHANGES, *OF_TERMINATE)}
+    for call in CALLS:
+        for fault in (*OF_EACH_CALL, *of_call[call]):
+            wanted = states[call][:1] if fault in RARE else states[call]
+            yield from ((f"{call}:{fault}", state) for state in wanted)
+    yield from (("boot:never", state) for state in ASKING)
+    yield from (("preempt", state) for state in AT_WORK)
+    yield from (("partition", state) for state in AT_WORK)
+    for fault in (*SQLITE_FAULTS, "kill:point", "kill:anytime", "stop"):
+        yield from ((fault, state) for state in ALWAYS)
+    yield from (("clock:jump", state) for state in BUSY)
+    for command in COMMANDS:
+        yield from ((f"command:{command}", state) for state in BUSY)
+
+
+def fold(cells: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
+    """All ends of a job are one state."""
+    folded: Counter[tuple[str, str]] = Counter()
+    for (fault, status), count in cells.items():
+        folded[fault, "ENDED" if status in TERMINAL else status] += count
+    return folded
+
+
+def find_empty(cells: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
+    return [cell for cell in list_cells() if not cells.get(cell)]
+
+
+def render(cells: Mapping[tuple[str, str], int]) -> Iterator[str]:
+    wanted = set(list_cells())
+    yield f"{'fault':24}" + "".join(f"{state:>11}" for state in STATES)
+    for fault in sorted({fault for fault, _ in wanted} | {fault for fault, _ in cells}):
+        row = [(cells.get((fault, state), 0), (fault, state) in wanted) for state in STATES]
+        yield f"{fault:24}" + "".join(f"{count or ('EMPTY' if is_wanted else '.'):>11}" for count, is_wanted in row)
+
+
+def list_fault_names() -> set[str]:
+    """Those of the cloud that this table speaks of, by their names in `FaultRates`."""
+    return {*OF_EACH_CALL, *OF_CHANGES, *OF_CREATE, *OF_LIST, *OF_TERMINATE, "never_boots"}
+
+
+assert list_fault_names() == set(CLOUD_RATES_MAX), "every fault of the cloud has its row"

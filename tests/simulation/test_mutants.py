@@ -1,0 +1,34 @@
+"""Every known bug, planted into the product, is told by the invariant that forbids it, whatever else defends us."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+from tests.simulation import invariants
+from tests.simulation.mutants.provisioning import forget_unanswered_intent
+from tests.simulation.mutants.table import MUTANTS, Mutant, hunt, planted
+from tests.simulation.runner import play_scene
+from tests.simulation.scenes import SCENES
+
+SEEDS = range(60)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("is_collector_off", [False, True], ids=["", "collector off"])
+def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None:
+    if mutant.needs_collector and is_collector_off:
+        return
+    catch = hunt(mutant, SEEDS, is_collector_off=is_collector_off)
+    assert catch is not None, f"{mutant.name} lives through {len(SEEDS)} seeds"
+    assert catch.letter in mutant.letters.split(), catch.failure
+
+
+def test_what_no_checker_stops_still_counts_as_seconds_that_nobody_owned_a_node() -> None:
+    only_time = {"tick": (invariants.check_s3_owned_or_dying, invariants.check_l2_jobs_end)}
+    mutant = Mutant(plant=forget_unanswered_intent, letters="")
+    scene = next(scene for scene in SCENES if scene.name == "lost answers")
+    with planted(mutant, is_collector_off=True), patch.object(invariants, "CHECKERS", only_time):
+        assert play_scene(scene).unowned_s > 20.0
+    assert play_scene(scene).unowned_s == 0.0

@@ -1,0 +1,221 @@
+"""Every policy of the registry on every kind of market: what it says, and that it keeps deadlines that can be kept."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from broker.spot.forecast import advise_interval_s
+from broker.spot.markets import make_site
+from broker.spot.policies import ORACLES, POLICIES, load_policy
+from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait
+from broker.spot.replay import Case, Outcome, replay
+from broker.spot.spells import MET_HOURS
+from broker.spot.traces import Trace
+from broker.types import Offer, Placement
+
+PUNCTUAL = ("on-demand", "greedy", "uniform-progress", "next-spot", "adaptive")
+CHEAP = tuple(name for name in PUNCTUAL if name != "adaptive")
+WORK = 8.0
+
+
+def make_candidate(zone: str = "a", *, is_spot: bool, usd: float = 1.0, **facts: object) -> Candidate:
+    offer = Offer(
+        cloud="c", region=zone, zone=zone, instance_type="t", vcpus=1, memory_gib=1,
+        ondemand_usd_hour=usd, spot_usd_hour=usd,
+    )  # fmt: skip
+    placement = Placement(offer=offer, is_spot=is_spot, node_count=1)
+    return Candidate(placement=placement, start_hours=0.1, **facts)  # type: ignore[arg-type]
+
+
+def view_of(work: float, left: float | None, **facts: object) -> JobView:
+    return JobView(work_left_hours=work, time_left_hours=left, work_hours=10, deadline_hours=left, **facts)  # type: ignore[arg-type]
+
+
+def live(
+    counts: Sequence[int], name: str, *, slack: float, start: float = 0.1, work: float = WORK, **facts: float
+) -> Outcome:
+    trace = Trace(name="t", gap_hours=1 / 6, counts=tuple(counts))
+    case = Case(sites=(make_site(trace, start_hours=start),), work_hours=work, deadline_hours=work * slack, **facts)
+    return replay(case, load_policy(name), is_oracle=name in ORACLES)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_runs_and_spot_is_closed_or_open_with_time_to_spare(name: str) -> None:
+    policy = load_policy(name)
+    sure, closed = make_candidate(is_spot=False), make_candidate(is_spot=True, usd=0.3, is_open=False, age_hours=1.0)
+    assert not isinstance(policy(view_of(10, 40), [closed, sure]), Stay)
+    opened = make_candidate(is_spot=True, usd=0.3, age_hours=9.0)
+    decision = policy(view_of(10, 40), [opened, sure])
+    assert isinstance(decision, Move)
+    assert decision.target is (sure if name == "on-demand" else opened)
+    assert decision.reason
+
+
+@pytest.mark.parametrize("name", PUNCTUAL)
+def test_at_the_point_of_no_return_on_demand_is_started(name: str) -> None:
+    sure, spot = make_candidate(is_spot=False), make_candidate(is_spot=True, usd=0.01, age_hours=50.0)
+    decision = load_policy(name)(view_of(10, 10.1), [spot, sure])
+    assert isinstance(decision, Move) and decision.target is sure
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "on-demand"])
+def test_without_deadline_spot_is_waited_for(name: str) -> None:
+    policy, closed = load_policy(name), make_candidate(is_spot=True, usd=0.3, is_open=False)
+    sure = make_candidate(is_spot=False)
+    assert isinstance(policy(view_of(10, None), [closed, sure]), Wait)
+    opened = make_candidate(is_spot=True, usd=0.3)
+    decision = policy(view_of(10, None), [closed, opened, sure])
+    assert isinstance(decision, Move) and decision.target is opened
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_where_only_on_demand_is_sold_it_is_taken(name: str) -> None:
+    sure = make_candidate(is_spot=False)
+    decision = load_policy(name)(view_of(10, 20), [sure])
+    assert isinstance(decision, Move) and decision.target is sure
+    assert isinstance(load_policy(name)(view_of(10, 20, current=0), [sure]), Stay)
+
+
+patterns = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 12)), min_size=1, max_size=30).map(
+    lambda runs: [bit for bit, count in runs for _ in range(count)]
+)
+slacks = st.floats(1.0, 2.2)
+starts = st.sampled_from((0.0, 0.02, 0.1, 0.37, 0.5))
+
+
+@pytest.mark.parametrize("name", CHEAP)
+@settings(max_examples=120, deadline=None)
+@given(
+    counts=patterns, slack=slacks, start=starts, every=st.sampled_from((0.0, 0.1, 0.5)),
+    notice=st.sampled_from((0.0, 0.03)), look=st.sampled_from((0.0, 0.05)),
+)  # fmt: skip
+def test_a_deadline_that_on_demand_keeps_is_kept(
+    name: str, counts: list[int], slack: float, start: float, every: float, notice: float, look: float
+) -> None:
+    slack += (start + look) / WORK  # what on-demand itself needs
+    found = live(
+        counts, name, slack=slack, start=start, save_every_hours=every, notice_hours=notice, look_hours=look
+    )  # fmt: skip
+    assert not found.is_late
+    assert found.usd <= WORK * 1.02 + 40 * start or found.preemptions
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    counts=patterns, slack=st.sampled_from((1.0, 1.05, 1.2, 1.7)), start=st.sampled_from((0.1, 0.5)),
+    every=st.sampled_from((0.0, 0.4)), notice=st.sampled_from((0.0, 0.03)),
+)  # fmt: skip
+def test_the_adaptive_policy_is_never_late(
+    counts: list[int], slack: float, start: float, every: float, notice: float
+) -> None:
+    found = live(
+        counts, "adaptive", slack=slack + start / WORK, start=start, save_every_hours=every, notice_hours=notice
+    )
+    assert not found.is_late
+
+
+def storms() -> dict[str, list[int]]:
+    chance = random.Random(4)
+    bursts = [bit for _ in range(60) for bit in [chance.randint(0, 1)] * chance.choice((1, 1, 2, 40))]
+    return {
+        "always closed": [0],
+        "always open": [1],
+        "alternating": [1, 0],
+        "a start's length open": [1, 0, 0, 0],
+        "bursts": bursts,
+        "calm, then storm": [1] * 80 + [1, 0] * 60,
+        "storm, then calm": [1, 0] * 60 + [1] * 80,
+        "open, then never again": [1] * 30 + [0] * 400,
+    }
+
+
+@pytest.mark.parametrize("storm", storms())
+@pytest.mark.parametrize("start", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("slack", [1.1, 2.0])
+def test_no_market_makes_the_adaptive_policy_late_or_much_dearer_than_on_demand(
+    storm: str, start: float, slack: float
+) -> None:
+    found = live(storms()[storm], "adaptive", slack=slack, start=start, work=24)
+    assert not found.is_late
+    assert found.usd <= (24 + start) * 1.02
+
+
+def test_an_open_market_is_used_from_the_first_hour() -> None:
+    found = live([1], "adaptive", slack=1.2)
+    assert found.usd == pytest.approx((WORK + 0.1) / 3.1)
+    assert found.moves == 1
+
+
+def make_spots(*prices: float, **facts: object) -> list[Candidate]:
+    return [
+        make_candidate(f"z{index}", is_spot=True, usd=price, age_hours=MET_HOURS, met_hours=MET_HOURS, **facts)
+        for index, price in enumerate(prices)
+    ]
+
+
+def test_the_cheaper_of_two_like_markets_is_taken_and_a_much_cheaper_one_is_moved_to() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    spots = make_spots(0.5, 0.3)
+    decision = policy(view_of(10, 30), [*spots, sure])
+    assert isinstance(decision, Move) and decision.target is spots[1]
+    decision = policy(view_of(10, 30, current=0), [*spots, sure])
+    assert isinstance(decision, Move) and decision.target is spots[1]
+
+
+def test_a_small_difference_or_a_dear_way_is_not_worth_a_move() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    assert isinstance(policy(view_of(10, 30, current=0), [*make_spots(0.302, 0.3), sure]), Stay)
+    dear = make_spots(0.5, 0.3, move_usd=50.0)
+    assert isinstance(policy(view_of(10, 30, current=0), [*dear, sure]), Stay)
+
+
+def test_a_market_that_is_about_to_close_is_not_entered() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    warned = make_spots(0.2, closes_in_hours=0.03)
+    steady = make_spots(0.4)
+    decision = policy(view_of(10, 30), [*warned, *steady, sure])
+    assert isinstance(decision, Move) and decision.target is steady[0]
+    assert not (isinstance(decision := policy(view_of(10, 30), [*warned, sure]), Move) and decision.target is warned[0])
+
+
+def test_eager_leaves_the_region_that_took_the_machines_and_failover_does_not() -> None:
+    sure, spots = make_candidate(is_spot=False), make_spots(0.3, 0.4)
+    view = view_of(10, 30, last=0)
+    stays, leaves = load_policy("failover")(view, [*spots, sure]), load_policy("eager")(view, [*spots, sure])
+    assert isinstance(stays, Move) and stays.target is spots[0]
+    assert isinstance(leaves, Move) and leaves.target is spots[1]
+
+
+def test_uniform_progress_waits_ahead_of_its_line_and_takes_on_demand_behind_it() -> None:
+    policy, sure = load_policy("uniform-progress"), make_candidate(is_spot=False)
+    closed = make_candidate(is_spot=True, usd=0.3, is_open=False)
+    ahead = JobView(work_left_hours=4, time_left_hours=10, work_hours=10, deadline_hours=20)
+    decision = policy(ahead, [closed, sure])
+    assert isinstance(decision, Wait) and decision.hours == pytest.approx(2.0)
+    behind = JobView(work_left_hours=6, time_left_hours=10, work_hours=10, deadline_hours=20)
+    decision = policy(behind, [closed, sure])
+    assert isinstance(decision, Move) and decision.target is sure
+
+
+def test_every_decision_asks_to_be_asked_again_in_time() -> None:
+    sure, closed = make_candidate(is_spot=False), make_candidate(is_spot=True, usd=0.3, is_open=False, age_hours=2.0)
+    for name in PUNCTUAL:
+        decision = load_policy(name)(view_of(10, 11), [closed, sure])
+        if isinstance(decision, Wait):
+            assert decision.hours <= 11 - 10 - 0.1 + 1e-9
+        assert not math.isnan(decision.hours)
+
+
+def test_checkpoints_are_frequent_on_young_spot_rarer_on_old_and_not_needed_on_demand() -> None:
+    young, old = make_candidate(is_spot=True, age_hours=0.1), make_candidate(is_spot=True, age_hours=30.0)
+    sure = make_candidate(is_spot=False)
+    often, seldom = advise_interval_s(young, 10.0), advise_interval_s(old, 10.0)
+    assert 60 < often < seldom < 4 * 3600
+    assert advise_interval_s(young, 40.0) > often
+    assert advise_interval_s(sure, 10.0) == math.inf

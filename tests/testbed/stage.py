@@ -1,0 +1,123 @@
+"""A user's terminal in front of fake AWS and fake Google, real hosts behind every machine; and tasks to run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from broker.clock import SystemClock
+from broker.state.store import Store
+from broker.types import Job
+from tests.cli.conftest import ROOT, Shell
+from tests.testbed.bridge import Bridge
+from tests.testbed.ec2 import FakeAws
+from tests.testbed.ec2_account import Account
+from tests.testbed.gce import FakeGce
+from tests.testbed.gce_server import serve
+from tests.testbed.metadata import MetadataServer
+from tests.testbed.world import CONTROL
+
+STORY_S_MAX = 150.0  # training processes import torch for many seconds on a busy machine
+CANARY = "canary-of-the-task-4711"
+PLACES = """\
+  ordered:
+    - {infra: aws/us-east-1/us-east-1a, instance_type: m5.large}
+    - {infra: aws/us-east-1/us-east-1b, instance_type: m5.large}
+    - {infra: aws/us-west-2/us-west-2a, instance_type: m5.large}
+    - {infra: gcp/us-central1/us-central1-a, instance_type: e2-standard-4}
+"""
+HELLO = f"""\
+name: hello
+num_nodes: 2
+resources:
+  use_spot: true
+{PLACES}
+run: echo "hello from $(hostname) at $(date +%s.%N)"
+"""
+TRAIN = f"""\
+name: train
+num_nodes: 2
+workdir: work
+resources:
+  use_spot: true
+{PLACES}
+secrets:
+  WANDB_API_KEY: {CANARY}
+run: |
+  {sys.executable} -m trainers.lm --strategy ddp --train.steps 60 --checkpoint.every_steps 50 $MORE
+envs:
+  MORE: ""
+"""
+
+
+class Stage(Shell):
+    """A user's terminal in front of two clouds."""
+
+    def __init__(self, folder: Path, metadata: MetadataServer) -> None:
+        super().__init__(folder)
+        checkpoints = self.home / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        checkpoints.chmod(0o777)  # as a bucket: whoever has the key may write
+        (self.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\n')
+        self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
+        self.aws = FakeAws(self.account)
+        self.gce = FakeGce()
+        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce, shared=[checkpoints])
+        (folder / "work").mkdir()
+        shutil.copytree(ROOT / "trainers", folder / "work" / "trainers")
+        self.environment |= {**self.aws.environment, "GOOGLE_CLOUD_PROJECT": self.gce.project}
+
+    def list_living(self) -> set[str]:
+        return {name for name, host in self.bridge.hosts.items() if host.is_alive}
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        end_s = time.monotonic() + STORY_S_MAX
+        while not is_so():
+            assert time.monotonic() < end_s, f"it never came to this: {what}\n{self.tell()}"
+            time.sleep(0.1)
+
+    def tell(self) -> str:
+        """The story so far."""
+        parts = [self.run("jobs", "events", "1", code=None).stdout, self.run("jobs", "queue", code=None).stdout]
+        parts += [path.read_text()[-3000:] for path in (self.home / "logs").rglob("*.log")]
+        return "\n".join(parts)
+
+    def wait_for_step(self, step: int, *, attempt: int = 1) -> None:
+        """Read from the store: a command each look would take the processors that train."""
+        store = Store(self.home / "state.db", clock=SystemClock())
+
+        def is_there() -> bool:
+            job = store.get_job(1)
+            assert job and not job.status.is_terminal, f"it ended before step {step}\n{self.tell()}"
+            return len(job.attempts) >= attempt and job.progress is not None and job.progress.step >= step
+
+        self.wait_until(is_there, f"step {step} of attempt {attempt}")
+
+    def finish(self) -> Job:
+        """Wait for the end of job 1 and of its machines."""
+        store = Store(self.home / "state.db", clock=SystemClock())
+        self.wait_until(lambda: (job := store.get_job(1)) is not None and job.status.is_terminal, "the job has ended")
+        self.wait_until(lambda: not self.list_living(), "its machines have ended")
+        job = store.get_job(1)
+        assert job
+        return job
+
+
+@contextmanager
+def open_stage(folder: Path, metadata: MetadataServer) -> Iterator[Stage]:
+    stage = Stage(folder, metadata)
+    try:
+        with serve(stage.gce) as url:
+            stage.environment["BROKER_GCP_ENDPOINT"] = url
+            yield stage
+            for pid in stage.find_processes("broker daemon"):
+                os.kill(pid, signal.SIGTERM)
+    finally:
+        stage.bridge.end_all()
+        stage.aws.close()
