@@ -13,6 +13,7 @@ from broker.cli.rehearse_report import Line
 from broker.cli.render import show_duration, show_usd
 from broker.clock import SystemClock
 from broker.clouds.rehearsed import NOTICE_S, NOTICE_S_MAX
+from broker.errors import CloudError
 from broker.jobs.daemon import run_daemon
 from broker.types import Cluster, Job, JobStatus
 
@@ -85,7 +86,8 @@ class Driver:
 
     async def _look(self, job_id: int) -> None:
         for cloud in self.context.rehearsed.values():
-            await cloud.take_due()
+            with contextlib.suppress(CloudError):
+                await cloud.take_due()
         self._tell_events(job_id)
         job = self.context.store.get_job(job_id)
         if job is None or job.status is not JobStatus.RUNNING:
@@ -135,7 +137,10 @@ class Driver:
         warning = f"with {show_duration(min(notice_s, NOTICE_S_MAX))} notice" if notice_s else "with no warning"
         place = cluster.placement.offer.zone or cluster.placement.offer.region
         self.tell_market(f"the spot market of {place} takes all nodes away {warning}")
-        await cloud.preempt_nodes([node.id for node in cluster.nodes], notice_s=notice_s)
+        try:
+            await cloud.preempt_nodes([node.id for node in cluster.nodes], notice_s=notice_s)
+        except CloudError as error:  # a busy machine takes long to kill a process tree; the next looks find it gone
+            self.tell_market(f"they go slowly: {error.message}")
 
     def _choose_notice_s(self, cluster: Cluster) -> float:
         if self.notice_s is not None:
