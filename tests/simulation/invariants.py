@@ -1,6 +1,6 @@
 """What must hold at every instant of every history: one function an invariant, by the letter it has in the notes.
 
-S1-S12 are safety: looked at whenever something happens. L1-L4 are liveness: looked at when faults have stopped.
+S1-S12 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
 """
 
 from __future__ import annotations
@@ -337,15 +337,6 @@ def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
                 raise Violation("L3", f"{node.id} of {node.cluster} runs {L3_S:g} s after its broker's end")
 
 
-def check_l4_burials_are_told(universe: Universe, event: Event) -> None:
-    """A node that was ever asked to end, and lives, is in a record that `status` shows: nobody forgets a burial."""
-    for node_id, asked_s in universe.memory.setdefault("L4", {}).items():
-        if event.time_s - asked_s > 60.0 and node_id in universe.unowned_since_s:
-            since_s = universe.unowned_since_s[node_id]
-            if event.time_s - since_s > 2 * 3600.0 and math.isinf(universe.healed_s):
-                raise Violation("L4", f"{node_id} was to be ended, lives, and nobody knows of it")
-
-
 Checker = Callable[["Universe", Event], None]
 CHECKERS: dict[str, tuple[Checker, ...]] = {
     "create": (check_s1_intent_first, check_s9_budget),
@@ -373,7 +364,6 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_l1_unowned_go,
         check_l2_jobs_end,
         check_l3_nodes_end_by_themselves,
-        check_l4_burials_are_told,
     ),
 }
 
