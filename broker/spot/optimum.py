@@ -1,9 +1,10 @@
 """What a job would have cost with the future known: the bound that no policy can pass.
 
 Exact dynamic programme over the moments at which any market changes. A label is a plan so far: work done, dollars, and
-what runs. Between two moments nothing changes, so a plan either uses an interval whole or not at all, with two
-exceptions that are priced at the end: the last stretch ends with the work, and on-demand hours anywhere may be
-shortened by what was done too much. Plans are dropped that another one beats in every respect, and plans that cannot
+what runs. Between two moments nothing changes, so a plan uses an interval whole or not at all, but for one: of two that
+are used in part, the dearer could be shortened and the other one lengthened. So what was done too much is taken back
+at the end, from the last stretch, which ends with the work, or from the dearest stretch before it that begins a run.
+Plans are dropped that another one beats in every respect, and plans that cannot
 beat the best found: by the Lagrangian bound, in which an hour of work still missing is bought at one fixed price.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from broker.spot.markets import Site
@@ -31,8 +32,10 @@ class Interval:
     open_sites: tuple[tuple[int, float], ...]
 
 
-# (work, usd, on-demand work that may be taken back); a start is owed at once, as work below what was done
-Label = tuple[float, float, float]
+# (work, usd, work that may be taken back, usd that an hour of it cost); a start is owed at once, as work below what
+# was done
+Label = tuple[float, float, float, float]
+START: Label = (0.0, 0.0, 0.0, 0.0)
 
 
 def find_optimum(sites: Sequence[Site], *, work_hours: float, deadline_hours: float, from_hour: float = 0.0) -> float:
@@ -71,12 +74,14 @@ class _Search:
         self.sure_start = sure.start_hours
         self.usd_work = self.sure_usd / self.sure_speed
         self.fastest = max(*self.speeds, self.sure_speed)
+        rates = {usd / self.speeds[index] for each in intervals for index, usd in each.open_sites}
+        self.least_rate = min(rates, default=math.inf)  # work at this price need not be taken back: no other is cheaper
         self.best = math.inf
         self.bucket = work_hours * BUCKET_SHARE
 
     def run(self) -> float:
         self._choose_price()
-        labels: dict[int, list[Label]] = {IDLE: [(0.0, 0.0, 0.0)]}
+        labels: dict[int, list[Label]] = {IDLE: [START]}
         for number, interval in enumerate(self.intervals):
             for mode, found in labels.items():
                 self._try_sure_to_the_end(mode, found, self.deadline - interval.from_hours)
@@ -134,7 +139,7 @@ class _Search:
             return 0.0
         return self.price * (self.sure_start * self.sure_speed if mode == SURE else self.starts[mode])
 
-    def _walk(self, label: Label = (0.0, 0.0, 0.0), mode: int = IDLE, begin: int = 0) -> float:
+    def _walk(self, label: Label = START, mode: int = IDLE, begin: int = 0) -> float:
         """Follow the bound's own plan, and keep its price as the best where it is in time. Its work."""
         for number, interval in enumerate(self.intervals[begin:], start=begin):
             self._try_sure_to_the_end(mode, [label], self.deadline - interval.from_hours)
@@ -150,12 +155,12 @@ class _Search:
 
     def _bound(self, label: Label, to_go: float) -> float:
         """No plan that goes on from this label costs less."""
-        work, usd, taken = label
-        return usd + self.price * (self.work - work) + to_go - max(0.0, self.usd_work - self.price) * max(taken, 0.0)
+        work, usd, taken, rate = label
+        return usd + self.price * (self.work - work) + to_go - max(0.0, rate - self.price) * max(taken, 0.0)
 
     def _try_sure_to_the_end(self, mode: int, labels: Iterable[Label], left: float) -> None:
         start = 0.0 if mode == SURE else self.sure_start
-        for work, usd, _ in labels:
+        for work, usd, _, _ in labels:
             hours = max(self.work - work, 0.0) / self.sure_speed + start
             if hours <= left + 1e-9:
                 self.best = min(self.best, usd + hours * self.sure_usd)
@@ -165,38 +170,44 @@ class _Search:
         hours = interval.to_hours - interval.from_hours
         every = [(mode, label) for mode, found in labels.items() for label in found]
         following: dict[int, list[Label]] = {IDLE: [label for _, label in every]}
-        gain = hours * self.sure_speed
         owed = self.sure_start * self.sure_speed
         following[SURE] = self._finish(
-            (
-                (work + gain - debt, usd + hours * self.sure_usd, taken + gain - debt)
-                for mode, (work, usd, taken) in every
-                for debt in ((0.0 if mode == SURE else owed),)
-            ),
-            self.usd_work,
+            self._use(every, SURE, hours * self.sure_speed, owed, hours * self.sure_usd, self.usd_work), self.usd_work
         )
         for index, usd_hour in interval.open_sites:
-            gain = hours * self.speeds[index]
+            rate = usd_hour / self.speeds[index]
             following[index] = self._finish(
-                (
-                    (work + gain - (0.0 if mode == index else self.starts[index]), usd + hours * usd_hour, taken)
-                    for mode, (work, usd, taken) in every
-                ),
-                usd_hour / self.speeds[index],
+                self._use(every, index, hours * self.speeds[index], self.starts[index], hours * usd_hour, rate), rate
             )
         return following
 
+    def _use(
+        self, every: Iterable[tuple[int, Label]], own: int, gain: float, owed: float, more_usd: float, own_rate: float
+    ) -> Iterator[Label]:
+        """Each label after an interval in mode `own`. On-demand hours are alike wherever they lie, and add up."""
+        is_sure = own == SURE
+        for mode, (work, usd, taken, rate) in every:
+            fresh = gain if mode == own else gain - owed
+            if is_sure and rate <= own_rate:
+                yield work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate
+            elif mode != own and fresh > 0.0 and own_rate > (rate if taken > 0.0 else self.least_rate):
+                yield work + fresh, usd + more_usd, fresh, own_rate
+            else:
+                yield work + fresh, usd + more_usd, taken, rate
+
     def _finish(self, labels: Iterable[Label], usd_work: float) -> list[Label]:
         left = []
-        for work, usd, taken in labels:
+        for label in labels:
+            work, usd, taken, rate = label
             excess = work - self.work
             if excess < -1e-9:
-                left.append((work, usd, taken))
+                left.append(label)
                 continue
-            back = min(max(excess, 0.0), max(taken, 0.0))
-            self.best = min(self.best, usd - back * self.usd_work - (excess - back) * usd_work)
-            if taken > back:  # done with on-demand hours that spot may still replace
-                left.append((self.work, usd - back * self.usd_work, taken - back))
+            is_dearest = rate >= usd_work
+            back = min(max(excess, 0.0), max(taken, 0.0)) if is_dearest else 0.0
+            self.best = min(self.best, usd - back * rate - (excess - back) * usd_work)
+            if taken > back:  # done with dear hours that cheaper ones may still replace
+                left.append((self.work, usd - back * rate, taken - back, rate) if is_dearest else label)
         return left
 
     def _prune(self, labels: list[Label], most_work: float, to_go: dict[int, float], mode: int) -> list[Label]:
@@ -208,20 +219,39 @@ class _Search:
             if self.work - label[0] <= most_work + 1e-9 and self._bound(label, to_go[mode]) < limit
         ]
         labels.sort(key=lambda label: (-label[0], label[1]))
-        kept, last, least = list[Label](), -1, 0.0
-        costs, bases = list[float](), list[float]()  # of kept ones that no other kept one beats: rising, falling
-        for work, usd, taken in labels:
-            base = usd - self.usd_work * max(taken, 0.0)
-            place = bisect_left(costs, usd + 1e-12)
-            if place and bases[place - 1] <= base + 1e-12:
+        kept, last, least, least_bound = list[Label](), -1, 0.0, 0.0
+        stairs = dict[float, _Stairs]()  # by the price of what may be taken back
+        for work, usd, taken, rate in labels:
+            base = usd - rate * max(taken, 0.0)
+            if any(price >= rate and each.beats(usd, base) for price, each in stairs.items()):
                 continue
             bucket, value = int((self.work - work) / self.bucket), usd - self.price * work
-            if bucket == last and value >= least - 1e-12:
+            bound = value - max(0.0, rate - self.price) * max(taken, 0.0)
+            if bucket != last:
+                last, least, least_bound = bucket, math.inf, math.inf
+            if value >= least - 1e-12 and bound >= least_bound - 1e-12:
                 continue
-            last, least = bucket, value
-            kept.append((work, usd, taken))
-            while place < len(costs) and bases[place] >= base:
-                del costs[place], bases[place]
-            costs.insert(place, usd)
-            bases.insert(place, base)
+            least, least_bound = min(least, value), min(least_bound, bound)
+            kept.append((work, usd, taken, rate))
+            stairs.setdefault(rate, _Stairs()).add(usd, base)
         return kept
+
+
+class _Stairs:
+    """Plans of which none beats another: what they cost as they are, rising, and with all taken back, falling."""
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._bases: list[float] = []
+
+    def beats(self, usd: float, base: float) -> bool:
+        """Whether one of these costs no more, as it is and with all taken back."""
+        place = bisect_left(self._costs, usd + 1e-12)
+        return bool(place) and self._bases[place - 1] <= base + 1e-12
+
+    def add(self, usd: float, base: float) -> None:
+        place = bisect_left(self._costs, usd + 1e-12)
+        while place < len(self._costs) and self._bases[place] >= base:
+            del self._costs[place], self._bases[place]
+        self._costs.insert(place, usd)
+        self._bases.insert(place, base)

@@ -66,7 +66,8 @@ def make_plan(offer: Offer, zones: Sequence[str], *, is_spot: bool = True, node_
 
 def test_a_full_zone_is_passed_over_and_leaves_nothing(life: Life) -> None:
     life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # not enough for a gang of two
-    cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])))
+    plan = make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])
+    cluster = life.run(life.provisioner.up("c", plan, hedge=1))
     assert cluster.status is ClusterStatus.UP and {node.zone for node in cluster.nodes} == {"us-east4-b"}
     assert len(life.standing) == 2
     assert {name.rpartition("-")[2] for name in life.bed.gce.firewalls} == {"shut", "ssh", "nodes"}
