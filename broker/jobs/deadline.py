@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from broker.jobs.order import get_recovery
 from broker.jobs.sightings import PlaceKey, Sighting, name_place, note_sightings
+from broker.spot.forecast import read_market
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import (
@@ -21,6 +22,7 @@ from broker.spot.policies.base import (
     find_refuge,
     spare_hours,
 )
+from broker.spot.prior import MEASURED
 from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.events import Refusal
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
@@ -145,8 +147,31 @@ def advise_every_s(task: Task, hazard: float) -> float | None:
         return task.checkpoint.every_s
     if hazard <= 0:
         return None
-    is_urgent = task.goal is not None and task.goal.deadline_hours is not None
-    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if is_urgent else hazard)
+    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if _is_urgent(task) else hazard)
+
+
+def advise_start_s(
+    task: Task,
+    placement: Placement,
+    *,
+    history: Mapping[PlaceKey, Observation],
+    spells: Mapping[PlaceKey, Spells],
+    sightings: Mapping[PlaceKey, Sighting],
+    now_s: float,
+) -> float | None:
+    """As `advise_every_s`, for a start at a place now: with a deadline also by how young its market is there, and by
+    how long it lasted the last times."""
+    hazard = estimate_hazard(placement, history)
+    if hazard > 0 and _is_urgent(task):
+        place = name_place(placement)
+        known = note_sightings(sightings, [(place, True)], (), live=None, now_s=now_s)[place]
+        here = _sight(Candidate(placement=placement), known, spells.get(place, NOTHING_SEEN), now_s=now_s)
+        hazard = max(hazard, read_market(here, None, MEASURED).hazard)
+    return advise_every_s(task, hazard)
+
+
+def _is_urgent(task: Task) -> bool:
+    return task.goal is not None and task.goal.deadline_hours is not None
 
 
 def is_same_place(one: Placement, other: Placement) -> bool:
@@ -189,14 +214,17 @@ def _read_candidate(
     if not placement.is_spot:
         return common
     place = name_place(placement)
-    sighting = sightings[place]
+    known = _sight(common, sightings[place], spells.get(place, NOTHING_SEEN), now_s=now_s)
+    return replace(known, is_open=is_here or known.is_open, is_watched=is_here)
+
+
+def _sight(candidate: Candidate, sighting: Sighting, seen: Spells, *, now_s: float) -> Candidate:
     return replace(
-        common,
-        is_open=is_here or sighting.is_open,
-        is_watched=is_here,
+        candidate,
+        is_open=sighting.is_open,
         age_hours=max(now_s - sighting.since_s, 0.0) / 3600,
         met_hours=max(sighting.met_s - sighting.since_s, 0.0) / 3600,
-        seen=spells.get(place, NOTHING_SEEN),
+        seen=seen,
     )
 
 

@@ -9,9 +9,8 @@ from broker.clock import Clock
 from broker.jobs.burial import Undertaker
 from broker.jobs.deadline import (
     Situation,
-    advise_every_s,
+    advise_start_s,
     arrange,
-    estimate_hazard,
     follows_deadline,
     is_same_place,
     is_voluntary,
@@ -22,7 +21,7 @@ from broker.jobs.order import cut_to_rest, drop_limits
 from broker.jobs.sightings import PlaceKey, Sighting
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
-from broker.state.history import gather_spells
+from broker.state.history import gather_spells, weigh_stays
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
@@ -98,7 +97,15 @@ class Pilot:
 
     def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
         """For the program's environment: how often to save, by the hazard of where it runs now."""
-        every_s = advise_every_s(task, estimate_hazard(placement, self._store.read_spot_history()))
+        now_s, stays = self._clock.now_s(), self._store.list_spot_stays()
+        every_s = advise_start_s(
+            task,
+            placement,
+            history=weigh_stays(stays, now_s=now_s),
+            spells=gather_spells(stays, now_s=now_s),
+            sightings=self._sightings,
+            now_s=now_s,
+        )
         return {} if every_s is None else {"BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
 
     def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
