@@ -14,6 +14,7 @@ from broker.spot.study import Scene, Study, pick_evenly
 
 SCENES_SHOWN = 3
 WIDTH, LEFT, ROW = 960, 150, 22
+LINE = 14  # of a label, in pixels
 COLOURS = {"spot": "#3b82c4", "on-demand": "#c98a2b", "start": "#1f2933", "lost": "#d64545", "open": "#cfe3f3"}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 1000px; margin: 32px auto; padding: 0 16px; }
