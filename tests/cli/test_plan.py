@@ -76,3 +76,11 @@ def test_zones_of_one_price_share_a_line_and_are_shown_whole(tmp_path: Path) -> 
     first = offers[0]["placement"]["offer"]
     alike = [each for each in offers if each["usd_hour"] == offers[0]["usd_hour"]]
     assert zones[0] == first["zone"] + "".join(f",{each['placement']['offer']['zone'][-1]}" for each in alike[1:])
+
+
+def test_options_alone_are_planned() -> None:
+    (data,) = json.loads(broker("plan", "--gpus", "h100:8", "--num-nodes", "2", "--use-spot", "--json").stdout)
+    placement = data["choice"]["placement"]
+    assert (placement["offer"]["accelerator"], placement["is_spot"], placement["node_count"]) == ("H100", True, 2)
+    empty = broker("plan")
+    assert empty.returncode == 2 and "hint: try `broker plan --gpus H100:8`" in empty.stderr
