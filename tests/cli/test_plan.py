@@ -84,3 +84,9 @@ def test_options_alone_are_planned() -> None:
     assert (placement["offer"]["accelerator"], placement["is_spot"], placement["node_count"]) == ("H100", True, 2)
     empty = broker("plan")
     assert empty.returncode == 2 and "hint: try `broker plan --gpus H100:8`" in empty.stderr
+
+
+def test_a_cloud_without_prices_says_how_to_give_them() -> None:
+    shown = broker("plan", "--infra", "k8s/mine", "--gpus", "H100:8")
+    assert shown.returncode == 3 and "has no offers of kubernetes: `broker catalog import DIR`" in shown.stderr
+    assert "no offers of" not in broker("plan", "--infra", "aws", "--gpus", "H100:7").stderr
