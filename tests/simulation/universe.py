@@ -227,6 +227,7 @@ class Universe:
         self.gang.roots[new] = root
 
     def _expect(self, job_id: int, spec: JobSpec) -> None:
+        self.gang.roots.pop(job_id, None)  # of a retry that was killed before it had its id
         self.gang.programs[job_id] = spec.program
         self.tasks[job_id] = spec.task
         budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
