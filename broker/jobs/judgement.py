@@ -1,6 +1,7 @@
 """What a running attempt's signs mean. Pure: the gang's report and the cloud's list go in, a verdict comes out.
 
-The job's own outcome decides; a failure counts as the user's only when no node was lost under it.
+The job's own outcome decides; a failure counts as the user's only when a program of theirs ended with an exit code
+and no node was lost under it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Verdict(StrEnum):
     FAILED = "FAILED"
     FAILED_SETUP = "FAILED_SETUP"
     CANCELLED = "CANCELLED"
+    APART = "APART"  # it ended and no program failed by itself: a rank did not join, or its machine went silent
     LOST = "LOST"
 
 
@@ -57,6 +59,8 @@ def judge(signs: Signs) -> Verdict:
     if signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         if signs.unreachable or signs.failed_s < measure_doubt_s(signs):
             return Verdict.UNCLEAR
+        if signs.returncode is None:
+            return Verdict.APART
         return Verdict.FAILED if signs.status is RunStatus.FAILED else Verdict.FAILED_SETUP
     return Verdict.UNCLEAR if signs.unreachable else Verdict.RUNNING
 

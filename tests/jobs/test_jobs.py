@@ -82,6 +82,9 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, status=RunStatus.SUCCEEDED, is_noticed=True), Verdict.SUCCEEDED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=150.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED_SETUP, returncode=2, failed_s=9.0), Verdict.FAILED_SETUP),
+        (replace(WELL, status=RunStatus.FAILED, failed_s=1.0), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, failed_s=9.0), Verdict.APART),
+        (replace(WELL, status=RunStatus.FAILED, failed_s=9.0, nodes=GONE), Verdict.LOST),
     ],
 )
 def test_verdicts(signs: Signs, verdict: Verdict) -> None:
