@@ -10,7 +10,7 @@ import pytest
 
 from broker.types import JobStatus
 from tests.testbed.metadata import MetadataServer
-from tests.testbed.stage import CANARY, HELLO, TRAIN, Stage, open_stage
+from tests.testbed.stage import BUCKET_LOGIN, CANARY, HELLO, TRAIN, Stage, open_stage
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_launch_runs_a_gang_on_spot_machines_and_down_leaves_nothing(stage: Stag
 def test_training_moves_from_region_to_region_to_another_cloud_and_loses_no_step(stage: Stage) -> None:
     task = stage.write("train.yaml", TRAIN)
     stage.account.full.add(("us-east-1b", "m5.large"))
-    stage.run("jobs", "launch", task, "--yes", "--detach-run")
+    stage.run("jobs", "launch", task, *BUCKET_LOGIN, "--yes", "--detach-run")
     stage.wait_for_step(3)
     stage.account.full.add(("us-east-1a", "m5.large"))
     stage.bridge.preempt(min(stage.list_living()), notice_s=3)
