@@ -23,6 +23,15 @@ class S3Server:
         """For AWS_ENDPOINT_URL."""
         return f"http://{self.address}:{self.port}"
 
+    def list_keys(self, prefix: str) -> list[str]:
+        """What lies in the bucket below a prefix, whatever login this process has."""
+        import obstore
+        from obstore.store import from_url
+
+        login = {name.lower(): value for name, value in LOGIN.items()}
+        store = from_url(f"s3://{BUCKET}", endpoint=self.url, client_options={"allow_http": True}, **login)
+        return [each["path"] for page in obstore.list(store, prefix) for each in page]
+
     @property
     def variables(self) -> dict[str, str]:
         """The environment in which a program finds it."""

@@ -21,7 +21,7 @@ from tests.testbed.ec2_account import Account
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 from tests.testbed.metadata import MetadataServer
-from tests.testbed.s3 import BUCKET, serve_s3
+from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 from tests.testbed.world import CONTROL
 
 STORY_S_MAX = 150.0  # training processes import torch for many seconds on a busy machine
@@ -56,7 +56,7 @@ checkpoint: {{to: s3://{BUCKET}/runs}}
 secrets: {{AWS_ACCESS_KEY_ID: null, AWS_SECRET_ACCESS_KEY: null}}
 envs: {{AWS_ENDPOINT_URL_S3: null, AWS_REGION: us-east-1}}
 run: |
-  {sys.executable} -m trainers.lm --strategy ddp --train.steps 60 --checkpoint.every_steps 50
+  {sys.executable} -m trainers.lm --strategy ddp --train.steps 60 --checkpoint.every_steps 5
 """
 
 
@@ -65,6 +65,7 @@ class Stage(Shell):
 
     def __init__(self, folder: Path, metadata: MetadataServer) -> None:
         super().__init__(folder)
+        self.s3: S3Server | None = None
         self.home.mkdir()
         (self.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\n')
         self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
@@ -74,6 +75,11 @@ class Stage(Shell):
         (folder / "work").mkdir()
         shutil.copytree(ROOT / "trainers", folder / "work" / "trainers")
         self.environment |= {**self.aws.environment, "GOOGLE_CLOUD_PROJECT": self.gce.project}
+
+    @property
+    def owner(self) -> str:
+        """The installation's id."""
+        return (self.home / "owner").read_text().strip()
 
     def list_living(self) -> set[str]:
         return {name for name, host in self.bridge.hosts.items() if host.is_alive}
@@ -117,6 +123,7 @@ def open_stage(folder: Path, metadata: MetadataServer) -> Iterator[Stage]:
     try:
         with serve(stage.gce) as url, serve_s3(CONTROL) as s3:
             stage.environment |= {"BROKER_GCP_ENDPOINT": url, "AWS_ENDPOINT_URL_S3": s3.url}
+            stage.s3 = s3
             yield stage
             for pid in stage.find_processes("broker daemon"):
                 os.kill(pid, signal.SIGTERM)
