@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from broker.clock import SystemClock
 from broker.state.store import Store
@@ -60,6 +61,18 @@ run: |
 """
 
 
+class WatchedGce(FakeGce):
+    """One that keeps what it was asked."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.requests: list[tuple[str, str, dict[str, str], Any]] = []
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: Any) -> Any:
+        self.requests.append((method, path, query, body))
+        return super().answer(method, path, query, body)
+
+
 class Stage(Shell):
     """A user's terminal in front of two clouds."""
 
@@ -70,7 +83,7 @@ class Stage(Shell):
         (self.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\n')
         self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
         self.aws = FakeAws(self.account)
-        self.gce = FakeGce()
+        self.gce = WatchedGce()
         self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce)
         (folder / "work").mkdir()
         shutil.copytree(ROOT / "trainers", folder / "work" / "trainers")
