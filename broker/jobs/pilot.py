@@ -98,9 +98,11 @@ class Pilot:
         return True
 
     def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
-        """For the program's environment: how often to save, by the hazard of where it runs now."""
-        every_s = advise_every_s(task, estimate_hazard(placement, self._store.read_spot_history()))
-        return {} if every_s is None else {"BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
+        """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
+        hazard = estimate_hazard(placement, self._store.read_spot_history())
+        every_s = advise_every_s(task, hazard)
+        advice = {"BROKER_HAZARD_PER_HOUR": f"{hazard:.4g}"}
+        return advice if every_s is None else {**advice, "BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
 
     def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
         now_s = self._clock.now_s()

@@ -15,7 +15,7 @@ from broker.nouns import noun
 from broker.runtime.base import Completed, Transport
 from broker.types import Autostop, Cluster, Node, Progress, Run, RunStatus, Task
 
-AGENT_FILES = ("agent.py", "agent_files.py", "agent_gang.py", "agent_notice.py", "agent_run.py")
+AGENT_FILES = ("agent.py", "agent_bucket.py", "agent_files.py", "agent_gang.py", "agent_notice.py", "agent_run.py")
 AGENT_FOLDER = ".broker/agent"
 CALL_S = 30.0
 

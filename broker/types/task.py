@@ -89,12 +89,16 @@ class Goal:
 
 @noun
 class CheckpointSpec:
-    """What a checkpoint costs. `every_s` None: the Young/Daly interval is used."""
+    """What a checkpoint costs, and where it goes. `every_s` None: the Young/Daly interval is used.
+
+    `to`: the bucket, or the folder that every node sees; None: the user's own default, else a folder of this machine.
+    """
 
     every_s: float | None = None
     stall_s: float = 5.0
     restart_s: float = 300.0
     size_gib: float = 0.0
+    to: str | None = None
 
 
 @noun
