@@ -67,6 +67,7 @@ def launch(
     options.check_notices(tasks, is_launch=not dryrun)
     _check_runnable(tasks)
     plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
+    options.check_plans(plans, is_launch=not dryrun)
     for plan in plans if not as_json else []:
         show_plan(plan)
     if dryrun:
