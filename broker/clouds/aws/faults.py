@@ -108,7 +108,7 @@ CLASSES: dict[Kind, type[CloudError]] = {
     "unknown": UnknownOutcomeError,
 }
 HINTS: dict[Kind, tuple[str, ...]] = {
-    "capacity": ("Try another zone, region or instance type, or wait some minutes.",),
+    "capacity": (),  # whoever asked goes on elsewhere
     "quota": ("`broker check` shows the quotas and the command that asks for more.",),
     "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
     "forbidden": ("`broker check --policy aws` prints the permissions that are needed.",),
@@ -172,7 +172,7 @@ def translate(refusal: RefusedError, *, is_create: bool = False) -> CloudError:
     if kind == "unknown" and not is_create:
         kind = "transient"
     text = refusal.message if len(refusal.message) <= MESSAGE_MAX else f"{refusal.message[:MESSAGE_MAX]}..."
-    message = f"{refusal.operation} in {refusal.region}: {refusal.code}: {text.rstrip('.')}"
+    message = f"{refusal.code}: {text.rstrip('.')} ({refusal.operation}, {refusal.region})"
     hints = OWN_HINTS.get(refusal.code, HINTS[kind])
     if kind == "capacity":
         return CapacityError(message, scope="region" if refusal.code in REGION_WIDE else "zone", hints=hints)

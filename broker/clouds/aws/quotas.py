@@ -106,9 +106,11 @@ def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
     offer = placement.offer
     asked = count_vcpus(placement)
     kind = "spot" if placement.is_spot else "on-demand"
-    rest = "" if quota.vcpus < asked else ", and others run already"
+    is_too_small = quota.vcpus < asked
+    rest = "" if is_too_small else ", and others run already"
+    wanted = asked if is_too_small else quota.vcpus + asked
     return QuotaError(
         f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} takes {asked:g} vCPUs, "
         f"the account may have {quota.vcpus:g}{rest}",
-        hints=(f"Ask for more: `{quota.command.replace('VCPUS', f'{asked:g}')}`",),
+        hints=(f"Ask for more: `{quota.command.replace('VCPUS', f'{wanted:g}')}`",),
     )

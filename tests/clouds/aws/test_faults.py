@@ -133,7 +133,7 @@ def test_documented_code_of_a_launch_becomes_our_class_and_leaves_nothing(
                 await bed.cloud.create_nodes(make_request(bed))
             assert type(caught.value) is wanted, code
             assert code in caught.value.message or wanted is QuotaError
-            assert caught.value.hints or wanted in (InvalidRequestError, TransientError), code
+            assert caught.value.hints or wanted in (CapacityError, InvalidRequestError, TransientError), code
             if isinstance(caught.value, CapacityError):
                 assert caught.value.scope == "zone"
         assert sum(bed.account.fault_counts.values()) == len(DOCUMENTED[wanted])
