@@ -144,6 +144,7 @@ class Notice:
     hint: str | None = None
     blocks_launch: bool = False
     source_line: str | None = None
+    cloud: str | None = None  # where this is so; None: everywhere
 
 
 @noun
