@@ -62,15 +62,18 @@ def main(arguments: Sequence[str]) -> int:
     return run_workers([(command, {**os.environ, **plan.worker_variables(rank, port)}) for rank in range(plan.workers)])
 
 
-def launch_if_needed(module: str, arguments: Sequence[str]) -> int | None:
+def launch_if_needed(module: str, arguments: Sequence[str], *, elastic: str = "") -> int | None:
     """For a trainer's first line: learn this process's place among the ranks, or start them all.
 
-    Returns the exit code of the workers that were started in its stead; None where this process is itself a rank.
+    `elastic` is the trainer's own knob, as its flags and its config file say. Returns
+    the exit code of the workers that were started in its stead; None where this process is itself a rank.
     """
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
         return None
     plan = read_plan(os.environ)
-    if plan.workers > 1 or find_elastic(arguments):
+    if elastic:
+        return run_elastic(plan, parse_elastic(elastic), [sys.executable, "-m", module, *arguments])
+    if plan.workers > 1:
         return main(["-m", module, *arguments])
     if plan.node_count > 1:
         os.environ.update(plan.worker_variables(0, plan.master_port or PORT_DEFAULT))
@@ -141,15 +144,16 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str]) -> int:
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """The trainer's own flag among its arguments, which the launcher must know too."""
+    """The trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
+    found = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag == "--elastic":
-            try:
-                return parse_elastic(value if equals else "".join(arguments[place + 1 : place + 2]))
-            except ValueError as error:
-                raise SystemExit(f"error: {error}") from None
-    return None
+            found = value if equals else "".join(arguments[place + 1 : place + 2])
+    try:
+        return parse_elastic(found) if found else None
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def parse_elastic(text: str) -> tuple[int, int]:
