@@ -176,6 +176,8 @@ class Member:
             message = json.loads(line)
             if message.pop("kind") == "world":
                 return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
+            if message.get("is_over"):
+                raise SystemExit(0)  # others have done all steps before a place was free here
             if "reason" in message:
                 raise TrainerError(message["reason"])
         raise TrainerError("the rendezvous of `--elastic` ended: the first node is gone")
@@ -222,10 +224,10 @@ class Elastic:
 
 def join_world(config: RunConfig) -> Member | None:
     """Meet the others of an elastic run, and learn this process's rank among them; None for any other run."""
-    if not config.elastic:
-        return None
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
+        if not config.elastic:
+            return None
         raise TrainerError("`--elastic` needs our own launcher, not torchrun: `python -m trainers.launch -m`")
     if not hasattr(os, "memfd_create"):
         raise TrainerError("`--elastic` needs Linux: elsewhere no memory outlives a program")

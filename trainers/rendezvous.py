@@ -60,9 +60,11 @@ class Rendezvous:
         self.waiting[member.id] = member
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all: it follows from the flags
-        if self.is_gathering:
+        if self.is_over:
+            member.tell(kind="end", is_over=True)
+        elif self.is_gathering:
             self.consider()
-        elif self._fit(len(self.current) + len(self.waiting)) > len(self.current) and not self.is_over:
+        elif self._fit(len(self.current) + len(self.waiting)) > len(self.current):
             for each in self.current.values():
                 each.tell(kind="joiner")
 
@@ -116,6 +118,12 @@ class Rendezvous:
     def _fit(self, count: int) -> int:
         """How many of so many members can make up a world."""
         return min(count, self.most) // self.unit * self.unit
+
+    def finish(self) -> None:
+        """All steps are done: whoever still waits for a place need not."""
+        self.is_over = True
+        for each in self.waiting.values():
+            each.tell(kind="end", is_over=True)
 
     def give_up(self) -> None:
         """Nobody comes any more."""
@@ -215,7 +223,7 @@ class Server:
                 elif member and message["kind"] == "vote":
                     self._rendezvous.vote(member, is_leaving=message["is_leaving"])
                 elif message["kind"] == "done":
-                    self._rendezvous.is_over = True
+                    self._rendezvous.finish()
         except (OSError, TimeoutError, ValueError, KeyError):
             pass  # whatever broke, the worker behind this connection is not to be counted on
         finally:

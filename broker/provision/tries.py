@@ -121,8 +121,12 @@ class Asker:
         self._patience = patience
         self._write_boot = write_boot
 
-    def begin(self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool) -> Try:
+    def begin(
+        self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool = False, is_addition: bool = False
+    ) -> Try:
         """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
+
+        `is_addition`: to a cluster that is up, whose record stays as it is.
 
         Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
         """
@@ -132,7 +136,7 @@ class Asker:
             self._memory.begin(placement)
         one = Try(
             cloud=self._clouds[placement.offer.cloud],
-            request=known or self._open_intent(wanted, placement, is_first=is_first),
+            request=known or self._open_intent(wanted, placement, is_first=is_first, is_addition=is_addition),
             rank=rank,
             is_resumed=known is not None,
             begun_s=self._clock.now_s(),
@@ -198,7 +202,7 @@ class Asker:
             for node in nodes:
                 self._store.record_node(node)
 
-    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool) -> NodeRequest:
+    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
         cluster = wanted.cluster
         serial = self._store.count_closed_intents(cluster.name)
         request = NodeRequest(
@@ -214,7 +218,8 @@ class Asker:
             is_ours = is_first if current is None else current.created_s == cluster.created_s
             if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
                 raise _make_down_error(cluster.name)
-            self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
+            if not is_addition:
+                self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
             self._store.put_intent(request)
         return request
 

@@ -157,9 +157,13 @@ def test_members_hear_what_their_votes_come_to(least: int, leavers: set[str], ve
 
 def test_end_of_the_run_is_no_loss() -> None:
     rendezvous, (a, b, _) = gather()
-    rendezvous.is_over = True
+    spare, late = make_member("y", order=(1, 6)), make_member("z", order=(1, 7))
+    rendezvous.arrive(spare)
+    rendezvous.finish()
     rendezvous.depart(a)
+    rendezvous.arrive(late)
     assert b.ear.take() == ["world"]
+    assert spare.ear.told == late.ear.told == [{"kind": "end", "is_over": True}]
 
 
 def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
