@@ -21,6 +21,7 @@ from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_lef
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.gang import Gang
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
+from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
 from broker.jobs.pilot import Pause, Pilot
 from broker.jobs.watch import Watch
@@ -68,6 +69,7 @@ class JobController:
         self._undertaker = Undertaker(store, provisioner, gang, clock, config)
         self._pilot = Pilot(store, planner, clock, self._undertaker)
         self._endings = Endings(job_id, store, clock)
+        self._mender = Mender(store, provisioner, gang, clock)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
 
@@ -76,6 +78,8 @@ class JobController:
         job = self._store.get_job(self.job_id)
         assert job is not None, f"job {self.job_id} was submitted"
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
+        if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
+            self._mender.stop()
         if job.status.is_terminal:
             await self._undertaker.clean_up(job, live)
             return math.inf
@@ -224,10 +228,12 @@ class JobController:
                     return POLL_S  # no answer is no evidence, and a failure is not judged without the list
             watch.note_list(self._clock.now_s())
         await self._undertaker.copy_log(attempt, cluster)
-        signs = watch.read_signs(report, cluster, self._clock.now_s())
+        nodes_min = get_recovery(job.task).nodes_min
+        signs = watch.read_signs(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(watch, cluster)
+            await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
             return await self._look_closer(job, attempt, cluster, watch, report.progress)
         if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")

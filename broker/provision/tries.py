@@ -122,8 +122,12 @@ class Asker:
         self._patience = patience
         self._write_boot = write_boot
 
-    def begin(self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool) -> Try:
+    def begin(
+        self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool = False, is_addition: bool = False
+    ) -> Try:
         """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
+
+        `is_addition`: to a cluster that is up, whose record stays as it is.
 
         Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
         """
@@ -132,7 +136,7 @@ class Asker:
             wanted.check_budget()
         one = Try(
             cloud=self._clouds[placement.offer.cloud],
-            request=known or self._open_intent(wanted, placement, is_first=is_first),
+            request=known or self._open_intent(wanted, placement, is_first=is_first, is_addition=is_addition),
             rank=rank,
             is_resumed=known is not None,
             begun_s=self._clock.now_s(),
@@ -193,7 +197,7 @@ class Asker:
             for node in nodes:
                 self._store.record_node(node)
 
-    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool) -> NodeRequest:
+    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
         cluster = wanted.cluster
         serial = self._store.count_closed_intents(cluster.name)
         request = NodeRequest(
@@ -210,7 +214,8 @@ class Asker:
             if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
                 raise _make_down_error(cluster.name)
             self._memory.begin(placement)
-            self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
+            if not is_addition:
+                self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
             self._store.put_intent(request)
         return request
 
