@@ -23,7 +23,7 @@ from broker.jobs.deadline import (
 from broker.jobs.order import cut_to_rest, drop_limits
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
-from broker.state.history import gather_spells
+from broker.state.history import SHARED_S_MAX, gather_spells
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
@@ -99,7 +99,8 @@ class Pilot:
 
     def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
         """For the program's environment: how often to save, by the hazard of where it runs now."""
-        every_s = advise_every_s(task, estimate_hazard(placement, self._store.read_spot_history()))
+        history = self._store.read_spot_history(age_s_max=SHARED_S_MAX)
+        every_s = advise_every_s(task, estimate_hazard(placement, history))
         return {} if every_s is None else {"BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
 
     def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
