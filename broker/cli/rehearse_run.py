@@ -119,6 +119,7 @@ class Driver:
         spent = self.context.store.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
         parts = [f"step {line.step}" + (f"/{line.total}" if line.total else "")]
         parts += [f"loss {line.loss:.4f}"] if line.loss is not None else []
+        parts += [f"{line.tokens_per_s:,.0f} tokens/s"] if line.tokens_per_s is not None else []
         parts += [f"checkpoint {line.checkpoint_step}"] if line.checkpoint_step else []
         self.tell(f"{self._stamp()}   " + "  ".join([*parts, f"{show_usd(spent)} USD so far"]))
 

@@ -153,7 +153,7 @@ def advise_every_s(task: Task, hazard: float) -> float | None:
     return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if _is_urgent(task) else hazard)
 
 
-def advise_start_s(
+def estimate_start_hazard(
     task: Task,
     placement: Placement,
     *,
@@ -161,16 +161,16 @@ def advise_start_s(
     spells: Mapping[PlaceKey, Spells],
     sightings: Mapping[PlaceKey, Sighting],
     now_s: float,
-) -> float | None:
-    """As `advise_every_s`, for a start at a place now: with a deadline also by how young its market is there, and by
-    how long it lasted the last times."""
+) -> float:
+    """As `estimate_hazard`, for a start now: with a deadline also by how young the market is there, and by how long it
+    lasted the last times."""
     hazard = estimate_hazard(placement, history)
     if hazard > 0 and _is_urgent(task):
         place = name_place(placement)
         known = note_sightings(sightings, [(place, True)], (), live=None, now_s=now_s)[place]
         here = _sight(Candidate(placement=placement), known, spells.get(place, NOTHING_SEEN), now_s=now_s)
         hazard = max(hazard, read_market(here, None, MEASURED).hazard)
-    return advise_every_s(task, hazard)
+    return hazard
 
 
 def _is_urgent(task: Task) -> bool:

@@ -9,8 +9,9 @@ from broker.clock import Clock
 from broker.jobs.burial import Undertaker
 from broker.jobs.deadline import (
     Situation,
-    advise_start_s,
+    advise_every_s,
     arrange,
+    estimate_start_hazard,
     follows_deadline,
     is_same_place,
     is_voluntary,
@@ -21,7 +22,7 @@ from broker.jobs.order import cut_to_rest, drop_limits
 from broker.jobs.sightings import PlaceKey, Sighting
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
-from broker.state.history import gather_spells, weigh_stays
+from broker.state.history import SHARED_S_MAX, gather_spells
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
@@ -96,17 +97,19 @@ class Pilot:
         return True
 
     def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
-        """For the program's environment: how often to save, by the hazard of where it runs now."""
-        now_s, stays = self._clock.now_s(), self._store.list_spot_stays()
-        every_s = advise_start_s(
+        """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
+        now_s = self._clock.now_s()
+        hazard = estimate_start_hazard(
             task,
             placement,
-            history=weigh_stays(stays, now_s=now_s),
-            spells=gather_spells(stays, now_s=now_s),
+            history=self._store.read_spot_history(age_s_max=SHARED_S_MAX),
+            spells=gather_spells(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
             sightings=self._sightings,
             now_s=now_s,
         )
-        return {} if every_s is None else {"BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
+        every_s = advise_every_s(task, hazard)
+        advice = {"BROKER_HAZARD_PER_HOUR": f"{hazard:.4g}"}
+        return advice if every_s is None else {**advice, "BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
 
     def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
         now_s = self._clock.now_s()

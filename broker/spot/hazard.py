@@ -16,8 +16,9 @@ UNKNOWN_BAND_PERCENT = 15.0
 # A band is a month's statistic of one machine: it weighs as much as a month of one machine that one watched oneself.
 PRIOR_NODE_HOURS = HOURS_A_MONTH
 
-# One place in a hundred thousand is taken to be nothing like its band, but like the zones of public recordings, which
-# close every few hours (see broker.spot.prior). Else dozens of preemptions a day would hardly count against a band.
+# One place in a hundred thousand is taken to be nothing like its band, but like the zones of public recordings: they
+# close every few hours (see broker.spot.prior). Without that, dozens of preemptions a day would hardly count against a
+# band.
 UNLIKE_BAND_SHARE = 1e-5
 UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS = 0.5, 2.0  # Gamma: a mean of 0.25 an hour, as broad as the recordings are
 

@@ -28,7 +28,7 @@ run: |
     if [ $SKYPILOT_NODE_RANK = 0 ]; then
       saved=$((n / 10 * 10))
       echo $saved > $BROKER_CHECKPOINT_DIR/n.new && mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
-      line="\\"total\\": 30, \\"loss\\": 0.$((30 - n)), \\"checkpoint_step\\": $saved"
+      line="\\"total\\": 30, \\"loss\\": 0.$((30 - n)), \\"tokens_per_s\\": 4000, \\"checkpoint_step\\": $saved"
       echo "{\\"step\\": $n, $line}" >> $BROKER_PROGRESS_FILE
     fi
     while [ $BROKER_ATTEMPT -le $P ] && [ $n -ge $((30 * BROKER_ATTEMPT / (P + 1) + 3)) ]; do sleep 0.1; done
@@ -51,6 +51,7 @@ def test_a_rehearsal_moves_the_job_to_another_zone_and_shows_that_it_resumed(she
         assert word in shown
     assert "ok  resume: resumed once, from step" in shown
     assert "every loss equal, bit for bit" in shown
+    assert "  4,000 tokens/s  checkpoint " in shown and " of it useful; recovering took " in shown
     assert "recoveries  1\n" in shown and "steps  30 of 30\n" in shown
     assert not shell.find_processes()
 
