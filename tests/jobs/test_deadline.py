@@ -13,9 +13,9 @@ import pytest
 from broker.errors import CapacityError
 from broker.jobs.deadline import (
     advise_every_s,
-    advise_start_s,
     arrange,
     estimate_hazard,
+    estimate_start_hazard,
     follows_deadline,
     is_voluntary,
     read_situation,
@@ -153,10 +153,11 @@ def test_with_a_deadline_saves_are_as_frequent_as_the_market_is_young_and_has_be
 
     def advise(task: Task, stays: list[SpotStay], *, since_s: float | None = None) -> float:
         seen = {} if since_s is None else {place: Sighting(is_open=True, since_s=since_s, met_s=since_s)}
-        every_s = advise_start_s(
+        hazard = estimate_start_hazard(
             task, placement, history=weigh_stays(stays, now_s=now_s), spells=gather_spells(stays, now_s=now_s),
             sightings=seen, now_s=now_s,
         )  # fmt: skip
+        every_s = advise_every_s(task, hazard)
         assert every_s is not None
         return every_s
 
