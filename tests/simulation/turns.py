@@ -39,6 +39,7 @@ class Turns:
     refused: dict[Place, tuple[float, int]] = field(default_factory=dict)  # until when at most, how often
     poor_s: float = -math.inf  # when the budget of failed calls was last low
     searched_s: dict[str, float] = field(default_factory=dict)  # cluster -> when the search began
+    written: dict[Place, float] = field(default_factory=dict)  # what the product remembers, and until when
 
 
 def get_turns(universe: Universe) -> Turns:
@@ -60,6 +61,8 @@ def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
     if "retry_budgets" in event.written:
         tokens = universe.read("SELECT min(tokens) FROM retry_budgets")[0][0]
         turns.poor_s = event.time_s if tokens < TOKENS_LOW else turns.poor_s
+    if "refusals" in event.written:
+        _note_written(universe, turns, event.time_s)
     if "intents" not in event.written:
         return
     _note_closed(universe, turns, event.time_s)
@@ -118,10 +121,23 @@ def _note_refusal(turns: Turns, placement: Placement, outcome: str, now_s: float
         zone, rest_s = "", QUOTA_S
     elif "no clear answer" in outcome:
         rest_s = UNCLEAR_S
-    place = (offer.region, zone, placement.is_spot)
+    _rest(turns, (offer.region, zone, placement.is_spot), rest_s, now_s, is_new=True)
+
+
+def _note_written(universe: Universe, turns: Turns, now_s: float) -> None:
+    """A refusal is noted when its try is over: later than its intent was closed, where somebody else did that."""
+    rows = universe.read("SELECT region, zone, is_spot, expires_s FROM refusals")
+    written = {(region, zone, bool(is_spot)): expires_s for region, zone, is_spot, expires_s in rows}
+    for place, expires_s in written.items():
+        if turns.written.get(place) != expires_s and place in turns.refused:
+            _rest(turns, place, FULL_S if place[1] else QUOTA_S, now_s, is_new=False)
+    turns.written = written
+
+
+def _rest(turns: Turns, place: Place, rest_s: float, now_s: float, *, is_new: bool) -> None:
     until_s, count = turns.refused.get(place, (0.0, 0))
-    held_s = min(REST_S_MAX, rest_s * 2.0**count)
-    turns.refused[place] = max(until_s, now_s + held_s), count + 1
+    count += is_new
+    turns.refused[place] = max(until_s, now_s + min(REST_S_MAX, rest_s * 2.0 ** (count - 1))), count
 
 
 def _find_passed_over(
