@@ -102,7 +102,16 @@ class Market:
             try:
                 return try_plan(task)
             except NoOfferError as wider:
-                raise explain_nothing(wider, task, try_plan) from error
+                explained = explain_nothing(wider, task, try_plan)
+                raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
+
+    def _say_unpriced(self, task: Task) -> Sequence[str]:
+        """For clouds that nobody publishes prices of, such as one's own Kubernetes."""
+        named = {each.cloud for each in task.resources if each.cloud} - {"local", *self.book.clouds}
+        return [
+            f"the price book has no offers of {cloud}: `broker catalog import DIR` takes in what it offers you"
+            for cloud in sorted(named)
+        ]
 
     def rank(
         self,

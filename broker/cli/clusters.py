@@ -81,6 +81,7 @@ def launch(
     one = context.resolve(options.read_task(entrypoint, overrides))
     options.check_notices([one], is_launch=not dryrun)
     plan = plan_launch(context, one, is_dryrun=dryrun)
+    options.check_plans([plan], is_launch=not dryrun)
     if not dryrun:
         context.prepare(plan)
     if dryrun and as_json:
@@ -156,13 +157,16 @@ def tell_what_is_left(context: Context, name: str) -> None:
 
 
 async def _submit(context: Context, cluster: Cluster, task: Task) -> int:
+    from broker.config import find_checkpoint_url
+    from broker.jobs.checkpoints import find_checkpoint_dir, settle_tasks
+
     if task.run is None and task.setup is None:
         raise UsageError("the task has nothing to run", hints=["give it `run:`"])
+    (task,) = settle_tasks([task], find_checkpoint_url(context.config))
     run_id = context.store.next_run_id(cluster.name)
-    envs = {
-        "BROKER_CHECKPOINT_DIR": str(context.config.checkpoints / cluster.name),
-        "SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}",
-    }
+    envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
+    if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
+        envs["BROKER_CHECKPOINT_DIR"] = place
     await _prepare(context, cluster, task)
     await context.gang.start(cluster, task, run_id=run_id, envs=envs)
     return run_id

@@ -12,13 +12,16 @@ from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.plan_table import describe_plan, show_plan
 from broker.cli.render import print_json
+from broker.errors import UsageError
 from broker.types import Objective, Plan, Task
 
 __all__ = ["describe_plan", "plan", "show_plan"]
 
 
 def plan(
-    task: Annotated[Path, typer.Argument(help="The task file.", show_default=False)],
+    task: Annotated[
+        Path | None, typer.Argument(help="The task file; without one, the options say all.", show_default=False)
+    ] = None,
     infra: options.Infra = None,
     gpus: options.Gpus = None,
     cpus: options.Cpus = None,
@@ -50,6 +53,7 @@ def plan(
     tasks = [context.resolve(each) for each in _read(task, overrides)]
     options.check_notices(tasks, is_launch=False)
     plans = [context.plan(each) for each in tasks]
+    options.check_plans(plans, is_launch=False)
     is_pipeline = len(plans) > 1 or minimize != "cost" or deadline_hours is not None
     if as_json:
         print_json(_describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline))
@@ -64,8 +68,12 @@ def plan(
         _show(context, each, what_if or (), plot, top=top, explain=explain, pareto=pareto)
 
 
-def _read(file: Path, overrides: options.Overrides) -> Sequence[Task]:
-    """Only a file: a mistyped name must not be planned as a command."""
+def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
+    """A file or nothing: a mistyped name must not be planned as a command."""
+    if file is None:
+        if overrides == options.Overrides():
+            raise UsageError("neither a task file nor what is wanted", hints=["try `broker plan --gpus H100:8`"])
+        return options.read_tasks([], overrides)
     if not options.is_file([str(file)]):
         from broker.task.loader import load_tasks
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from broker.cli.render import measure_width, plain, print_line, print_note, print_table, show_hours, show_usd
 from broker.types import Estimate, Plan
 
+ZONE_WIDTH = 17  # the longest name of a zone at the large clouds, and one more zone
 WIDTH_OF_ALL = 100  # columns that a table with every column takes
 MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
@@ -13,21 +16,26 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     """The ranked table, the choice and why, and the date of its prices; `now_s` lets it say that they are old."""
     task = plan.task
     print_line(f"Task {task.name or '(no name)'}: {task.num_nodes} node{'s' if task.num_nodes > 1 else ''}")
-    shown = plan.estimates[:top]
+    groups = fold_zones(plan.estimates, top)
+    shown = [group[0] for group in groups]
     has_work = plan.choice.expected_usd is not None
     columns = ["#", "CLOUD", "REGION/ZONE", "INSTANCE", "ACC", "vCPU/GiB", "MODEL", "USD/h", "USD", "TIME"]
     gone = set[str]() if has_work else {"USD", "TIME"}
     if has_work and measure_width() < WIDTH_OF_ALL:
         # Who asks for accelerators compares those, others the cores; the choice says both.
-        gone.add("vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) else "ACC")
+        gone |= {"#", "vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) else "ACC"}
     kept = [i for i, name in enumerate(columns) if name not in gone]
-    rows = [list_cells(number, each) for number, each in enumerate(shown, start=1)]
+    rows = [list_cells(number, group[0], join_zones(group)) for number, group in enumerate(groups, start=1)]
     numbers = ("#", "vCPU/GiB", "USD/h", "USD", "TIME")
     print_table(
-        [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], right=numbers, firm=(*numbers, "CLOUD")
+        [columns[i] for i in kept],
+        [[row[i] for i in kept] for row in rows],
+        right=numbers,
+        firm=(*numbers, "CLOUD", "MODEL"),
+        least={"REGION/ZONE": ZONE_WIDTH, "ACC": 12},
     )
-    if len(plan.estimates) > top:
-        print_line(f"... and {len(plan.estimates) - top} more")
+    if (rest := len(plan.estimates) - sum(map(len, groups))) > 0:
+        print_line(f"... and {rest} more")
     print_line(f"Choice: {describe_choice(plan.choice)}")
     print_line(f"Each node: {describe_machine(plan.choice)}")
     print_line(f"Why: {plan.reason}")
@@ -47,11 +55,37 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
             print_note(f"note: {warning}")
 
 
-def list_cells(number: int, estimate: Estimate) -> list[str]:
+def fold_zones(estimates: Sequence[Estimate], top: int) -> list[list[Estimate]]:
+    """The first `top` lines of a ranking: neighbours that differ by their zone alone share one."""
+    groups = list[list[Estimate]]()
+    for each in estimates:
+        if groups and _strip_zone(each) == _strip_zone(groups[-1][0]):
+            groups[-1].append(each)
+        elif len(groups) == top:
+            break
+        else:
+            groups.append([each])
+    return groups
+
+
+def _strip_zone(estimate: Estimate) -> tuple[object, ...]:
+    offer = estimate.placement.offer
+    return (offer.cloud, offer.region, *list_cells(0, estimate, "")[3:])
+
+
+def join_zones(group: Sequence[Estimate]) -> str:
+    """`us-east-1a,b` and, of many, `us-east-1a +4`."""
+    first, *others = [each.placement.offer.zone or each.placement.offer.region for each in group]
+    region = group[0].placement.offer.region
+    text = ",".join([first, *(zone.removeprefix(region).lstrip("-") for zone in others)])
+    return text if len(text) <= ZONE_WIDTH else f"{first} +{len(others)}"
+
+
+def list_cells(number: int, estimate: Estimate, zones: str) -> list[str]:
     offer = estimate.placement.offer
     is_estimated = offer.is_estimated and not estimate.placement.is_spot
     return [
-        str(number), offer.cloud, offer.zone or offer.region, offer.instance_type,
+        str(number), offer.cloud, zones, offer.instance_type,
         f"{offer.accelerator}:{offer.accelerator_count:g}" if offer.accelerator else "-",
         f"{offer.vcpus:g}/{offer.memory_gib:g}", MODELS[estimate.strategy],
         show_usd(estimate.placement.usd_hour, is_estimated=is_estimated),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from broker.errors import BrokerError, TaskError
 
 WIDTH_DEFAULT = 80
+COLUMN_MIN = 4
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -23,6 +25,8 @@ def print_error(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, BrokerError):
         _say(f"error: {error.message}")
+        for detail in error.details:
+            _say(f"  {detail}")
         for hint in error.hints:
             _say(f"\nhint: {hint}")
         return error.exit_code
@@ -68,16 +72,24 @@ def measure_width() -> int:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), firm: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    firm: Sequence[str] = (),
+    least: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """A plain table, as wide as the terminal at most: the widest column that is not `firm` gives way first."""
+    """A plain table, as wide as the terminal at most: the widest column that is not `firm` gives way first.
+
+    Columns in `least` keep that width until no other can give.
+    """
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
     soft = [i for i, name in enumerate(columns) if name not in firm] or list(range(len(columns)))
     width_max = measure_width()
     while sum(widths) + 2 * (len(widths) - 1) > width_max:
-        widest = max(soft, key=lambda i: widths[i])
-        if widths[widest] <= 4:
+        widest = max(soft, key=lambda i: (widths[i] > max(least.get(columns[i], 0), COLUMN_MIN), widths[i]))
+        if widths[widest] <= COLUMN_MIN:
             break
         widths[widest] -= 1
     for row in [list(columns), *cells]:
@@ -117,7 +129,7 @@ def show_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m {int(seconds % 60):02d}s"
     hours = minutes // 60
-    return f"{hours}h {minutes % 60:02d}m" if hours < 72 else f"{hours // 24}d {hours % 24}h"
+    return f"{hours}h {minutes % 60:02d}m" if hours < 48 else f"{hours // 24}d {hours % 24}h"
 
 
 def plain(value: Any) -> Any:

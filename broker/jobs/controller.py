@@ -17,9 +17,11 @@ from broker.config import Config
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
+from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.gang import Gang
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
+from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
 from broker.jobs.pilot import Pause, Pilot
 from broker.jobs.watch import Watch
@@ -67,6 +69,7 @@ class JobController:
         self._undertaker = Undertaker(store, provisioner, gang, clock, config)
         self._pilot = Pilot(store, planner, clock, self._undertaker)
         self._endings = Endings(job_id, store, clock)
+        self._mender = Mender(store, provisioner, gang, clock)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
 
@@ -75,6 +78,8 @@ class JobController:
         job = self._store.get_job(self.job_id)
         assert job is not None, f"job {self.job_id} was submitted"
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
+        if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
+            self._mender.stop()
         if job.status.is_terminal:
             await self._undertaker.clean_up(job, live)
             return math.inf
@@ -173,7 +178,9 @@ class JobController:
         try:
             task = add_mounts(job.task)
             await self._gang.prepare(cluster, task)
-            await self._gang.start(cluster, task, run_id=RUN_ID, envs=self._make_envs(job, attempt), lease_s=LEASE_S)
+            await self._gang.start(
+                cluster, task, run_id=RUN_ID, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S
+            )
         except InvalidRequestError as error:
             return self._endings.end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:
@@ -221,11 +228,15 @@ class JobController:
                     return POLL_S  # no answer is no evidence, and a failure is not judged without the list
             watch.note_list(self._clock.now_s())
         await self._undertaker.copy_log(attempt, cluster)
-        signs = watch.read_signs(report, cluster, self._clock.now_s())
+        nodes_min = get_recovery(job.task).nodes_min
+        signs = watch.read_signs(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(watch, cluster)
+            await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
             return await self._look_closer(job, attempt, cluster, watch, report.progress)
+        if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
+            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable
             step = f" after step {report.progress.step}" if report.progress else ""
@@ -236,6 +247,12 @@ class JobController:
                 attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
             )
         return self._endings.conclude(job, attempt, verdict, report.returncode, report.reason, report.progress)
+
+    async def _has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
+        """Nodes that end themselves leave a success beside the checkpoints: nobody may have looked in time."""
+        place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
+        is_in_bucket = place is not None and place.startswith(BUCKET_SCHEMES)
+        return is_in_bucket and await asyncio.to_thread(has_left_success, str(place), attempt.number)
 
     async def _look_closer(
         self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, progress: Progress | None
@@ -317,17 +334,17 @@ class JobController:
             self._watch = Watch(attempt.cluster)
         return self._watch
 
-    def _make_envs(self, job: Job, attempt: Attempt) -> dict[str, str]:
-        shared = {}
+    def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
+        folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
         if job.pipeline:  # where its tasks leave what the next ones need
-            shared["BROKER_PIPELINE_DIR"] = str(self._config.checkpoints / job.pipeline)
+            folders["BROKER_PIPELINE_DIR"] = job.pipeline
+        places = {key: find_checkpoint_dir(self._config, job.task, cluster, name=name) for key, name in folders.items()}
         return {
             "BROKER_JOB_ID": str(job.id),
             "BROKER_ATTEMPT": str(attempt.number),
-            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{job.resumes or job.id}"),
             "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
             **self._pilot.advise(job.task, attempt.placement),
-            **shared,
+            **{key: place for key, place in places.items() if place is not None},
         }
 
     def _tell(self, kind: str, message: str) -> None:

@@ -42,13 +42,14 @@ class Signs:
     misses: int = 0
     unreachable_s: float = 0.0
     failed_s: float = 0.0
+    nodes_min: int | None = None  # with so many left, the first among them, an elastic program goes on
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
 def judge(signs: Signs) -> Verdict:
     if signs.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
-    if list_lost_ranks(signs.nodes):
+    if list_lost_ranks(signs.nodes) and not can_go_on(signs):
         return Verdict.LOST
     if signs.is_noticed and signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
@@ -63,6 +64,13 @@ def judge(signs: Signs) -> Verdict:
             return Verdict.APART
         return Verdict.FAILED if signs.status is RunStatus.FAILED else Verdict.FAILED_SETUP
     return Verdict.UNCLEAR if signs.unreachable else Verdict.RUNNING
+
+
+def can_go_on(signs: Signs) -> bool:
+    """Whether an elastic program goes on without the nodes that are lost."""
+    lost = list_lost_ranks(signs.nodes)
+    is_enough = signs.nodes_min is not None and len(signs.nodes) - len(lost) >= signs.nodes_min
+    return is_enough and 0 not in lost and signs.status is RunStatus.RUNNING
 
 
 def measure_doubt_s(signs: Signs) -> float:

@@ -135,6 +135,7 @@ def _read_recovery(value: Any) -> JobRecovery | None:
         max_restarts_on_errors=value.get("max_restarts_on_errors", 0),
         recover_on_exit_codes=(codes,) if isinstance(codes, int) else tuple(codes),
         stall_timeout_s=value.get("stall_timeout"),
+        nodes_min=value.get("min_nodes"),
     )
 
 
@@ -155,19 +156,19 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
 
 
 def _read_images(reader: Reader, section: Section) -> dict[str, str]:
-    """Image by region; an image for every region has the key "". Containers are said not to be started."""
+    """Image by region; an image for every region has the key "". Containers are said not to be started, and machines
+    of one's own to be as they are."""
     value = section.get("image_id")
     if value is None:
         return {}
     images = {"": value} if isinstance(value, str) else dict(value)
     is_container = "docker" in images or any(each.startswith(DOCKER) for each in images.values())
-    message, hint = ("containers are not started", "remove `image_id`, and install what you need in `setup`")
-    if not is_container:
-        message, hint = (
-            "the machine boots broker's own image",
-            "remove `image_id`, and install what you need in `setup`",
-        )
-    reader.warn(section.find_key("image_id"), "image_id", f"`image_id`: {message}", hint, blocks_launch=True)
+    place, hint = section.find_key("image_id"), "remove `image_id`, and install what you need in `setup`"
+    if is_container:
+        reader.warn(place, "image_id", "`image_id`: containers are not started", hint, blocks_launch=True)
+    else:
+        message = "`image_id` on local: no machine is made that could start from it"
+        reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
     if "docker" in images:  # SkyPilot: a container inside a machine image
         images = {region: image for region, image in images.items() if region != "docker"} or {
             "": DOCKER + images["docker"]

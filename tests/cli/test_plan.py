@@ -63,3 +63,30 @@ def test_fast_command_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert shown.stdout.splitlines()[-1] == "HEAVY []", shown.stdout + shown.stderr
+
+
+def test_zones_of_one_price_share_a_line_and_are_shown_whole(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("resources: {infra: aws, accelerators: A100-80GB:8, use_spot: true}\ngoal: {work: 100h}\nrun: x\n")
+    lines = broker("plan", str(file), "--top", "3").stdout.splitlines()
+    zones = [line.split()[1] for line in lines[2:5]]
+    assert all(len(line) <= 80 for line in lines[:5]) and "…" not in "".join(zones)
+    (data,) = json.loads(broker("plan", str(file), "--json").stdout)
+    offers = data["estimates"]
+    first = offers[0]["placement"]["offer"]
+    alike = [each for each in offers if each["usd_hour"] == offers[0]["usd_hour"]]
+    assert zones[0] == first["zone"] + "".join(f",{each['placement']['offer']['zone'][-1]}" for each in alike[1:])
+
+
+def test_options_alone_are_planned() -> None:
+    (data,) = json.loads(broker("plan", "--gpus", "h100:8", "--num-nodes", "2", "--use-spot", "--json").stdout)
+    placement = data["choice"]["placement"]
+    assert (placement["offer"]["accelerator"], placement["is_spot"], placement["node_count"]) == ("H100", True, 2)
+    empty = broker("plan")
+    assert empty.returncode == 2 and "hint: try `broker plan --gpus H100:8`" in empty.stderr
+
+
+def test_a_cloud_without_prices_says_how_to_give_them() -> None:
+    shown = broker("plan", "--infra", "k8s/mine", "--gpus", "H100:8")
+    assert shown.returncode == 3 and "has no offers of kubernetes: `broker catalog import DIR`" in shown.stderr
+    assert "no offers of" not in broker("plan", "--infra", "aws", "--gpus", "H100:7").stderr
