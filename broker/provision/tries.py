@@ -160,8 +160,8 @@ class Asker:
         refusal = await self._hear_out(one, one.call) if one.call is not None else None
         is_asked = one.call is not None or one.is_resumed
         if one.is_resumed or one.nodes or (is_asked and refusal is None):
-            is_open = self._store.is_intent_open(one.request.token)
-            return await self.bury(one.cloud, one.request, known=one.nodes) if is_open else ()
+            is_left = one.nodes or self._store.is_intent_open(one.request.token)
+            return await self.bury(one.cloud, one.request, known=one.nodes) if is_left else ()
         self._store.close_intent(one.request.token, f"refused: {refusal.message}" if refusal else "never asked")
         return ()
 
@@ -224,9 +224,7 @@ class Asker:
         one.nodes = tuple(await self._create(one, wanted))
         one.created_s = self._clock.now_s()
         self.record(one.nodes)
-        if not self._store.is_intent_open(one.request.token):  # whoever closed it did not see what was on its way
-            await self.bury(one.cloud, one.request, known=one.nodes)
-            raise _make_down_error(one.request.cluster)
+        await self._end_unless_open(one)
         if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
             await self.bury(one.cloud, one.request, known=one.nodes)
             raise CapacityError(f"only {len(one.nodes)} of {one.placement.node_count} nodes were given", scope="zone")
@@ -245,9 +243,16 @@ class Asker:
         if nodes is None:
             gone = await self.bury(one.cloud, one.request, known=one.nodes)
             raise CapacityError(f"the gang did not come up whole: {_find_cause(gone, wanted.timeout_s)}", scope="zone")
+        await self._end_unless_open(one)
         if not one.is_resumed:
             self._patience.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
         return nodes
+
+    async def _end_unless_open(self, one: Try) -> None:
+        """Whoever took the cluster down, and closed this intent, may not have seen what was on its way."""
+        if not self._store.is_intent_open(one.request.token):
+            await self.bury(one.cloud, one.request, known=one.nodes)
+            raise _make_down_error(one.request.cluster)
 
     async def _create(self, one: Try, wanted: Wanted) -> Sequence[Node]:
         """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.

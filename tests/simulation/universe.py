@@ -123,6 +123,7 @@ class Universe:
         self.side_tasks: list[asyncio.Task[Any]] = []
         self.unowned_since_s: dict[str, float] = {}
         self.asked_down: set[str] = set()  # clusters that a user took down
+        self.stuck: set[str] = set()  # clusters of which a create call got nowhere for a while
         self.requests: set[str] = set()
         self.retries = 0
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
@@ -173,6 +174,8 @@ class Universe:
 
     def note_fault(self, fault: str, cluster: str = "") -> None:
         self.say(f"fault {fault} {cluster}")
+        if fault == "create:stuck":
+            self.stuck.add(cluster)
         rows = self.read("SELECT 'job-' || id || '-%' AS pattern, status FROM jobs")
         for pattern, status in rows:
             if not cluster or cluster.startswith(pattern[:-1]):
