@@ -12,10 +12,19 @@ from typing import Any
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
+from broker.optimizer.asked import find_container
 from broker.runtime.base import Completed, Transport
 from broker.types import Autostop, Cluster, Node, Progress, Run, RunStatus, Task
 
-AGENT_FILES = ("agent.py", "agent_bucket.py", "agent_files.py", "agent_gang.py", "agent_notice.py", "agent_run.py")
+AGENT_FILES = (
+    "agent.py",
+    "agent_bucket.py",
+    "agent_container.py",
+    "agent_files.py",
+    "agent_gang.py",
+    "agent_notice.py",
+    "agent_run.py",
+)
 AGENT_FOLDER = ".broker/agent"
 CALL_S = 30.0
 
@@ -65,6 +74,8 @@ class Gang:
         nodes = sort_nodes(cluster)
         gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
         offer = cluster.placement.offer
+        # What SkyPilot has put up is in the container already.
+        image = None if nodes[0].handle.startswith("sky://") else find_container(task, cluster.placement)
         spec: dict[str, Any] = {
             "run_id": run_id,
             "name": task.name or "",
@@ -74,6 +85,8 @@ class Gang:
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],
+            "image": image,
+            "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
             "head": {"address": nodes[0].address, "token": secrets.token_hex(16)},
