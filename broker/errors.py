@@ -29,14 +29,16 @@ Scope = Literal["zone", "region", "cloud"]
 
 
 class BrokerError(Exception):
-    """Something a user can act on. `hints` are complete sentences or commands, most useful first."""
+    """Something a user can act on. `hints` are complete sentences or commands, most useful first; `details` are lines
+    that say more of why."""
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, hints: Sequence[str] = (), details: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hints = tuple(hints)
+        self.details = tuple(details)
 
 
 @noun
@@ -95,8 +97,10 @@ class CloudError(BrokerError):
 
 
 class CapacityError(CloudError):
-    def __init__(self, message: str, *, scope: Scope = "zone", hints: Sequence[str] = ()) -> None:
-        super().__init__(message, hints=hints)
+    def __init__(
+        self, message: str, *, scope: Scope = "zone", hints: Sequence[str] = (), details: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, hints=hints, details=details)
         self.scope = scope
 
 

@@ -81,6 +81,7 @@ def launch(
     one = context.resolve(options.read_task(entrypoint, overrides))
     options.check_notices([one], is_launch=not dryrun)
     plan = plan_launch(context, one, is_dryrun=dryrun)
+    options.check_plans([plan], is_launch=not dryrun)
     if not dryrun:
         context.prepare(plan)
     if dryrun and as_json:

@@ -70,6 +70,7 @@ def launch(
     _check_runnable(tasks)
     tasks = settle_tasks(tasks, find_checkpoint_url(context.config))
     plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
+    options.check_plans(plans, is_launch=not dryrun)
     for plan in plans if not as_json else []:
         show_plan(plan)
     if dryrun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ import typer
 
 from broker.errors import UsageError
 from broker.nouns import noun
-from broker.types import Task
+from broker.types import Notice, Plan, Task
 
 
 class Format(StrEnum):
@@ -120,14 +120,30 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
 
 def check_notices(tasks: Sequence[Task], *, is_launch: bool) -> None:
     """Says what the tasks ask for and broker does not do. Raises TaskError where a launch would run something else."""
+    for task in tasks:
+        _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch)
+
+
+def check_place(task: Task, clouds: Collection[str], *, is_launch: bool) -> None:
+    """As `check_notices`, for what only the clouds on which the task may run now do not do."""
+    _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch)
+
+
+def check_plans(plans: Sequence[Plan], *, is_launch: bool) -> None:
+    """A plan is read for its choice; a launch may go to any place of it."""
+    for each in plans:
+        estimates = each.estimates if is_launch else each.estimates[:1]
+        check_place(each.task, {one.placement.offer.cloud for one in estimates}, is_launch=is_launch)
+
+
+def _tell(notices: Sequence[Notice], *, is_launch: bool) -> None:
     from broker.cli.render import print_note
     from broker.task.notices import refuse_blocking, render_notice
 
-    for task in tasks:
-        if is_launch:
-            refuse_blocking(task)
-        for notice in task.notices:
-            print_note(render_notice(notice))
+    if is_launch:
+        refuse_blocking(notices)
+    for notice in notices:
+        print_note(render_notice(notice))
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:

@@ -53,6 +53,7 @@ def plan(
     tasks = [context.resolve(each) for each in _read(task, overrides)]
     options.check_notices(tasks, is_launch=False)
     plans = [context.plan(each) for each in tasks]
+    options.check_plans(plans, is_launch=False)
     is_pipeline = len(plans) > 1 or minimize != "cost" or deadline_hours is not None
     if as_json:
         print_json(_describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline))

@@ -67,6 +67,7 @@ def rehearse(
     context = Context()
     task = choose_resources(context.resolve(first))
     options.check_notices([task], is_launch=True)
+    options.check_place(task, {"local"}, is_launch=False)
     plan = context.plan(task)
     market = open_market(traces, seed)
     stage = set_stage(plan, market, nodes_local, has_given_speed=speed is not None)

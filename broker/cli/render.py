@@ -25,6 +25,8 @@ def print_error(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, BrokerError):
         _say(f"error: {error.message}")
+        for detail in error.details:
+            _say(f"  {detail}")
         for hint in error.hints:
             _say(f"\nhint: {hint}")
         return error.exit_code

@@ -24,7 +24,7 @@ from broker.types import Node, NodeRequest, Placement
 
 __all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "Wanted", "Won", "describe", "make_token"]
 
-REASONS_MAX = 5  # in an error's hints
+REASONS_MAX, PLACES_MAX, HINTS_MAX = 8, 6, 4  # in an error
 LAST_RESORT_MAX = 32  # places that refused lately and are asked after all, where there are no others
 OTHER_ZONE_AMONG = 16  # a second place is looked for among so many: a zone that hangs, hangs for all its types
 
@@ -103,7 +103,8 @@ class _Race:
         self._begun = list(begun)
         self._tries: list[Try] = []
         self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud or place
-        self._reasons: list[str] = []
+        self._refused: dict[tuple[str, str], list[Placement]] = {}  # cloud and why -> where
+        self._hints: dict[str, None] = {}
         self._has_temporary = False
         self._last_resort: list[tuple[int, Placement]] = []
         self._is_first = True
@@ -163,11 +164,11 @@ class _Race:
             return False
         name = placement.offer.cloud
         if wait_s := self._memory.measure_wait_s(name):
-            self._note_reason(placement, f"{name} has refused too many calls of late; it rests for {wait_s:.0f} s more")
+            self._note_reason(placement, f"it has refused too many calls of late and rests for {wait_s:.0f} s more")
             return False
         covering = self._memory.list_covering(placement, self._memory.list_active())
         if covering:
-            self._note_reason(placement, f"{covering[0].reason} (remembered)")
+            self._note_reason(placement, covering[0].reason)
             self._keep_in_mind(rank, placement)
         return not covering
 
@@ -215,6 +216,7 @@ class _Race:
             self._wanted.on_event(f"{where} skipped: {error.message}")
         else:
             self._note_reason(one.placement, error.message)
+            self._hints.update(dict.fromkeys(error.hints))
             self._memory.refuse(one.placement, error)
             self._keep_in_mind(one.rank, one.placement)
             self._memory.note_failed_call(one.cloud.name)
@@ -222,8 +224,7 @@ class _Race:
 
     def _note_reason(self, placement: Placement, reason: str) -> None:
         self._has_temporary = True
-        if len(self._reasons) < REASONS_MAX:
-            self._reasons.append(f"{describe(placement)}: {reason}")
+        self._refused.setdefault((placement.offer.cloud, reason), []).append(placement)
 
     def _tell_begin(self, one: Try, late: Sequence[Try]) -> None:
         verb = "going on with" if one.is_resumed else "asking for"
@@ -241,10 +242,19 @@ class _Race:
     def _explain(self) -> BrokerError:
         if self._lasting and not self._has_temporary:
             return next(iter(self._lasting.values()))
+        details = [f"{_join(places)} ({cloud}): {reason}" for (cloud, reason), places in self._refused.items()]
+        details += [f"{where}: {error.message}" for where, error in self._lasting.items()]
+        if len(details) > REASONS_MAX:
+            details[REASONS_MAX - 1 :] = [f"and {len(details) - REASONS_MAX + 1} more reasons"]
+        hints = [*self._hints, *(hint for error in self._lasting.values() for hint in error.hints)]
         return CapacityError(
             f"no place would give {self._wanted.cluster.name} its nodes now",
             scope="cloud",
-            hints=(*self._reasons, "`broker launch -r` asks until a place gives; or allow more regions."),
+            details=details,
+            hints=(
+                *list(dict.fromkeys(hints))[:HINTS_MAX],
+                "`broker launch -r` asks until a place gives; or allow more regions.",
+            ),
         )
 
 
@@ -262,6 +272,21 @@ class _Candidates:
         self._ahead += islice(self._source, max(0, OTHER_ZONE_AMONG - len(self._ahead)))
         elsewhere = (i for i, (_, placement) in enumerate(self._ahead) if _name_zone(placement) not in zones)
         return self._ahead.pop(next(elsewhere, 0)) if self._ahead else None
+
+
+def _join(placements: Sequence[Placement]) -> str:
+    """Places that said the same, on one line."""
+    kinds: dict[str, dict[str, None]] = {}
+    for each in placements:
+        kind = f"{each.offer.instance_type} {'spot' if each.is_spot else 'on-demand'}"
+        kinds.setdefault(kind, {})[each.offer.zone or each.offer.region] = None
+    shown = [f"{kind} in {_shorten(list(zones))}" for kind, zones in kinds.items()]
+    return f"{placements[0].node_count} x {_shorten(shown, '; ')}"
+
+
+def _shorten(words: Sequence[str], separator: str = ", ") -> str:
+    rest = len(words) - PLACES_MAX
+    return separator.join(words[:PLACES_MAX]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _name_zone(placement: Placement) -> tuple[str, str]:

@@ -57,7 +57,9 @@ class Runner:
         if self._listener is not None:
             log = self._folder / "log"
             size, token = int(self._spec["num_nodes"]), self._spec["head"]["token"]
-            self._coordinator = agent_gang.Coordinator(self._listener, token=token, num_nodes=size, log=log)
+            self._coordinator = agent_gang.Coordinator(
+                self._listener, token=token, num_nodes=size, log=log, nodes_min=self._spec.get("nodes_min")
+            )
             self._coordinator.start()
         if self._join():
             self._execute()
@@ -275,6 +277,8 @@ class Runner:
                 "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
             }
         )
+        if spec.get("nodes_min"):
+            env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
         return env
 
 

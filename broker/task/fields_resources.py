@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from broker.task.measures import Count, Duration, Memory, Size
@@ -108,6 +109,14 @@ _ACCELERATORS = Either(
         ListOf(item=Either(shapes=(_NAMED, _COUNTED)), count_min=1),
     )
 )
+
+
+def _has_none(clouds: Sequence[str], message: str, **more: Any) -> dict[str, Later]:
+    """For `at`: on these clouds the field has no effect."""
+    return {cloud: Later(message=message, blocks_launch=False, **more) for cloud in clouds}
+
+
+_PODS = ("kubernetes", "slurm", "ssh")  # what runs there has the disk that it is given
 _NOT_YET_DISK = "broker does not choose local disks"
 
 AUTOSTOP = Table(
@@ -151,6 +160,11 @@ JOB_RECOVERY = Table(
         ),
         "stall_timeout": Field(
             shape=Duration(bare_unit="s"), about="Restart a program that reports no new step for so long (broker only)."
+        ),
+        "min_nodes": Field(
+            shape=Whole(minimum=1),
+            about="An elastic program goes on while the first node and so many in all are left; lost ones are replaced "
+            "beside its work (broker only).",
         ),
     },
 )
@@ -196,19 +210,19 @@ ONE: dict[str, Field] = {
     ),
     "instance_type": Field(shape=Text(), about="The cloud's name of the machine."),
     "use_spot": Field(shape=Flag(), about="Spot machines, on-demand ones; not said: both if the task has a `goal`."),
-    "disk_size": Field(shape=Size(), about="The root disk in GiB; 256.", examples=("256GB", "1TB")),
+    "disk_size": Field(
+        shape=Size(), about="The root disk in GiB; 256.", examples=("256GB", "1TB"),
+        at=_has_none(("local", *_PODS), "the disk that is there is taken"),
+    ),
     "ephemeral_storage": Field(shape=Size(), alias_of="disk_size", about="An old name of `disk_size`."),
     "disk_tier": Field(
         shape=Choice(words=("low", "medium", "high", "ultra", "best", "none")), about="How fast the root disk is.",
-        later=Later(
-            message="the cloud's usual disk is taken", blocks_launch=False, applies=lambda value: value != "none"
-        ),
+        at=_has_none(("local",), "the disk that is there is taken", applies=lambda value: value != "none"),
     ),
     "network_tier": Field(
-        shape=Choice(words=("standard", "best")), about="How fast the network between nodes is.",
-        later=Later(
-            message="the cloud's usual network is taken", blocks_launch=False, applies=lambda value: value == "best"
-        ),
+        shape=Choice(words=("standard", "best")),
+        about="How fast the network between nodes is; `best` is EFA at AWS, Tier_1 at Google, if the machine has it.",
+        at=_has_none(("local",), "nodes share one machine", applies=lambda value: value == "best"),
     ),
     "local_disk": Field(
         shape=Either(
@@ -227,13 +241,16 @@ ONE: dict[str, Field] = {
     "ports": Field(
         shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"),
         about="Ports open to the internet.",
-        later=Later(message="no port is opened to the internet", blocks_launch=False),
+        at=_has_none(("local",), "programs listen on this machine itself"),
     ),
     "image_id": Field(
         shape=Either(shapes=(Text(), MapOf(value=Text()))),
         about="The machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
     ),
-    "labels": Field(shape=MapOf(value=Text(also_scalar=True)), about="Tags on everything that is made."),
+    "labels": Field(
+        shape=MapOf(value=Text(also_scalar=True)), about="Tags on everything that is made.",
+        at=_has_none(("local",), "there is nothing to tag"),
+    ),
     "autostop": Field(
         shape=Either(shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), AUTOSTOP)),
         about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),

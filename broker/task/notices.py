@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from broker.errors import Issue, TaskError
-from broker.types import Notice, Task
+from broker.types import Notice
 
 
-def refuse_blocking(task: Task) -> None:
-    """Raises TaskError with every notice that keeps the task from being launched."""
+def refuse_blocking(notices: Sequence[Notice]) -> None:
+    """Raises TaskError with every notice that keeps a task from being launched."""
     issues = [
         Issue(
             file=each.origin.file,
@@ -17,7 +19,7 @@ def refuse_blocking(task: Task) -> None:
             hint=each.hint,
             source_line=each.source_line,
         )
-        for each in task.notices
+        for each in notices
         if each.blocks_launch
     ]
     if issues:

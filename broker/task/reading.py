@@ -42,14 +42,21 @@ class Reader:
         return len(self.issues) >= ISSUES_MAX
 
     def warn(
-        self, place: tuple[int, int], field: str, message: str, hint: str | None = None, *, blocks_launch: bool
+        self,
+        place: tuple[int, int],
+        field: str,
+        message: str,
+        hint: str | None = None,
+        *,
+        blocks_launch: bool,
+        cloud: str | None = None,
     ) -> None:
         """A notice: the file is right, but broker does not do this."""
         line, column = place
         self._notices.append(
             Notice(
                 origin=Origin(file=self.file, line=line, column=column), field=field, message=message, hint=hint,
-                blocks_launch=blocks_launch, source_line=self._find_line(line),
+                blocks_launch=blocks_launch, source_line=self._find_line(line), cloud=cloud,
             )
         )  # fmt: skip
 

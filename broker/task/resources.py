@@ -136,6 +136,7 @@ def _read_recovery(value: Any) -> JobRecovery | None:
         max_restarts_on_errors=value.get("max_restarts_on_errors", 0),
         recover_on_exit_codes=(codes,) if isinstance(codes, int) else tuple(codes),
         stall_timeout_s=value.get("stall_timeout"),
+        nodes_min=value.get("min_nodes"),
     )
 
 
@@ -156,7 +157,7 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
 
 
 def _read_images(reader: Reader, section: Section) -> dict[str, str]:
-    """Image by region; an image for every region has the key ""."""
+    """Image by region; an image for every region has the key "". What is not booted, or not on local, is said."""
     value = section.get("image_id")
     if value is None:
         return {}
@@ -169,6 +170,10 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     if any(each.startswith(SKYPILOT) for each in images.values()):
         hint = "remove `image_id`: broker picks an image that suits the machine"
         reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not booted", hint, blocks_launch=True)
+    elif not all(each.startswith(DOCKER) for each in images.values()):
+        message = "`image_id` on local: no machine is made that could start from it"
+        hint = "remove `image_id`, and install what you need in `setup`"
+        reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
     return images
 
 

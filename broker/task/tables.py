@@ -28,7 +28,7 @@ class Later:
 
 
 class Field:
-    """One key: its shape, and what editors and the reference say of it."""
+    """One key: its shape, and what editors and the reference say of it. `at`: clouds on which it is not carried out."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Field:
         shape: Shape,
         about: str,
         later: Later | None = None,
+        at: Mapping[str, Later] | None = None,
         alias_of: str | None = None,
         is_required: bool = False,
         examples: Sequence[Any] = (),
@@ -43,6 +44,7 @@ class Field:
         self.shape = shape
         self.about = about
         self.later = later
+        self.at = at or {}
         self.alias_of = alias_of
         self.is_required = is_required
         self.examples = examples
@@ -105,16 +107,24 @@ class Table(Shape):
             value = entry.shape.read(reader, each, key)
             if value is not None:
                 values[canonical] = value
-                if entry.later and entry.later.applies(value):
-                    later = entry.later
-                    reader.warn(
-                        marked.keys[key],
-                        key,
-                        f"`{key}`: {later.message}",
-                        later.hint,
-                        blocks_launch=later.blocks_launch,
-                    )
+                self._warn(reader, marked.keys[key], key, value)
         return Section(marked=marked, values=values, marks=marks)
+
+    def _warn(self, reader: Reader, place: tuple[int, int], key: str, value: Any) -> None:
+        """Notices of what is not carried out, anywhere or on one cloud."""
+        entry = self.fields[key]
+        laters: list[tuple[str | None, Later]] = [(None, entry.later)] if entry.later else []
+        for cloud, later in [*laters, *entry.at.items()]:
+            if later.applies(value):
+                where = f" on {cloud}" if cloud else ""
+                reader.warn(
+                    place,
+                    key,
+                    f"`{key}`{where}: {later.message}",
+                    later.hint,
+                    blocks_launch=later.blocks_launch,
+                    cloud=cloud,
+                )
 
     def _check_keys(self, reader: Reader, marked: Marked, name: str) -> None:
         given = marked.value
@@ -164,6 +174,8 @@ def _describe_field(entry: Field) -> Schema:
     schema: Schema = {**(shape if entry.is_required else allow_null(shape)), "description": entry.about}
     if entry.later:
         schema["description"] += f" (Not carried out: {entry.later.message}.)"
+    if entry.at:
+        schema["description"] += f" (Not on {', '.join(entry.at)}.)"
     if entry.alias_of:
         schema["deprecated"] = True
     if entry.examples:

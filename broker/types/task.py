@@ -48,6 +48,7 @@ class JobRecovery:
     max_restarts_on_errors: int = 0
     recover_on_exit_codes: tuple[int, ...] = ()
     stall_timeout_s: float | None = None  # restart a program that reports no new step for so long
+    nodes_min: int | None = None  # of an elastic program: it goes on while the first node and so many in all are left
 
 
 @noun
@@ -144,6 +145,7 @@ class Notice:
     hint: str | None = None
     blocks_launch: bool = False
     source_line: str | None = None
+    cloud: str | None = None  # where this is so; None: everywhere
 
 
 @noun

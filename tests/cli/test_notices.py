@@ -36,6 +36,23 @@ def test_missing_value_stops_a_launch_but_no_plan(shell: Any) -> None:
     assert "note:" not in shell.run("plan", path, "--env", "TOKEN=a").stderr
 
 
+MACHINE = "{disk_tier: best, ports: 8080, labels: {team: vision}, image_id: ami-0123, cpus: 2+, infra: %s}"
+
+
+def test_field_is_noted_where_the_chosen_cloud_does_not_carry_it_out_and_nowhere_else(shell: Any) -> None:
+    path = shell.write("image.yaml", f"resources: {MACHINE % 'aws/us-east-1'}\nrun: echo hello\n")
+    assert "image.yaml" not in shell.run("plan", path).stderr
+    assert "image.yaml" not in shell.run("launch", path, "--dryrun").stderr
+    path = shell.write("image.yaml", f"resources: {MACHINE % 'local'}\nrun: echo hello\n")
+    fields = [line.split("`")[1] for line in shell.run("plan", path).stderr.splitlines() if "on local" in line]
+    assert fields == ["disk_tier", "ports", "labels", "image_id"]
+    for command in (["launch", path, "-y"], ["jobs", "launch", path, "-y"]):
+        done = shell.run(*command, code=2)
+        assert "`image_id` on local: no machine is made that could start from it" in done.stderr
+        assert "hint: remove `image_id`" in done.stderr
+    assert shell.read_json("status")["clusters"] == []
+
+
 def test_schema_is_json_and_can_go_to_a_file(shell: Any) -> None:
     schema = json.loads(shell.run("schema").stdout)
     assert "accelerators" in schema["$defs"]["resources"]["properties"]

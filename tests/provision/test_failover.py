@@ -111,6 +111,26 @@ def test_a_wide_refusal_covers_the_other_zones_of_its_region(world: World, error
     assert asked == ["east1a", "west1a"]
 
 
+def test_what_each_place_said_and_what_mends_it_are_told_once(world: World) -> None:
+    async def refuse(request: NodeRequest) -> Sequence[Node]:
+        if request.placement.offer.region == "east1":
+            raise CapacityError("no machine left", scope="zone")
+        raise QuotaError("quota of 8 vCPUs", hints=("Ask for more with `ask`.",))
+
+    world.cloud.create_nodes = refuse  # type: ignore[method-assign]
+    with pytest.raises(CapacityError) as caught:
+        up(world)
+    error = caught.value
+    zones = {each.placement.offer.region: [] for each in make_plan(world.task).estimates}
+    for each in make_plan(world.task).estimates:
+        zones[each.placement.offer.region].append(str(each.placement.offer.zone))
+    assert len(error.details) == len(zones)
+    told = next(line for line in error.details if line.endswith("no machine left"))
+    assert all(zone in told for zone in zones["east1"])
+    assert error.hints[0] == "Ask for more with `ask`." and error.hints.count("Ask for more with `ask`.") == 1
+    assert "broker launch -r" in error.hints[-1]
+
+
 def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(world: World) -> None:
     asked = 0
 
@@ -120,7 +140,7 @@ def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(
         raise AuthError("not logged in", hints=("Run `aws configure`.",))
 
     world.cloud.create_nodes = refuse  # type: ignore[method-assign]
-    with pytest.raises(AuthError):
+    with pytest.raises(AuthError, match="not logged in"):
         up(world)
     assert asked == 1 and not world.store.list_open_intents() and not world.store.list_clusters()
 

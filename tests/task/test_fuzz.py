@@ -54,7 +54,7 @@ def check(text: str) -> None:
         for notice in task.notices:
             assert "\n" not in render_notice(notice)
         if not any(notice.blocks_launch for notice in task.notices):
-            refuse_blocking(task)
+            refuse_blocking(task.notices)
 
 
 @FUZZ

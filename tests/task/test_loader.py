@@ -29,7 +29,7 @@ def load(text: str) -> Task:
 def test_broken_file_gets_its_message(path: Path) -> None:
     with pytest.raises(TaskError) as caught:
         for task in load_tasks_text(path.read_text(), path.name):
-            refuse_blocking(task)
+            refuse_blocking(task.notices)
     message = "\n".join(render_issue(issue) for issue in caught.value.issues) + "\n"
     snapshot = path.with_suffix(".txt")
     if os.environ.get("BROKER_UPDATE_SNAPSHOTS"):

@@ -59,12 +59,38 @@ def test_task_loads_for_planning_and_says_what_is_not_done(text: str, field: str
     if blocks:
         assert notice.hint
         with pytest.raises(TaskError) as caught:
-            refuse_blocking(task)
+            refuse_blocking(task.notices)
         (issue,) = caught.value.issues
         assert issue.source_line == text
         assert (issue.line, issue.column, issue.message) == (2, notice.origin.column, notice.message)
     else:
-        refuse_blocking(task)
+        refuse_blocking(task.notices)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "blocks"),
+    [
+        ("disk_size", "500", False),
+        ("disk_tier", "best", False),
+        ("network_tier", "best", False),
+        ("ports", "8080", False),
+        ("labels", "{team: vision}", False),
+        ("image_id", "ami-0123", True),
+    ],
+)
+def test_field_that_clouds_carry_out_is_a_notice_only_of_those_that_do_not(
+    field: str, value: str, blocks: bool
+) -> None:
+    notices = load(f"run: x\nresources: {{{field}: {value}}}").notices
+    assert {each.cloud for each in notices} & {None, "aws", "gcp", "azure"} == set()
+    (local,) = (each for each in notices if each.cloud == "local")
+    assert (local.field, local.blocks_launch) == (field, blocks)
+    assert local.message.startswith(f"`{field}` on local: ")
+
+
+@pytest.mark.parametrize("field", ["disk_tier: none", "network_tier: standard"])
+def test_the_usual_is_no_notice_anywhere(field: str) -> None:
+    assert load(f"run: x\nresources: {{{field}}}").notices == ()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ def write_reference() -> str:
             about = entry.about
             if entry.later:
                 about += f" **{'Not launched' if entry.later.blocks_launch else 'No effect'}:** {entry.later.message}."
+            for message in dict.fromkeys(later.message for later in entry.at.values()):
+                clouds = ", ".join(cloud for cloud, later in entry.at.items() if later.message == message)
+                about += f" **No effect on {clouds}:** {message}."
             lines.append(f"| `{key}` | {about} |".replace("\\|", "|"))
     return "\n".join(lines) + "\n"
 

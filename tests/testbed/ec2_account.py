@@ -15,13 +15,13 @@ ZONES = {
     "us-west-2": ("us-west-2a", "us-west-2b"),
     "eu-central-1": ("eu-central-1a",),
 }
-TYPES: dict[str, dict[str, Any]] = {  # vCPUs, and whether it takes an Elastic Fabric Adapter
-    "m5.large": {"vcpus": 2, "efa": False},
-    "c6g.xlarge": {"vcpus": 4, "efa": False},
-    "g5.xlarge": {"vcpus": 4, "efa": False},
-    "p4d.24xlarge": {"vcpus": 96, "efa": True},
-    "p5.48xlarge": {"vcpus": 192, "efa": True},
-    "trn1.32xlarge": {"vcpus": 128, "efa": True},
+TYPES: dict[str, dict[str, Any]] = {  # vCPUs, and how many Elastic Fabric Adapters it takes
+    "m5.large": {"vcpus": 2, "efa": 0},
+    "c6g.xlarge": {"vcpus": 4, "efa": 0},
+    "g5.xlarge": {"vcpus": 4, "efa": 0},
+    "p4d.24xlarge": {"vcpus": 96, "efa": 4},
+    "p5.48xlarge": {"vcpus": 192, "efa": 32},
+    "trn1.32xlarge": {"vcpus": 128, "efa": 8},
 }
 QUOTA_VCPUS = 1000.0
 KEPT_S = 3600.0  # a terminated instance is described for about an hour
@@ -79,6 +79,7 @@ class Account:
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
     has_login: bool = True
     disabled_regions: set[str] = field(default_factory=set)
+    bare_zones: set[str] = field(default_factory=set)  # the VPC has no subnet there
     full: set[tuple[str, str]] = field(default_factory=set)  # (zone, instance type)
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, quota code) -> vCPUs
     scores: dict[str, int] = field(default_factory=dict)  # zone -> spot placement score

@@ -18,6 +18,7 @@ SUBNET = "subnet-of-{zone}"
 
 def run_instances(account: Account, region: str, asked: Parameters) -> Answer:
     zone = _find_zone(region, asked["NetworkInterfaces"][0].get("SubnetId"))
+    _check_cards(asked["NetworkInterfaces"], asked["InstanceType"])
     token = asked.get("ClientToken", "")
     text = json.dumps({**asked, "ClientToken": ""}, sort_keys=True, default=str)
     known = account.launches.get((zone, token))
@@ -37,6 +38,15 @@ def run_instances(account: Account, region: str, asked: Parameters) -> Answer:
         account.launches[zone, token] = (text, ids)
     machines = [describe(account, account.instances[id]) for id in ids if id in account.instances]
     return {"ReservationId": account.make_id("r"), "OwnerId": ACCOUNT, "Instances": machines}
+
+
+def _check_cards(cards: Any, kind: str) -> None:
+    if len(cards) > 1 and any("AssociatePublicIpAddress" in each for each in cards):
+        raise ApiError("InvalidParameterCombination", "no public address for several network interfaces")
+    fabric = [each for each in cards if each.get("InterfaceType", "").startswith("efa")]
+    places = {(each.get("NetworkCardIndex", 0), each["DeviceIndex"]) for each in cards}
+    if len(fabric) > TYPES.get(kind, {"efa": 0})["efa"] or len(places) < len(cards):
+        raise ApiError("InvalidParameterCombination", "more interfaces than the machine has cards for")
 
 
 def _find_zone(region: str, subnet: str | None) -> str:
@@ -226,6 +236,7 @@ def _fill_fleet(
             answer["Errors"].append(failed)
             continue
         boot = base64.b64decode(data.get("UserData", ""))
+        _check_cards(data["NetworkInterfaces"], data["InstanceType"])
         made = [_launch(account, region, zone, data, 0, is_spot, boot) for _ in range(given)]
         for instance in made:
             instance.tags["aws:ec2:fleet-id"] = fleet

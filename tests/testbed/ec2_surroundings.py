@@ -51,7 +51,7 @@ def describe_vpcs(account: Account, region: str, asked: Parameters) -> Answer:
 
 def describe_subnets(account: Account, region: str, asked: Parameters) -> Answer:
     wanted = {each["Name"]: each["Values"] for each in asked.get("Filters", ())}
-    zones = [zone for zone in ZONES[region] if zone in wanted.get("availability-zone", ZONES[region])]
+    zones = [zone for zone in ZONES[region] if zone not in account.bare_zones]
     if f"vpc-of-{region}" not in wanted["vpc-id"]:
         zones = []
     return {
@@ -144,7 +144,14 @@ def describe_images(account: Account, region: str, asked: Parameters) -> Answer:
 def describe_instance_types(account: Account, region: str, asked: Parameters) -> Answer:
     return {
         "InstanceTypes": [
-            {"InstanceType": each, "NetworkInfo": {"EfaSupported": TYPES[each]["efa"]}}
+            {
+                "InstanceType": each,
+                "NetworkInfo": {
+                    "EfaSupported": TYPES[each]["efa"] > 0,
+                    "MaximumNetworkCards": max(1, TYPES[each]["efa"]),
+                    "EfaInfo": {"MaximumEfaInterfaces": TYPES[each]["efa"]},
+                },
+            }
             for each in asked["InstanceTypes"]
         ]
     }

@@ -21,7 +21,7 @@ from broker.clouds.aws.quotas import Quotas
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.sweeping import Sweeper
 from broker.config import Config
-from broker.errors import InvalidRequestError, UnknownOutcomeError
+from broker.errors import CapacityError, InvalidRequestError, UnknownOutcomeError
 from broker.types import Node, NodeRequest, NodeState
 
 REGIONS_KNOWN_S = 3600.0
@@ -29,6 +29,7 @@ LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
+START_HINT = "A stopped machine starts in its own zone only: try later, or `broker down` it and launch anew elsewhere."
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
@@ -105,7 +106,10 @@ class AwsCloud:
         await self._change_all("stop_instances", ids)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
-        await self._change_all("start_instances", ids)
+        try:
+            await self._change_all("start_instances", ids)
+        except CapacityError as error:
+            raise CapacityError(error.message, hints=(START_HINT,)) from error
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         with translated():

@@ -30,6 +30,8 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("InsufficientFreeAddressesInSubnet", "InsufficientAddressCapacity", "InsufficientVolumeCapacity"),
         *("InsufficientCapacityOnOutpost", "InsufficientCapacityOnHost", "ReservationCapacityExceeded"),
         *("InsufficientReservedInstancesCapacity", "IncompatibleHostRequirements"),
+        # The zone does not have this machine at all; and an account's first use of a region, which Amazon looks into.
+        *("Unsupported", "PendingVerification"),
     ),
     "quota": (
         *("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "VolumeLimitExceeded"),
@@ -43,19 +45,22 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch"),
         *("IncompleteSignature", "IncompleteSignatureException", "MissingAuthenticationToken", "ExpiredToken"),
         *("MissingAuthenticationTokenException", "ExpiredTokenException", "RequestExpired", "NotAuthorized"),
-        *("Blocked", "OptInRequired", "PendingVerification", "NoCredentialsError", "PartialCredentialsError"),
+        *("Blocked", "OptInRequired", "NoCredentialsError", "PartialCredentialsError", "AccountProblem"),
         *("CredentialRetrievalError", "TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError"),
         *("ProfileNotFound", "ConfigParseError", "LoginRefreshRequired", "SSOError", "MetadataRetrievalError"),
         *("InvalidSignatureException", "RequestTimeTooSkewed", "InvalidConfigError", "LoginTokenLoadError"),
     ),
-    "forbidden": ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException", "DependencyAccessDeniedException"),
+    "forbidden": (
+        *("UnauthorizedOperation", "AccessDenied", "AccessDeniedException", "DependencyAccessDeniedException"),
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+    ),
     "throttled": (
         *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
         *("RequestThrottled", "RequestThrottledException", "PriorRequestNotComplete", "EC2ThrottledException"),
         *("ProvisionedThroughputExceededException", "SlowDown", "BandwidthLimitExceeded"),
     ),
     "invalid": (
-        *("Unsupported", "UnsupportedOperation", "UnsupportedTenancy", "UnsupportedHibernationConfiguration"),
+        *("UnsupportedOperation", "UnsupportedTenancy", "UnsupportedHibernationConfiguration"),
         *("InvalidParameter", "InvalidParameterValue", "InvalidParameterCombination", "InvalidParameterDependency"),
         *("MissingParameter", "UnknownParameter", "ValidationError", "ValidationException", "MalformedQueryString"),
         *("InvalidAMIID.Malformed", "InvalidAMIID.NotFound", "InvalidAMIID.Unavailable", "InvalidAction"),
@@ -103,7 +108,7 @@ CLASSES: dict[Kind, type[CloudError]] = {
     "unknown": UnknownOutcomeError,
 }
 HINTS: dict[Kind, tuple[str, ...]] = {
-    "capacity": ("Try another zone, region or instance type, or wait some minutes.",),
+    "capacity": (),  # whoever asked goes on elsewhere
     "quota": ("`broker check` shows the quotas and the command that asks for more.",),
     "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
     "forbidden": ("`broker check --policy aws` prints the permissions that are needed.",),
@@ -112,6 +117,29 @@ HINTS: dict[Kind, tuple[str, ...]] = {
     "transient": (),
     "unknown": ("`broker status` shows what was made.",),
 }
+
+
+REGION_WIDE = frozenset({"PendingVerification"})  # all other lacks are of one zone
+SET_CLOCK = ("Set this machine's clock: AWS refuses what is signed with a time that is minutes off.",)
+OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would send somebody the wrong way
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": (
+        "Have somebody who may run `aws iam create-service-linked-role --aws-service-name spot.amazonaws.com`, once.",
+    ),
+    "Blocked": ("Amazon has closed this account to new machines: https://console.aws.amazon.com/support tells why.",),
+    "AccountProblem": ("Amazon has closed this account to new machines: https://console.aws.amazon.com/support.",),
+    "InsufficientFreeAddressesInSubnet": (
+        "Name a VPC with larger subnets in `aws.toml`, or end machines that are not used.",
+    ),
+    "OptInRequired": (
+        "Sign the account up for EC2, or accept the terms of a Marketplace image: "
+        "https://console.aws.amazon.com/marketplace.",
+    ),
+    "PendingVerification": ("Wait for Amazon's mail, up to four hours; other regions may be open already.",),
+    "RequestExpired": SET_CLOCK,
+    "RequestTimeTooSkewed": SET_CLOCK,
+    "Unsupported": ("`aws ec2 describe-instance-type-offerings --location-type availability-zone` lists who has it.",),
+}
+MESSAGE_MAX = 300  # characters; a refusal by IAM brings a thousand that are encoded
 
 
 class RefusedError(Exception):
@@ -143,10 +171,12 @@ def translate(refusal: RefusedError, *, is_create: bool = False) -> CloudError:
     kind = find_kind(refusal.code, refusal.status)
     if kind == "unknown" and not is_create:
         kind = "transient"
-    message = f"{refusal.operation} in {refusal.region}: {refusal.code}: {refusal.message}"
+    text = refusal.message if len(refusal.message) <= MESSAGE_MAX else f"{refusal.message[:MESSAGE_MAX]}..."
+    message = f"{refusal.code}: {text.rstrip('.')} ({refusal.operation}, {refusal.region})"
+    hints = OWN_HINTS.get(refusal.code, HINTS[kind])
     if kind == "capacity":
-        return CapacityError(message, scope="zone", hints=HINTS[kind])
-    return CLASSES[kind](message, hints=HINTS[kind])
+        return CapacityError(message, scope="region" if refusal.code in REGION_WIDE else "zone", hints=hints)
+    return CLASSES[kind](message, hints=hints)
 
 
 @contextmanager

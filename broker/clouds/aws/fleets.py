@@ -17,6 +17,7 @@ from broker.clouds.aws.machine import Surroundings, describe_machine
 from broker.clouds.aws.network import Site
 from broker.clouds.aws.nodes import rank_gang
 from broker.clouds.aws.quotas import Quotas
+from broker.clouds.aws.scores import Scores
 from broker.errors import CapacityError, CloudError, InvalidRequestError, QuotaError, UnknownOutcomeError
 from broker.types import NodeRequest, Placement
 
@@ -27,9 +28,10 @@ Instance = Mapping[str, Any]
 
 
 class Fleets:
-    def __init__(self, clients: Clients, quotas: Quotas, *, clock: Clock) -> None:
+    def __init__(self, clients: Clients, quotas: Quotas, scores: Scores, *, clock: Clock) -> None:
         self._clients = clients
         self._quotas = quotas
+        self._scores = scores
         self._clock = clock
 
     async def create(self, request: NodeRequest, around: Surroundings, data: bytes, site: Site) -> Sequence[Instance]:
@@ -84,12 +86,10 @@ class Fleets:
 
     async def _list_overrides(self, placement: Placement, site: Site) -> list[dict[str, Any]]:
         """A subnet of each zone; for spot, those first where AWS thinks that capacity is likely."""
-        scores = await self._quotas.score_zones(placement) if placement.is_spot else {}
+        scores = await self._scores.read(placement) if placement.is_spot else {}
         if not scores:
             return [{"SubnetId": subnet} for subnet in site.subnets.values()]
-        answer = await self._clients.read("ec2", site.region, "describe_availability_zones")
-        ids = {each["ZoneName"]: each["ZoneId"] for each in answer["AvailabilityZones"]}
-        order = sorted(site.subnets, key=lambda zone: (-scores.get(ids.get(zone, ""), 0), zone))
+        order = sorted(site.subnets, key=lambda zone: (-scores.get(zone, 0), zone))
         return [{"SubnetId": site.subnets[zone], "Priority": float(place)} for place, zone in enumerate(order)]
 
     async def _give_up(

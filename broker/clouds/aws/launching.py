@@ -14,6 +14,7 @@ from broker.clouds.aws.images import Images
 from broker.clouds.aws.machine import Surroundings, describe_machine, pack_boot
 from broker.clouds.aws.network import Network
 from broker.clouds.aws.quotas import Quotas
+from broker.clouds.aws.scores import Scores
 from broker.clouds.aws.settings import Settings
 from broker.types import NodeRequest
 
@@ -27,24 +28,26 @@ class Launcher:
         self._quotas = quotas
         self._network = Network(clients, settings)
         self._images = Images(clients, settings)
-        self._fleets = Fleets(clients, quotas, clock=clock)
-        self._efa_types: dict[str, bool] = {}
+        self._scores = Scores(clients, clock=clock)
+        self._fleets = Fleets(clients, quotas, self._scores, clock=clock)
+        self._efa_counts: dict[str, int] = {}
 
     async def launch(self, request: NodeRequest) -> Sequence[Instance]:
         """Instances as EC2 describes them. Raises CloudError and RefusedError; see `Cloud.create_nodes`."""
         offer = request.placement.offer
         data = pack_boot(request)
-        site, image, has_efa, _ = await asyncio.gather(
+        site, image, efa_count, *_ = await asyncio.gather(
             self._network.find_site(offer.region, offer.zone),
             self._images.find(offer, request.spec),
-            self._has_efa(request),
+            self._count_efa(request),
             self._quotas.refuse_hopeless(request.placement),
+            self._scores.refuse_unlikely(request.placement),
         )
         around = Surroundings(
             image=image,
             group_id=await self._network.ensure_group(request, site),
             placement_group=await self._find_placement_group(request),
-            has_efa=has_efa,
+            efa_count=efa_count,
             instance_profile=self._settings.instance_profile,
             has_public_address=not self._settings.uses_private_addresses,
         )
@@ -68,18 +71,22 @@ class Launcher:
             return None
         return await self._network.ensure_placement_group(request, offer.region)
 
-    async def _has_efa(self, request: NodeRequest) -> bool:
-        """Whether to attach an Elastic Fabric Adapter: asked for, and the machine can have one."""
+    async def _count_efa(self, request: NodeRequest) -> int:
+        """How many Elastic Fabric Adapters to attach: none unless asked for, as many as the machine has cards for where
+        nodes have no public address, else one. A fleet that looks for a zone gives machines of one card only."""
         offer = request.placement.offer
         if request.spec.network_tier != "best":
-            return False
-        if offer.instance_type not in self._efa_types:
+            return 0
+        if offer.instance_type not in self._efa_counts:
             answer = await self._clients.read(
                 "ec2", offer.region, "describe_instance_types", InstanceTypes=[offer.instance_type]
             )
             network = answer["InstanceTypes"][0].get("NetworkInfo", {}) if answer.get("InstanceTypes") else {}
-            self._efa_types[offer.instance_type] = bool(network.get("EfaSupported"))
-        return self._efa_types[offer.instance_type]
+            most = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 1))
+            cards = int(network.get("MaximumNetworkCards", 1))
+            self._efa_counts[offer.instance_type] = min(most, cards) if network.get("EfaSupported") else 0
+        count = self._efa_counts[offer.instance_type]
+        return count if self._settings.uses_private_addresses and offer.zone else min(1, count)
 
     async def _run_instances(
         self, request: NodeRequest, around: Surroundings, data: bytes, *, subnet: str

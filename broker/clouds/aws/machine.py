@@ -34,25 +34,17 @@ class Surroundings:
     image: Image
     group_id: str
     placement_group: str | None = None
-    has_efa: bool = False
+    efa_count: int = 0  # Elastic Fabric Adapters; 0: one ordinary card
     instance_profile: str | None = None
     has_public_address: bool = True
 
 
 def describe_machine(request: NodeRequest, around: Surroundings, *, subnet: str | None) -> dict[str, Any]:
     """Parameters that RunInstances and launch templates share. `subnet` None: a fleet chooses."""
-    card: dict[str, Any] = {
-        "DeviceIndex": 0,
-        "Groups": [around.group_id],
-        "AssociatePublicIpAddress": around.has_public_address,
-        "DeleteOnTermination": True,
-    }
     machine: dict[str, Any] = {
         "ImageId": around.image.id,
         "InstanceType": request.placement.offer.instance_type,
-        "NetworkInterfaces": [
-            card | ({"SubnetId": subnet} if subnet else {}) | ({"InterfaceType": "efa"} if around.has_efa else {})
-        ],
+        "NetworkInterfaces": describe_cards(around, subnet=subnet),
         "BlockDeviceMappings": [{"DeviceName": around.image.root_device, "Ebs": describe_disk(request, around.image)}],
         # One hop more than the machine itself would let containers of other people ask for its identity.
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
@@ -64,6 +56,22 @@ def describe_machine(request: NodeRequest, around: Surroundings, *, subnet: str 
     if around.instance_profile:
         machine["IamInstanceProfile"] = {"Name": around.instance_profile}
     return machine
+
+
+def describe_cards(around: Surroundings, *, subnet: str | None) -> list[dict[str, Any]]:
+    """The first carries addresses, further ones only EFA's own traffic. EC2 user guide, "Maximize network bandwidth on
+    instances with multiple network cards"; it gives a machine with several cards no public address."""
+    common = {"Groups": [around.group_id], "DeleteOnTermination": True} | ({"SubnetId": subnet} if subnet else {})
+    first: dict[str, Any] = {"DeviceIndex": 0, **common}
+    if around.efa_count > 1:
+        assert not around.has_public_address, "a machine with a public address has one card"
+        others = range(1, around.efa_count)
+        return [
+            first | {"NetworkCardIndex": 0, "InterfaceType": "efa"},
+            *({"NetworkCardIndex": n, "DeviceIndex": 1, "InterfaceType": "efa-only", **common} for n in others),
+        ]
+    first["AssociatePublicIpAddress"] = around.has_public_address
+    return [first | ({"InterfaceType": "efa"} if around.efa_count else {})]
 
 
 def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.faults import RefusedError
 from broker.clouds.aws.settings import Settings
-from broker.errors import InvalidRequestError, TransientError
+from broker.errors import CapacityError, InvalidRequestError, TransientError
 from broker.nouns import noun
 from broker.types import NodeRequest
 
@@ -34,20 +34,20 @@ class Network:
         self._settings = settings
 
     async def find_site(self, region: str, zone: str | None) -> Site:
-        """Raises InvalidRequestError where the region has no default VPC, or that has no subnet in the zone."""
-        vpc = self._settings.vpcs.get(region) or await self._find_default_vpc(region)
+        """Raises InvalidRequestError where the region has no network to stand in, CapacityError where only the zone
+        has none: Amazon opens zones that older VPCs have no subnet in."""
+        named = self._settings.vpcs.get(region)
+        vpc = named or await self._find_default_vpc(region)
         filters = [_filter("vpc-id", vpc), _filter("state", "available")]
-        if zone:
-            filters.append(_filter("availability-zone", zone))
         found = await self._clients.read_all(region, "describe_subnets", "Subnets", Filters=filters)
-        if not found:
-            raise InvalidRequestError(
-                f"VPC {vpc} has no subnet in {zone or region}",
-                hints=(f"Make one with `aws ec2 create-default-subnet --region {region} --availability-zone ZONE`.",),
-            )
         subnets: dict[str, str] = {}
         for subnet in sorted(found, key=lambda each: (not each.get("DefaultForAz"), each["SubnetId"])):
             subnets.setdefault(subnet["AvailabilityZone"], subnet["SubnetId"])
+        if not subnets:
+            raise InvalidRequestError(f"{vpc} has no subnet in {region}", hints=(_tell_subnet(region, zone, named),))
+        if zone and zone not in subnets:
+            message = f"{vpc} has no subnet in {zone}, only in {', '.join(sorted(subnets))}"
+            raise CapacityError(message, scope="zone", hints=(_tell_subnet(region, zone, named),))
         return Site(region=region, vpc=vpc, subnets=dict(sorted(subnets.items())))
 
     async def _find_default_vpc(self, region: str) -> str:
@@ -158,6 +158,15 @@ def _let_in(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
     old = [{"CidrIp": block} for block in blocks if ":" not in block]
     new = [{"CidrIpv6": block} for block in blocks if ":" in block]
     return rule | ({"IpRanges": old} if old else {}) | ({"Ipv6Ranges": new} if new else {})
+
+
+def _tell_subnet(region: str, zone: str | None, vpc: str | None) -> str:
+    """How a subnet is made: by hand in a VPC of the user's own, whose addresses only its owner divides."""
+    if vpc is None:
+        verb = f"create-default-subnet --region {region}"
+    else:
+        verb = f"create-subnet --vpc-id {vpc} --region {region} --cidr-block BLOCK"
+    return f"Make one with `aws ec2 {verb} --availability-zone {zone or 'ZONE'}`."
 
 
 def _filter(name: str, value: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the account may have at once (vCPUs, by family of machines), and how likely spot capacity is."""
+"""What the account may have at once: vCPUs, by family of machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.errors import QuotaError
 from broker.nouns import noun
 from broker.types import Placement
 
-KNOWN_S = 600.0  # a quota changes by hand, a score with the market: both are worth asking again after a while
+KNOWN_S = 600.0  # a quota changes by hand: it is worth asking again after a while
 # Service Quotas, service `ec2`, counted in vCPUs: family -> (on-demand, spot). Names as its console shows them.
 QUOTAS = {
     "standard": ("L-1216C47A", "L-34B43A08"),  # A, C, D, H, I, M, R, T, Z
@@ -50,7 +50,6 @@ class Quotas:
         self._clients = clients
         self._clock = clock
         self._quotas: dict[tuple[str, str], tuple[float, Quota | None]] = {}
-        self._scores: dict[tuple[str, str, int], tuple[float, dict[str, int]]] = {}
 
     async def find(self, region: str, instance_type: str, *, is_spot: bool) -> Quota | None:
         """None where nobody knows: the machine counts for no quota we know, or we may not ask."""
@@ -87,32 +86,6 @@ class Quotas:
         quota = await self.find(offer.region, offer.instance_type, is_spot=placement.is_spot)
         return make_refusal(placement, quota) if quota else QuotaError(message, hints=("Run `broker check`.",))
 
-    async def score_zones(self, placement: Placement) -> dict[str, int]:
-        """Zone id -> 1 to 10, how likely spot machines are given there now; empty where AWS does not say."""
-        offer = placement.offer
-        key = (offer.region, offer.instance_type, placement.node_count)
-        now_s = self._clock.now_s()
-        known_s, known = self._scores.get(key, (-KNOWN_S, {}))
-        if now_s - known_s < KNOWN_S:
-            return known
-        try:
-            answer = await self._clients.glance(
-                "ec2", offer.region, "get_spot_placement_scores",
-                InstanceTypes=[offer.instance_type], TargetCapacity=placement.node_count,
-                SingleAvailabilityZone=True, RegionNames=[offer.region],
-            )  # fmt: skip
-        except RefusedError as refusal:
-            if find_kind(refusal.code, refusal.status) == "login":
-                raise
-            answer = {}
-        scores = {
-            each["AvailabilityZoneId"]: int(each["Score"])
-            for each in answer.get("SpotPlacementScores", ())
-            if "AvailabilityZoneId" in each
-        }
-        self._scores[key] = (now_s, scores)
-        return scores
-
 
 def find_code(instance_type: str, *, is_spot: bool) -> str | None:
     match = FAMILY.match(instance_type)
@@ -133,9 +106,11 @@ def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
     offer = placement.offer
     asked = count_vcpus(placement)
     kind = "spot" if placement.is_spot else "on-demand"
-    rest = "" if quota.vcpus < asked else ", and others run already"
+    is_too_small = quota.vcpus < asked
+    rest = "" if is_too_small else ", and others run already"
+    wanted = asked if is_too_small else quota.vcpus + asked
     return QuotaError(
         f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} takes {asked:g} vCPUs, "
         f"the account may have {quota.vcpus:g}{rest}",
-        hints=(f"Ask for more: `{quota.command.replace('VCPUS', f'{asked:g}')}`",),
+        hints=(f"Ask for more: `{quota.command.replace('VCPUS', f'{wanted:g}')}`",),
     )

@@ -22,7 +22,6 @@ def make_tags(request: NodeRequest) -> dict[str, str]:
     placement = request.placement
     return {
         "Name": f"{request.cluster}-{request.attempt}",
-        **request.spec.labels,
         **make_cluster_tags(request),
         ATTEMPT: str(request.attempt),
         TOKEN: request.token,
@@ -31,8 +30,8 @@ def make_tags(request: NodeRequest) -> dict[str, str]:
 
 
 def make_cluster_tags(request: NodeRequest) -> dict[str, str]:
-    """Of what the nodes of one cluster share."""
-    return {OWNER: request.owner, CLUSTER: request.cluster}
+    """Of what the nodes of one cluster share. The user's labels too: some accounts refuse what lacks a certain tag."""
+    return {**request.spec.labels, OWNER: request.owner, CLUSTER: request.cluster}
 
 
 def write_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:

@@ -22,6 +22,10 @@ class DisabledError(AuthError):
     """The project has not enabled Compute Engine."""
 
 
+class UnpaidError(AuthError):
+    """The project has no billing account that pays for machines."""
+
+
 class MissingError(InvalidRequestError):
     """What was asked about does not exist; for most verbs that is an answer, not a fault."""
 
@@ -56,6 +60,12 @@ CODES: dict[str, type[CloudError]] = {
     "concurrentLimitExceeded": ThrottledError,
     "PERMISSIONS_ERROR": AuthError,
     "IAM_PERMISSION_DENIED": AuthError,
+    "ACCESS_TOKEN_SCOPE_INSUFFICIENT": AuthError,
+    "CONSUMER_INVALID": AuthError,
+    "USER_PROJECT_DENIED": AuthError,
+    "BILLING_DISABLED": UnpaidError,
+    "UREQ_PROJECT_BILLING_NOT_FOUND": UnpaidError,
+    "UREQ_PROJECT_BILLING_NOT_OPEN": UnpaidError,
     "FORBIDDEN": AuthError,
     "SERVICE_DISABLED": DisabledError,
     "accessNotConfigured": DisabledError,
@@ -103,6 +113,16 @@ STATUSES: dict[int, type[CloudError]] = {
 }
 
 
+QUOTAS_URL = "https://console.cloud.google.com/iam-admin/quotas"
+# By class, the most special first; what else a caller knows comes before.
+HINTS: tuple[tuple[type[CloudError], str], ...] = (
+    (DisabledError, "Run `gcloud services enable compute.googleapis.com`."),
+    (UnpaidError, "Run `gcloud billing projects link PROJECT --billing-account=ACCOUNT`."),
+    (AuthError, "Run `broker check gcp` to see what is missing."),
+    (QuotaError, f"Ask for more: {QUOTAS_URL}."),
+)
+
+
 def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ...] = ()) -> CloudError:
     """By the table, else by the HTTP status, else by its class: 4xx is our mistake, all else may pass."""
     kind = CODES.get(code) or STATUSES.get(status)
@@ -111,20 +131,31 @@ def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ..
     text = f"{message.strip().rstrip('.')} ({code or status})"
     if kind is CapacityError:
         return CapacityError(text, scope=CAPACITY_SCOPES.get(code, "zone"), hints=hints)
-    if kind is DisabledError:
-        hints = ("Run `gcloud services enable compute.googleapis.com`.", *hints)
-    elif issubclass(kind, AuthError):
-        hints = ("Run `broker check` to see what is missing.", *hints)
-    return kind(text, hints=hints)
+    usual = [hint for each, hint in HINTS if issubclass(kind, each)]
+    return kind(text, hints=hints or tuple(usual[:1]))
 
 
 def read_operation_error(operation: Any) -> CloudError | None:
     """What an operation that is DONE says; a capacity error speaks before the ones that follow from it."""
-    found = [make_error(each.code, each.message or each.code) for each in operation.error.errors]
+    found = [
+        make_error(each.code, each.message or each.code, hints=_find_quota_hint(each))
+        for each in operation.error.errors
+    ]
     if not found:
         status = operation.http_error_status_code
         return make_error("", operation.http_error_message or "the operation failed", status=status) if status else None
     return next((each for each in found if isinstance(each, CapacityError | QuotaError)), found[0])
+
+
+def _find_quota_hint(error: Any) -> tuple[str, ...]:
+    """Google names the quota that was exceeded, also one that it does not let us ask for before."""
+    for each in error.error_details:
+        quota = each.quota_info
+        if quota.limit_name or quota.metric_name:
+            place = ", ".join(f"{key} {value}" for key, value in sorted(quota.dimensions.items()))
+            name = quota.limit_name or quota.metric_name
+            return (f"Ask for more: {QUOTAS_URL} (filter `{name}`{f', {place}' if place else ''}).",)
+    return ()
 
 
 def translate(error: Exception, *, does_change: bool) -> CloudError | None:
@@ -141,7 +172,8 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
         hint = "Run `gcloud auth application-default login`, or set `GOOGLE_APPLICATION_CREDENTIALS`."
         return AuthError(f"Google refuses the login: {str(error)[:200]}", hints=(hint,))
     if isinstance(error, api.GoogleAPICallError):
-        found = make_error(_find_reason(error.errors), error.message or "", status=int(error.code or 0))
+        code, message = _read_answer(error)
+        found = make_error(code, message, status=int(error.code or 0))
         is_clear = (error.code or 500) < 500 or isinstance(found, CapacityError | QuotaError | ThrottledError)
         return found if is_clear else lost(found.message)
     if isinstance(error, api.RetryError | requests.RequestException | OSError):
@@ -149,8 +181,11 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
     return None
 
 
-def _find_reason(errors: Any) -> str:
-    for each in errors or ():
-        if isinstance(each, Mapping) and each.get("reason"):
-            return str(each["reason"])
-    return ""
+def _read_answer(error: Any) -> tuple[str, str]:
+    """Code and message. `reason` is of the newer kind that says more (a project without billing is only `forbidden` in
+    the older); the library puts method and URL before the older kind's message."""
+    told = [each for each in error.errors or () if isinstance(each, Mapping)]
+    codes = [str(error.reason or ""), *(str(each.get("reason") or "") for each in told)]
+    code = next((each for each in codes if each in CODES), next(filter(None, codes), ""))
+    message = next((str(each["message"]) for each in told if each.get("message")), "")
+    return code, message or error.message or ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.aws.faults import CLASSES, CODES, HINTS, KINDS, RefusedError, find_kind, translate
+from broker.clouds.aws.faults import CLASSES, CODES, HINTS, KINDS, OWN_HINTS, RefusedError, find_kind, translate
 from broker.errors import (
     AuthError,
     CapacityError,
@@ -36,6 +36,7 @@ DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
         "InsufficientCapacityOnHost": 400,
         "SpotMaxPriceTooLow": 400,
         "UnfulfillableCapacity": 400,
+        "Unsupported": 500,
     },
     QuotaError: {
         "VcpuLimitExceeded": 400,
@@ -56,7 +57,8 @@ DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
         "InvalidClientTokenId": 403,
         "MissingAuthenticationToken": 403,
         "OptInRequired": 403,
-        "PendingVerification": 400,
+        "AccountProblem": 400,
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted": 403,
         "RequestExpired": 400,
         "ExpiredToken": 400,
         "SignatureDoesNotMatch": 403,
@@ -64,7 +66,6 @@ DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
     },
     ThrottledError: {"RequestLimitExceeded": 503, "Throttling": 400, "SomethingNew": 429},
     InvalidRequestError: {
-        "Unsupported": 500,
         "UnsupportedOperation": 400,
         "InvalidParameter": 400,
         "InvalidParameterValue": 400,
@@ -132,7 +133,7 @@ def test_documented_code_of_a_launch_becomes_our_class_and_leaves_nothing(
                 await bed.cloud.create_nodes(make_request(bed))
             assert type(caught.value) is wanted, code
             assert code in caught.value.message or wanted is QuotaError
-            assert caught.value.hints or wanted in (InvalidRequestError, TransientError), code
+            assert caught.value.hints or wanted in (CapacityError, InvalidRequestError, TransientError), code
             if isinstance(caught.value, CapacityError):
                 assert caught.value.scope == "zone"
         assert sum(bed.account.fault_counts.values()) == len(DOCUMENTED[wanted])
@@ -181,6 +182,32 @@ def test_nobody_listening_is_transient_and_no_login_is_told(bed: AwsBed, monkeyp
         assert "aws configure" in caught.value.hints[0]
 
     bed.run(act())
+
+
+def test_region_that_amazon_still_looks_into_is_left_for_others(bed: AwsBed) -> None:
+    """An account's first launch in a region; those that it uses already stay open."""
+    bed.account.fail("RunInstances", "PendingVerification")
+
+    async def act() -> None:
+        with pytest.raises(CapacityError) as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        assert caught.value.scope == "region"
+        assert "four hours" in caught.value.hints[0]
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize("code", list(OWN_HINTS))
+def test_fault_that_no_login_mends_does_not_send_anybody_to_log_in(code: str) -> None:
+    refusal = RefusedError(code, "?", operation="run_instances", region="us-east-1")
+    assert code in KINDS
+    hints = " ".join(translate(refusal, is_create=True).hints)
+    assert hints and "aws configure" not in hints and "--policy" not in hints
+
+
+def test_refusal_by_iam_is_cut_to_what_can_be_read() -> None:
+    refusal = RefusedError("UnauthorizedOperation", "x" * 1500, operation="run_instances", region="us-east-1")
+    assert len(translate(refusal).message) < 400
 
 
 def test_unwritten_code_of_no_answer_is_unknown_for_a_create_only() -> None:

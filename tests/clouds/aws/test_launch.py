@@ -14,7 +14,7 @@ import pytest
 
 from broker.clouds.aws.images import choose_parameter
 from broker.clouds.aws.quotas import find_code
-from broker.errors import InvalidRequestError, QuotaError, TransientError, UnknownOutcomeError
+from broker.errors import CapacityError, InvalidRequestError, QuotaError, TransientError, UnknownOutcomeError
 from broker.types import MachineSpec, NodeState, Secret, Task
 from tests.clouds.aws.bed import OFFER, AwsBed
 from tests.clouds.contract import OWNER, make_request, settle, wait_state
@@ -25,11 +25,15 @@ CPU = {"accelerator": None, "accelerator_count": 0, "instance_type": "m5.large",
 def launch(bed: AwsBed, **request: Any) -> Mapping[str, Any]:
     """The parameters of RunInstances."""
 
+    launch_any(bed, **request)
+    return next(parameters for action, _, parameters in reversed(bed.account.calls) if action == "ec2:RunInstances")
+
+
+def launch_any(bed: AwsBed, **request: Any) -> None:
     async def act() -> None:
         await bed.cloud.create_nodes(make_request(bed, **request))
 
     bed.run(act())
-    return next(parameters for action, _, parameters in reversed(bed.account.calls) if action == "ec2:RunInstances")
 
 
 def find_calls(bed: AwsBed, action: str) -> list[Mapping[str, Any]]:
@@ -75,7 +79,7 @@ def test_disk_is_never_smaller_than_its_image(bed: AwsBed) -> None:
 
 def test_everything_made_carries_the_owner_from_its_first_moment(bed: AwsBed) -> None:
     spec = MachineSpec(labels={"team": "vision", "broker-owner": "mallory"})
-    asked = launch(bed, attempt=3, spec=spec, token="t" * 32)
+    asked = launch(bed, attempt=3, node_count=2, spec=spec, token="t" * 32)
     kinds = {
         each["ResourceType"]: {tag["Key"]: tag["Value"] for tag in each["Tags"]} for each in asked["TagSpecifications"]
     }
@@ -87,7 +91,8 @@ def test_everything_made_carries_the_owner_from_its_first_moment(bed: AwsBed) ->
         }  # fmt: skip
     assert asked["ClientToken"] == "t" * 32
     for group in (*bed.account.groups.values(), *bed.account.placement_groups.values()):
-        assert {"Key": "broker-owner", "Value": OWNER} in group["Tags"]
+        told = {tag["Key"]: tag["Value"] for tag in group["Tags"]}
+        assert told == {"broker-owner": OWNER, "broker-cluster": "train", "team": "vision"}
 
 
 def test_ssh_comes_from_the_caller_only_and_asked_ports_from_everywhere(bed: AwsBed) -> None:
@@ -145,6 +150,21 @@ def test_best_network_is_efa_where_the_machine_has_it(bed: AwsBed) -> None:
     bed.offer = replace(OFFER, **CPU)
     (card,) = launch(bed, spec=spec, cluster="other")["NetworkInterfaces"]
     assert "InterfaceType" not in card
+
+
+def test_machine_with_several_cards_has_efa_on_each_where_nodes_need_no_public_address(bed: AwsBed) -> None:
+    bed.settings = replace(bed.settings, uses_private_addresses=True)
+    bed.cloud = bed.reopen()
+    cards = launch(bed, node_count=2, spec=MachineSpec(network_tier="best"))["NetworkInterfaces"]
+    kinds = [(card["NetworkCardIndex"], card["DeviceIndex"], card["InterfaceType"]) for card in cards]
+    assert kinds == [(0, 0, "efa"), (1, 1, "efa-only"), (2, 1, "efa-only"), (3, 1, "efa-only")]
+    (group_id,) = bed.account.groups
+    assert all(card["Groups"] == [group_id] and card["DeleteOnTermination"] for card in cards)
+    bed.offer = replace(OFFER, zone=None)
+    launch_any(bed, cluster="fleet", spec=MachineSpec(network_tier="best"))
+    (template,) = bed.account.templates.values()
+    (card,) = template["data"]["NetworkInterfaces"]
+    assert card["InterfaceType"] == "efa"
 
 
 @pytest.mark.parametrize(
@@ -353,12 +373,68 @@ def test_own_vpc_profile_and_private_addresses_are_used(bed: AwsBed) -> None:
     bed.run(act())
 
 
-def test_vpc_without_a_subnet_in_the_zone_is_told(bed: AwsBed) -> None:
+def test_vpc_without_any_subnet_is_told(bed: AwsBed) -> None:
     bed.settings = replace(bed.settings, vpcs={"us-east-1": "vpc-empty"})
     bed.cloud = bed.reopen()
 
     async def act() -> None:
-        with pytest.raises(InvalidRequestError, match="vpc-empty has no subnet in us-east-1b"):
+        with pytest.raises(InvalidRequestError, match="vpc-empty has no subnet in us-east-1") as caught:
             await bed.cloud.create_nodes(make_request(bed))
+        assert "aws ec2 create-subnet --vpc-id vpc-empty" in caught.value.hints[0]
 
     bed.run(act())
+
+
+def test_zone_without_a_subnet_is_full_for_us_and_the_others_are_not(bed: AwsBed) -> None:
+    """Amazon opens zones in which an old default VPC has no subnet: the search goes on elsewhere."""
+    bed.account.bare_zones = {"us-east-1b"}
+
+    async def act() -> None:
+        with pytest.raises(CapacityError) as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        assert caught.value.scope == "zone"
+        assert caught.value.message == "vpc-of-us-east-1 has no subnet in us-east-1b, only in us-east-1a, us-east-1c"
+        command = "aws ec2 create-default-subnet --region us-east-1 --availability-zone us-east-1b"
+        assert command in caught.value.hints[0]
+        assert bed.account.groups == {}
+        bed.offer = replace(OFFER, zone="us-east-1c")
+        assert len(await bed.cloud.create_nodes(make_request(bed))) == 1
+        bed.offer = replace(OFFER, zone=None)
+        (node,) = await bed.cloud.create_nodes(make_request(bed))
+        assert node.zone != "us-east-1b"
+
+    bed.run(act())
+
+
+def test_spot_zone_that_aws_expects_nothing_of_is_passed_over_once(bed: AwsBed) -> None:
+    """Whoever comes back has nowhere else to go."""
+    bed.account.scores = {"us-east-1a": 3, "us-east-1b": 1, "us-east-1c": 9}
+
+    async def act() -> None:
+        request = make_request(bed, is_spot=True, node_count=2)
+        with pytest.raises(CapacityError) as caught:
+            await bed.cloud.create_nodes(request)
+        assert caught.value.scope == "zone"
+        assert caught.value.message == (
+            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b 1 of 10 now, in us-east-1c 9"
+        )
+        assert find_calls(bed, "RunInstances") == []
+        assert len(await bed.cloud.create_nodes(request)) == 2
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_spot"),
+    [
+        ({"us-east-1a": 3, "us-east-1b": 1}, True),
+        ({"us-east-1a": 9, "us-east-1b": 2}, True),
+        ({"us-east-1a": 9}, True),
+        ({"us-east-1a": 9, "us-east-1b": 1}, False),
+    ],
+    ids=["nowhere better", "not hopeless", "not told", "on-demand"],
+)
+def test_other_scores_keep_nobody_from_trying(bed: AwsBed, scores: dict[str, int], is_spot: bool) -> None:
+    bed.account.scores = scores
+    assert launch(bed, is_spot=is_spot)["MinCount"] == 1
+    assert len(find_calls(bed, "GetSpotPlacementScores")) == is_spot

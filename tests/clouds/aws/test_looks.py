@@ -113,8 +113,9 @@ def test_spot_machine_cannot_be_stopped_and_a_full_zone_starts_none(bed: AwsBed)
         await bed.adapter.stop_nodes([node.id])
         await wait_state(bed, ondemand.token, NodeState.STOPPED)
         bed.account.fail("StartInstances", "InsufficientInstanceCapacity", status=500)
-        with pytest.raises(CapacityError):
+        with pytest.raises(CapacityError) as caught:
             await bed.adapter.start_nodes([node.id])
+        assert "broker down" in caught.value.hints[0]
         await bed.adapter.start_nodes([node.id])
         (node,) = await wait_state(bed, ondemand.token, NodeState.RUNNING)
         assert node.handle != before, "a started machine has another public address"

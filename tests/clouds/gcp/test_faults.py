@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,18 @@ import google.api_core.exceptions as api
 import google.auth.exceptions as auth
 import pytest
 import requests
+from google.cloud import compute_v1
 
 from broker.clouds.gcp import faults
-from broker.clouds.gcp.faults import BusyError, DisabledError, ExistsError, MissingError, make_error, translate
+from broker.clouds.gcp.faults import (
+    BusyError,
+    DisabledError,
+    ExistsError,
+    MissingError,
+    UnpaidError,
+    make_error,
+    translate,
+)
 from broker.errors import (
     AuthError,
     CapacityError,
@@ -38,7 +48,7 @@ DOCUMENTED = {
 }  # fmt: skip
 OURS = (
     *(AuthError, CapacityError, InvalidRequestError, QuotaError, ThrottledError, TransientError, UnknownOutcomeError),
-    *(BusyError, DisabledError, ExistsError, MissingError),
+    *(BusyError, DisabledError, ExistsError, MissingError, UnpaidError),
 )
 API_ERRORS = sorted(
     (each for each in vars(api).values() if isinstance(each, type) and issubclass(each, api.GoogleAPICallError)),
@@ -61,7 +71,7 @@ def test_each_code_makes_its_error_with_googles_words(code: str) -> None:
     error = make_error(code, "It was so.")
     assert type(error) is faults.CODES[code]
     assert error.message == f"It was so ({code})"
-    assert error.hints or not isinstance(error, AuthError)
+    assert error.hints or not isinstance(error, AuthError | QuotaError)
 
 
 @pytest.mark.parametrize("does_change", [False, True])
@@ -114,7 +124,7 @@ def test_a_refusal_with_status_503_is_believed_where_its_reason_is_known() -> No
 
 def test_an_operation_tells_the_reason_before_what_follows_from_it() -> None:
     def operation(*codes: str, status: int = 0) -> Any:
-        errors = [SimpleNamespace(code=code, message="") for code in codes]
+        errors = [SimpleNamespace(code=code, message="", error_details=()) for code in codes]
         return SimpleNamespace(
             error=SimpleNamespace(errors=errors), http_error_status_code=status, http_error_message="BAD"
         )
@@ -123,6 +133,49 @@ def test_an_operation_tells_the_reason_before_what_follows_from_it() -> None:
     assert isinstance(faults.read_operation_error(operation(status=403)), AuthError)
     both = operation("RESOURCE_NOT_FOUND", "ZONE_RESOURCE_POOL_EXHAUSTED")
     assert isinstance(faults.read_operation_error(both), CapacityError)
+
+
+def answer(status: int, reason: str, message: str, *, detail: str = "") -> api.GoogleAPICallError:
+    """As Google's library makes it of an answer; `detail` is the reason of the newer kind."""
+    info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": detail, "domain": "googleapis.com"}
+    body = {"code": status, "message": message, "errors": [{"message": message, "domain": "global", "reason": reason}]}
+    response = requests.Response()
+    response.status_code = status
+    response._content = json.dumps({"error": body | ({"details": [info]} if detail else {})}).encode()
+    response.request = requests.Request("POST", "https://compute.googleapis.com/x").prepare()
+    error: api.GoogleAPICallError = api.from_http_response(response)
+    return error
+
+
+def test_what_google_said_is_told_without_the_address_that_it_was_asked_at() -> None:
+    error = translate(answer(400, "invalid", "Invalid value for field 'x'."), does_change=True)
+    assert error is not None and error.message == "Invalid value for field 'x' (invalid)"
+
+
+@pytest.mark.parametrize(
+    ("detail", "kind", "command"),
+    [
+        ("BILLING_DISABLED", UnpaidError, "gcloud billing projects link"),
+        ("SERVICE_DISABLED", DisabledError, "gcloud services enable compute.googleapis.com"),
+        ("IAM_PERMISSION_DENIED", AuthError, "broker check gcp"),
+        ("SOMETHING_NEW", AuthError, "broker check gcp"),
+    ],
+)
+def test_the_newer_reason_says_what_the_older_only_forbids(detail: str, kind: type[CloudError], command: str) -> None:
+    error = translate(answer(403, "forbidden", "no", detail=detail), does_change=True)
+    assert type(error) is kind
+    assert len(error.hints) == 1 and command in error.hints[0]
+
+
+def test_an_exceeded_quota_is_named_as_the_console_names_it() -> None:
+    quota = {"limit_name": "GPUS-PER-GPU-FAMILY-per-project-region", "metric_name": "compute.googleapis.com/gpus"}
+    dimensions = {"gpu_family": "NVIDIA_H100", "region": "us-central1"}
+    details = {"quota_info": {**quota, "dimensions": dimensions, "limit": 0.0}}
+    error = {"code": "QUOTA_EXCEEDED", "message": "Quota exceeded.", "error_details": [details]}
+    operation = compute_v1.Operation({"error": {"errors": [error]}})
+    found = faults.read_operation_error(operation)
+    assert isinstance(found, QuotaError)
+    assert "filter `GPUS-PER-GPU-FAMILY-per-project-region`, gpu_family NVIDIA_H100" in found.hints[0]
 
 
 def test_a_code_that_nobody_knows_is_never_taken_for_success() -> None:

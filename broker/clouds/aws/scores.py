@@ -1,0 +1,76 @@
+"""How likely a zone is to give spot machines now, and to leave them: AWS's own scores, asked before trying."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from broker.clock import Clock
+from broker.clouds.aws.clients import Clients
+from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.errors import CapacityError
+from broker.types import Placement
+
+KNOWN_S = 600.0  # the market moves; and an account may ask about a few dozen different gangs a day only
+# From 1, "very unlikely to succeed", to 10 (EC2 user guide, "Spot placement score").
+HOPELESS, BETTER = 1, 4
+
+
+class Scores:
+    def __init__(self, clients: Clients, *, clock: Clock) -> None:
+        self._clients = clients
+        self._clock = clock
+        self._known: dict[tuple[str, str, int], tuple[float, Mapping[str, int]]] = {}
+        self._doubted: dict[tuple[str, str, int], float] = {}
+
+    async def read(self, placement: Placement) -> Mapping[str, int]:
+        """Zone -> 1 to 10; empty where AWS does not say."""
+        offer = placement.offer
+        key = (offer.region, offer.instance_type, placement.node_count)
+        now_s = self._clock.now_s()
+        known_s, known = self._known.get(key, (-KNOWN_S, {}))
+        if now_s - known_s < KNOWN_S:
+            return known
+        try:
+            told, names = await asyncio.gather(
+                self._clients.glance(
+                    "ec2", offer.region, "get_spot_placement_scores",
+                    InstanceTypes=[offer.instance_type], TargetCapacity=placement.node_count,
+                    SingleAvailabilityZone=True, RegionNames=[offer.region],
+                ),
+                self._clients.glance("ec2", offer.region, "describe_availability_zones"),
+            )  # fmt: skip
+        except RefusedError as refusal:
+            if find_kind(refusal.code, refusal.status) == "login":
+                raise
+            told, names = {}, {}
+        # A zone's name is the account's own; scores go by its id, which is everybody's.
+        by_id = {each["ZoneId"]: each["ZoneName"] for each in names.get("AvailabilityZones", ())}
+        found = {
+            by_id[each["AvailabilityZoneId"]]: int(each["Score"])
+            for each in told.get("SpotPlacementScores", ())
+            if each.get("AvailabilityZoneId") in by_id
+        }
+        self._known[key] = (now_s, found)
+        return found
+
+    async def refuse_unlikely(self, placement: Placement) -> None:
+        """Raises CapacityError for a zone that AWS expects nothing of while another of the region may well give: what
+        came there would soon be taken back. Who asks again has nowhere else to go, and may try."""
+        offer = placement.offer
+        if not placement.is_spot or offer.zone is None:
+            return
+        scores = await self.read(placement)
+        likely = [zone for zone, score in scores.items() if score >= BETTER and zone != offer.zone]
+        key = (offer.zone, offer.instance_type, placement.node_count)
+        now_s = self._clock.now_s()
+        is_doubted = now_s - self._doubted.get(key, -KNOWN_S) < KNOWN_S
+        if scores.get(offer.zone) != HOPELESS or not likely or is_doubted:
+            return
+        self._doubted[key] = now_s
+        best = max(likely, key=lambda zone: scores[zone])
+        raise CapacityError(
+            f"AWS rates the chance of {placement.node_count} x {offer.instance_type} spot in {offer.zone} 1 of 10 "
+            f"now, in {best} {scores[best]}",
+            scope="zone",
+        )
