@@ -26,7 +26,7 @@ def load(text: str) -> Task:
         ("service: {readiness_probe: /health, replicas: 2}", "service", True),
         ("pool: {workers: 2}", "pool", True),
         ("volumes: {/mnt: pvc0, /new: {size: 1Gi}}", "volumes", True),
-        ("file_mounts: {/data: 'r2://bucket/x'}", "file_mounts", True),
+        ("file_mounts: {/data: 'oci://bucket/x'}", "file_mounts", True),
         ("file_mounts: {/data: {name: bucket, source: ./here, store: GCS}}", "file_mounts", True),
         ("file_mounts: {/data: {name: bucket}}", "file_mounts", True),
         ("file_mounts: {/data: {store: volume, config: {disk_size: 10}}}", "file_mounts", True),
