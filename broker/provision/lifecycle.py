@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanStop, Cloud, HandsOutHosts
+from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts
 from broker.errors import CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.backoff import draw_backoff_s
@@ -145,6 +145,9 @@ class Provisioner:
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
                     self._store.put_cluster(refreshed)
         return refreshed
+
+    def can_replace_node(self, cluster: Cluster) -> bool:
+        return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
 
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600
