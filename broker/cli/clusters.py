@@ -14,6 +14,7 @@ from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, RunStatus, Task
 
@@ -105,6 +106,7 @@ def launch(
     if known is None or known.status is not ClusterStatus.UP:
         note_copies(context, [plan])
         confirm_price([plan], yes=yes)
+    (one,) = fill_buckets([one])
     try:
         asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
     except KeyboardInterrupt:

@@ -48,7 +48,7 @@ class Wanted:
     """
 
     cluster: Cluster
-    spec: MachineSpec
+    make_spec: Callable[[Placement], MachineSpec]
     timeout_s: float
     on_event: Callable[[str], None]
     hedge: int = HEDGE
@@ -206,7 +206,7 @@ class Asker:
             attempt=cluster.attempt,
             token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
             placement=placement,
-            spec=wanted.spec,
+            spec=wanted.make_spec(placement),
         )
         with self._store.transaction():
             current = self._store.get_cluster(cluster.name)
