@@ -160,5 +160,5 @@ def test_a_quota_that_google_does_not_tell_is_not_taken_for_nothing(request_of: 
     check_quotas(needs, {}, project="p")
     short = {"NVIDIA_T4_GPUS": Quota(metric="NVIDIA_T4_GPUS", limit=4, usage=4)}
     with pytest.raises(QuotaError) as caught:
-        check_quotas(needs, short, project="p", place="us-central1")
+        check_quotas(needs, short, project="p", region="us-central1")
     assert "0 of 4 left (NVIDIA_T4_GPUS)" in caught.value.message
