@@ -1,15 +1,22 @@
-"""Paths and settings. Precedence: flag > environment > default; the CLI passes flags in.
+"""Paths and settings. Precedence: flag > environment > `config.toml` > default; the CLI passes flags in.
 
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
+BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from pathlib import Path
 
+from broker.errors import UsageError
 from broker.nouns import noun
+
+SETTINGS = "config.toml"
+# Where programs can keep checkpoints: buckets that the bundled trainers write to, and folders that every node sees.
+CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
 @noun
@@ -62,6 +69,35 @@ def load_config(home: Path | None = None) -> Config:
     if not identity.exists():
         _draw_owner(identity)
     return Config(home=folder, owner=identity.read_text().strip())
+
+
+def find_checkpoint_url(config: Config) -> str | None:
+    """Where checkpoints go by default. Raises UsageError that names the setting which says no such place."""
+    text: object = os.environ.get("BROKER_CHECKPOINTS")
+    source = "BROKER_CHECKPOINTS"
+    if not text:
+        source = f"{config.home / SETTINGS}: `checkpoints`"
+        text = _read_settings(config.home / SETTINGS).get("checkpoints")
+    if text is None:
+        return None
+    if not re.fullmatch(CHECKPOINT_URL, str(text)):
+        raise UsageError(f"{source} is `{text}`", hints=("It is a bucket, as `s3://BUCKET/FOLDER`, or a folder.",))
+    return str(text)
+
+
+def _read_settings(path: Path) -> dict[str, object]:
+    import tomllib  # 5 ms that most commands do not need
+
+    try:
+        found: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    unknown = sorted(set(found) - {"checkpoints"})
+    if unknown:
+        raise UsageError(f"{path}: there is no `{unknown[0]}`", hints=("There is `checkpoints`.",))
+    return found
 
 
 def _draw_owner(identity: Path) -> None:

@@ -41,6 +41,7 @@ BANNED_CALLS: dict[str, set[str]] = {
 # Programs of their own on a node: they have no broker to ask for the time, and read the environment they were given.
 NODE_PROGRAMS = {
     "broker/runtime/agent.py",
+    "broker/runtime/agent_bucket.py",
     "broker/runtime/agent_files.py",
     "broker/runtime/agent_gang.py",
     "broker/runtime/agent_notice.py",

@@ -128,7 +128,7 @@ class RunConfig(StrategyOptions):
         ("none", "selective", "full"),
     )
     elastic: str = knob(
-        "", "fewest:most ranks, as `2:4`: goes on without lost ones, and with new ones; empty: all or none"
+        "", "fewest:most ranks, as `2:4`: goes on without lost ones, and with new ones; empty: as `min_nodes` says"
     )
     prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)

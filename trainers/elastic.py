@@ -5,13 +5,14 @@ change keeps the state in memory that outlives the program, and executes the pro
 """
 
 import json
+import math
 import os
 import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ from trainers.preemption import PreemptionNotice
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
+    from trainers.handover import Holding
     from trainers.loop import Position
     from trainers.ranks import Ranks
+    from trainers.strategies.grid import Part
 
 BEAT_S = 2.0
 CONNECT_S_MAX = 120.0
@@ -44,23 +47,27 @@ class World:
     world_size: int
     address: str
     port: int
-    steps: tuple[int, ...]  # of the state that each rank holds in memory; -1 for none
+    holdings: tuple[tuple[int, int, int], ...]  # of each rank: step of the state in its memory, which of how many parts
 
-    @property
-    def step(self) -> int:
-        """The newest state that some rank holds; -1 where none does."""
-        return max(self.steps)
+    def read_holdings(self) -> "Sequence[Holding]":
+        """What each rank kept of the world before."""
+        from trainers.handover import Holding
+        from trainers.strategies.grid import Part
+
+        return [Holding(step=step, part=Part(index=index, count=count)) for step, index, count in self.holdings]
 
 
 class Member:
     """This process's place among workers that come and go."""
 
-    def __init__(self, meeting: str) -> None:
-        """Come to the rendezvous at `host:port`, and wait to be let in."""
+    def __init__(self, meeting: str, *, unit: int = 1) -> None:
+        """Come to the rendezvous at `host:port`, and wait to be let into a world of a multiple of `unit` ranks."""
         self._kept = int(os.environ.get("BROKER_ELASTIC_STATE", "-1"))  # a file descriptor
         self._lock: Any = None
         self._position: Position | None = None
+        self._part: Part | None = None
         self._shared: Mapping[str, Any] = {}
+        self._fixed: Mapping[str, Any] = {}  # of the shared state, what consists of tensors that stay the same
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
@@ -73,7 +80,8 @@ class Member:
             id=self._id,
             port=find_free_port(),
             order=json.loads(os.environ["BROKER_ELASTIC_ORDER"]),
-            step=int(os.environ.get("BROKER_ELASTIC_STEP", "-1")),
+            holding=json.loads(os.environ.get("BROKER_ELASTIC_HOLDING", "[-1, 0, 1]")),
+            unit=unit,
         )
         threading.Thread(target=self._beat, name="elastic-beat", daemon=True).start()
         self.world = self._await_world()
@@ -86,31 +94,35 @@ class Member:
         )
         threading.Thread(target=self._listen, name="elastic", daemon=True).start()
 
-    def offer(self, lock: Any, position: "Position", shared: Mapping[str, Any]) -> None:
-        """From now on this is the state to keep. It is whole, and of that position, while `lock` is free."""
-        self._lock, self._position, self._shared = lock, position, shared
-
-    def take_over(self, ranks: "Ranks", shared: Mapping[str, Any]) -> int | None:
-        """Fill the objects with the newest state that any rank kept; its step, or None where nobody kept any.
-
-        A collective call. Ranks that kept it read their own; to the others the first of those sends it.
-        """
-        best = self.world.step
-        if best < 0:
-            return None
+    def offer(self, lock: Any, position: "Position", part: "Part", shared: Mapping[str, Any]) -> None:
+        """From now on this is the state to keep. It is all of that part, and of that position, while `lock` is free."""
         import torch
 
-        if self.world.steps[ranks.rank] == best:
+        # Asked for in the middle of a step, a sharded module's state would be put back together under its feet.
+        self._fixed = {
+            key: each.state_dict(keep_vars=True) for key, each in shared.items() if isinstance(each, torch.nn.Module)
+        }
+        self._lock, self._part, self._shared = lock, part, shared
+        self._position = position
+        if self._kept >= 0:  # what was kept of the world before takes as much memory once more
+            os.close(self._kept)
+            self._kept = -1
+
+    def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
+        """Fill the objects with the newest state that this world has in memory; its step, or None where it has none.
+
+        A collective call.
+        """
+        import torch
+
+        from trainers.handover import hand_over
+
+        def read() -> Any:
             with os.fdopen(os.dup(self._kept), "rb") as file:
                 file.seek(0)
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            for key, each in shared.items():
-                each.load_state_dict(state[key])
-        if any(step != best for step in self.world.steps):
-            source = self.world.steps.index(best)
-            for _, each in sorted(shared.items()):
-                each.load_state_dict(spread(each.state_dict(), source))
-        return best
+                return torch.load(file, map_location="cpu", weights_only=True)
+
+        return hand_over(ranks, part, self.world.read_holdings(), read, shared)
 
     def vote(self, *, is_leaving: bool) -> str:
         """After a step at which all ranks stop: `stay`, `again` in a new world, `go` alone, or `stop` all together."""
@@ -133,8 +145,10 @@ class Member:
 
     def restart(self) -> None:
         """Execute the program anew, with the state in memory. Does not return."""
-        if self._position is not None:
+        if self._position is not None and self._part is not None:
             import torch
+
+            from trainers.handover import keep
 
             if not self._lock.acquire(timeout=LOCK_S_MAX):
                 print("error: the state cannot be kept: a step does not end", file=sys.stderr, flush=True)
@@ -142,9 +156,11 @@ class Member:
             # The lock is kept: this program changes nothing any more.
             kept = os.memfd_create("elastic", 0)
             with os.fdopen(os.dup(kept), "wb") as file:
-                torch.save({key: each.state_dict() for key, each in self._shared.items()}, file)
+                state = {key: self._fixed.get(key) or each.state_dict() for key, each in self._shared.items()}
+                torch.save(keep(state), file)
             self._kept = kept
-            os.environ["BROKER_ELASTIC_STEP"] = str(self._position.steps_done)
+            holding = [self._position.steps_done, self._part.index, self._part.count]
+            os.environ["BROKER_ELASTIC_HOLDING"] = json.dumps(holding)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         for each in Path("/proc/self/fd").iterdir():
@@ -159,7 +175,9 @@ class Member:
         while line := self._lines.readline():
             message = json.loads(line)
             if message.pop("kind") == "world":
-                return World(**{**message, "steps": tuple(message["steps"])})
+                return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
+            if message.get("is_over"):
+                raise SystemExit(0)  # others have done all steps before a place was free here
             if "reason" in message:
                 raise TrainerError(message["reason"])
         raise TrainerError("the rendezvous of `--elastic` ended: the first node is gone")
@@ -191,7 +209,7 @@ class Elastic:
 
     member: Member
     notice: PreemptionNotice
-    is_kept: bool  # whether the state goes along in memory
+    is_kept: bool  # whether any rank that stays has all of the state in memory
 
     def decide(self, checkpoints: "CheckpointManager", step: int) -> str:
         """`stay`, `go` or `stop`; does not return where this rank goes on in another world."""
@@ -206,14 +224,23 @@ class Elastic:
 
 def join_world(config: RunConfig) -> Member | None:
     """Meet the others of an elastic run, and learn this process's rank among them; None for any other run."""
-    if not config.elastic:
-        return None
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
+        if not config.elastic:
+            return None
         raise TrainerError("`--elastic` needs our own launcher, not torchrun: `python -m trainers.launch -m`")
     if not hasattr(os, "memfd_create"):
         raise TrainerError("`--elastic` needs Linux: elsewhere no memory outlives a program")
-    return Member(meeting)
+    return Member(meeting, unit=find_unit(config))
+
+
+def find_unit(config: RunConfig) -> int:
+    """Worlds of an elastic run must be a multiple of so many ranks for its mesh to fit them."""
+    from trainers.strategies import find_axes
+
+    if config.mesh:
+        return math.prod(int(word) for word in config.mesh.split("x") if word.isdecimal() and int(word))
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if len(find_axes(config.strategy)) > 1 else 1
 
 
 def connect(host: str, port: int) -> socket.socket:
@@ -228,18 +255,3 @@ def connect(host: str, port: int) -> socket.socket:
             if time.monotonic() > end_s:
                 raise TrainerError(f"the rendezvous of `--elastic` at {host}:{port} cannot be reached") from error
             time.sleep(0.2)
-
-
-def spread(state: Any, source: int) -> Any:
-    """The state of the rank `source`, on every rank. Tensors are filled where they lie."""
-    import torch
-    import torch.distributed as dist
-
-    if isinstance(state, torch.Tensor):
-        dist.broadcast(state.detach(), src=source)
-        return state
-    if isinstance(state, dict):
-        return {key: spread(each, source) for key, each in state.items()}
-    box = [state]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]

@@ -25,7 +25,7 @@ SHOWN_COUNT = 256
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
-    code = launch_if_needed("trainers.image", arguments)
+    code = launch_if_needed("trainers.image", arguments, elastic=config.elastic)
     return run_session(config, partial(bring, config)) if code is None else code
 
 

@@ -35,6 +35,12 @@ class Plan:
     node_count: int
     master_address: str
     master_port: int | None
+    nodes_min: int | None = None  # the broker goes on with so many nodes, the first among them
+
+    @property
+    def elastic(self) -> tuple[int, int] | None:
+        """Fewest and most ranks, as the broker means it."""
+        return None if self.nodes_min is None else (self.nodes_min * self.workers, self.node_count * self.workers)
 
     def worker_variables(self, local_rank: int, port: int) -> dict[str, str]:
         """What one worker learns about itself, in torch's names."""
@@ -62,15 +68,19 @@ def main(arguments: Sequence[str]) -> int:
     return run_workers([(command, {**os.environ, **plan.worker_variables(rank, port)}) for rank in range(plan.workers)])
 
 
-def launch_if_needed(module: str, arguments: Sequence[str]) -> int | None:
+def launch_if_needed(module: str, arguments: Sequence[str], *, elastic: str | None = None) -> int | None:
     """For a trainer's first line: learn this process's place among the ranks, or start them all.
 
-    Returns the exit code of the workers that were started in its stead; None where this process is itself a rank.
+    `elastic` is the knob of a trainer that has one, as its flags and its config file say. Returns the exit code of the
+    workers that were started in its stead; None where this process is itself a rank.
     """
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
         return None
     plan = read_plan(os.environ)
-    if plan.workers > 1 or find_elastic(arguments):
+    bounds = None if elastic is None else parse_elastic(elastic) if elastic else plan.elastic
+    if bounds:
+        return run_elastic(plan, bounds, [sys.executable, "-m", module, *arguments])
+    if plan.workers > 1:
         return main(["-m", module, *arguments])
     if plan.node_count > 1:
         os.environ.update(plan.worker_variables(0, plan.master_port or PORT_DEFAULT))
@@ -103,13 +113,14 @@ def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
     """Derive ranks from the SKYPILOT_* variables; without them, this node is the only one."""
     addresses = variables.get("SKYPILOT_NODE_IPS", "").split()
     node_count = int(variables.get("SKYPILOT_NUM_NODES") or len(addresses) or 1)
-    port = variables.get("BROKER_MASTER_PORT")
+    port, nodes_min = variables.get("BROKER_MASTER_PORT"), variables.get("BROKER_NODES_MIN")
     return Plan(
         workers=workers or max(1, int(variables.get("SKYPILOT_NUM_GPUS_PER_NODE") or 1)),
         node_rank=int(variables.get("SKYPILOT_NODE_RANK") or 0),
         node_count=node_count,
         master_address=addresses[0] if addresses and node_count > 1 else "127.0.0.1",
         master_port=int(port) if port else None,
+        nodes_min=int(nodes_min) if nodes_min and node_count > 1 else None,
     )
 
 
@@ -141,15 +152,16 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str]) -> int:
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """The trainer's own flag among its arguments, which the launcher must know too."""
+    """The trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
+    found = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag == "--elastic":
-            try:
-                return parse_elastic(value if equals else "".join(arguments[place + 1 : place + 2]))
-            except ValueError as error:
-                raise SystemExit(f"error: {error}") from None
-    return None
+            found = value if equals else "".join(arguments[place + 1 : place + 2])
+    try:
+        return parse_elastic(found) if found else None
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def parse_elastic(text: str) -> tuple[int, int]:

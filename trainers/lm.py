@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGT
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
-    code = launch_if_needed("trainers.lm", arguments)
+    code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
     return run_session(config, partial(bring, config)) if code is None else code
 
 

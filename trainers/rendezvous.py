@@ -7,7 +7,7 @@ connection that ends is a worker that is gone. Every change begins a new generat
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,9 @@ class Member:
     address: str
     port: int  # free on its machine, for torch's store should it come first
     order: tuple[int, int]  # ranks of the generation before come first, in their order
-    step: int  # of the state it holds in memory; -1 for none
     writer: Any
+    holding: tuple[int, int, int] = (-1, 0, 1)  # step of the state in its memory, -1 for none; which of how many parts
+    unit: int = 1  # the ranks of its world must be a multiple of this many
 
     def tell(self, **message: Any) -> None:
         """Send one line; a connection that broke is noticed where it is read."""
@@ -50,6 +51,7 @@ class Rendezvous:
     current: dict[str, Member] = field(default_factory=dict)
     expected: set[str] = field(default_factory=set)  # survivors that will come back
     votes: dict[str, bool] = field(default_factory=dict)
+    unit: int = 1
     is_late: bool = False  # whether the time to come back has passed
     on_gather: Callable[[], None] = lambda: None
 
@@ -57,9 +59,12 @@ class Rendezvous:
         """A worker asks to be let in."""
         self.waiting[member.id] = member
         self.expected.discard(member.id)
-        if self.is_gathering:
+        self.unit = member.unit  # equal for all: it follows from the flags
+        if self.is_over:
+            member.tell(kind="end", is_over=True)
+        elif self.is_gathering:
             self.consider()
-        elif len(self.current) < self.most and not self.is_over:
+        elif self._fit(len(self.current) + len(self.waiting)) > len(self.current):
             for each in self.current.values():
                 each.tell(kind="joiner")
 
@@ -86,7 +91,7 @@ class Rendezvous:
         self.votes = {}
         if not leavers and not self.waiting:
             verdicts = dict.fromkeys(self.current, "stay")
-        elif staying and len(staying) + len(self.waiting) >= self.least:
+        elif staying and self._fit(len(staying) + len(self.waiting)) >= self.least:
             verdicts = {key: "go" if key in leavers else "again" for key in self.current}
         else:
             verdicts = dict.fromkeys(self.current, "stop")
@@ -105,10 +110,20 @@ class Rendezvous:
 
     def consider(self) -> None:
         """Let the members in when all are here, or when enough are and the time is up."""
-        count = len(self.waiting)
+        count = self._fit(len(self.waiting))
         is_complete = not self.expected if self.generation else count >= min(self.first_count, self.most)
         if count >= self.least and (is_complete or self.is_late):
             self._form()
+
+    def _fit(self, count: int) -> int:
+        """How many of so many members can make up a world."""
+        return min(count, self.most) // self.unit * self.unit
+
+    def finish(self) -> None:
+        """All steps are done: whoever still waits for a place need not."""
+        self.is_over = True
+        for each in self.waiting.values():
+            each.tell(kind="end", is_over=True)
 
     def give_up(self) -> None:
         """Nobody comes any more."""
@@ -116,14 +131,15 @@ class Rendezvous:
             each.tell(kind="end", reason=f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}")
 
     def _form(self) -> None:
-        members = sorted(self.waiting.values(), key=lambda each: each.order)
-        chosen, spare = members[: self.most], members[self.most :]
+        members = arrange(sorted(self.waiting.values(), key=lambda each: each.order))
+        size = self._fit(len(members))
+        chosen, spare = members[:size], members[size:]
         self.generation += 1
         self.is_gathering = False
         self.expected, self.votes = set(), {}
         self.current = {each.id: each for each in chosen}
         self.waiting = {each.id: each for each in spare}
-        steps = [each.step for each in chosen]
+        holdings = [each.holding for each in chosen]
         for rank, each in enumerate(chosen):
             each.tell(
                 kind="world",
@@ -132,8 +148,27 @@ class Rendezvous:
                 world_size=len(chosen),
                 address=chosen[0].address,
                 port=chosen[0].port,
-                steps=steps,
+                holdings=holdings,
             )
+
+
+def arrange(members: Sequence[Member]) -> list[Member]:
+    """Members in their order, but where each kept one part of several, the parts take turns as they did before.
+
+    So a world is whole where its members can make it so, and few have to be sent what they did not keep.
+    """
+    left = list(members)
+    newest = max((each.holding for each in left), default=(-1, 0, 1))
+    if newest[2] == 1:
+        return left
+    arranged: list[Member] = []
+    while left:
+        wanted = (newest[0], len(arranged) % newest[2], newest[2])
+        place = next((place for place, each in enumerate(left) if each.holding == wanted), None)
+        if place is None:  # whoever is of no use at another place either
+            place = next((place for place, each in enumerate(left) if each.holding[0] != newest[0]), 0)
+        arranged.append(left.pop(place))
+    return arranged
 
 
 class Server:
@@ -180,14 +215,15 @@ class Server:
                         address=writer.get_extra_info("peername")[0],
                         port=message["port"],
                         order=tuple(message["order"]),
-                        step=message["step"],
+                        holding=tuple(message["holding"]),
+                        unit=message["unit"],
                         writer=writer,
                     )
                     self._rendezvous.arrive(member)
                 elif member and message["kind"] == "vote":
                     self._rendezvous.vote(member, is_leaving=message["is_leaving"])
                 elif message["kind"] == "done":
-                    self._rendezvous.is_over = True
+                    self._rendezvous.finish()
         except (OSError, TimeoutError, ValueError, KeyError):
             pass  # whatever broke, the worker behind this connection is not to be counted on
         finally:

@@ -147,14 +147,14 @@ def train(
         own={**strategy.own_state(model, optimizer), "random_numbers": random_numbers},
     )
     changing = threading.Lock()
-    is_kept = member is not None and strategy.IS_REPLICATED
-    step = member.take_over(ranks, shared) if member is not None and is_kept else None
-    event = "started" if member is None or step is None else "went on from memory"
+    part = strategy.find_part() if member is not None else None
+    step = member.take_over(ranks, part, shared) if member is not None and part is not None else None
+    event = "started" if step is None else "went on from memory"
     if step is None:
         step = checkpoints.restore()
         event = "started" if step is None else "resumed"
-    if member is not None and is_kept:
-        member.offer(changing, position, shared)
+    if member is not None and part is not None:
+        member.offer(changing, position, part, shared)
     progress = Progress(
         environment.progress_file, total=config.train.steps, is_silent=not ranks.is_first, unit=study.unit
     )
@@ -199,7 +199,7 @@ def train(
         profile=Profile(config.profile, ranks),
         watchdog=watchdog,
         device=ranks.device,
-        elastic=None if member is None else Elastic(member=member, notice=notice, is_kept=is_kept),
+        elastic=Elastic(member=member, notice=notice, is_kept=strategy.grid.is_whole) if member else None,
     )
     code = supervisor.drive(steps)
     if member is not None and code == 0:

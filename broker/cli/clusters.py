@@ -157,13 +157,16 @@ def tell_what_is_left(context: Context, name: str) -> None:
 
 
 async def _submit(context: Context, cluster: Cluster, task: Task) -> int:
+    from broker.config import find_checkpoint_url
+    from broker.jobs.checkpoints import find_checkpoint_dir, settle_tasks
+
     if task.run is None and task.setup is None:
         raise UsageError("the task has nothing to run", hints=["give it `run:`"])
+    (task,) = settle_tasks([task], find_checkpoint_url(context.config))
     run_id = context.store.next_run_id(cluster.name)
-    envs = {
-        "BROKER_CHECKPOINT_DIR": str(context.config.checkpoints / cluster.name),
-        "SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}",
-    }
+    envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
+    if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
+        envs["BROKER_CHECKPOINT_DIR"] = place
     await _prepare(context, cluster, task)
     await context.gang.start(cluster, task, run_id=run_id, envs=envs)
     return run_id

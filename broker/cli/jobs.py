@@ -55,6 +55,8 @@ def launch(
     """Promise a task: it runs until it succeeds or fails by itself."""
     from broker.cli.clusters import confirm_price, plan_launch
     from broker.cli.copies import note_copies
+    from broker.config import find_checkpoint_url
+    from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
 
     context = Context()
@@ -66,12 +68,15 @@ def launch(
     tasks = tuple(context.resolve(each) for each in options.read_tasks(entrypoint, overrides))
     options.check_notices(tasks, is_launch=not dryrun)
     _check_runnable(tasks)
+    tasks = settle_tasks(tasks, find_checkpoint_url(context.config))
     plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
     options.check_plans(plans, is_launch=not dryrun)
     for plan in plans if not as_json else []:
         show_plan(plan)
     if dryrun:
         return
+    for sentence in check_checkpoints(plans):
+        print_note(sentence)
     note_copies(context, plans)
     confirm_price(plans, yes=yes)
     jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)

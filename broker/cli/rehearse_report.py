@@ -24,6 +24,7 @@ class Line:
     loss: float | None
     checkpoint_step: int | None
     time_s: float | None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,7 @@ def _parse(value: Mapping[str, Any]) -> Line:
         loss=_number(value.get("loss")),
         checkpoint_step=whole("checkpoint_step"),
         time_s=_number(value.get("time")) if time_s is None else time_s,
+        tokens_per_s=_number(value.get("tokens_per_s")),
     )
 
 

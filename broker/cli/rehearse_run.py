@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from broker.cli.rehearse_context import RehearsalContext
 from broker.cli.rehearse_report import Line
@@ -19,6 +20,7 @@ from broker.types import Cluster, Job, JobStatus
 
 LOOK_S = 0.25
 LINE_EVERY_S = 2.0
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SILENT_S_MAX = 60.0  # a program that does not say how far it has come is struck after so long
 
 
@@ -47,38 +49,45 @@ class Driver:
         context = self.context
         store = context.store
         job = store.add_job(context.stage.task.name or "rehearsal", context.stage.played)
-        driving = asyncio.ensure_future(
-            run_daemon(
-                store=store,
-                make_controller=context.make_controller,
-                provisioner=context.provisioner,
-                clock=context.clock,
-                config=context.config,
-                idle_s=0,
-            )
-        )
-        loop, begin_s = asyncio.get_running_loop(), SystemClock().now_s()
-        interrupted = asyncio.Event()
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(each, interrupted.set)
+        driving = asyncio.ensure_future(self._run_daemon())
+        begin_s, interrupted = SystemClock().now_s(), asyncio.Event()
+        _listen(interrupted)
         try:
             while not driving.done() and not interrupted.is_set():
                 await self._look(job.id)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(interrupted.wait(), LOOK_S)
-            if interrupted.is_set():
+            if interrupted.is_set() or not self._read_job(job.id).status.is_terminal:
+                interrupted.set()  # a daemon takes SIGTERM for itself and leaves: the next one gives the nodes back
                 self.tell("interrupted: taking the nodes down ...")
                 store.request_cancel(job.id)
+                await driving
+                _listen(interrupted)
+                await self._run_daemon()
             await driving
         finally:
             for cloud in context.rehearsed.values():
                 await cloud.end_all(context.config.owner)
         self._tell_events(job.id)
         self.real_s = SystemClock().now_s() - begin_s
-        found = store.get_job(job.id)
-        assert found is not None
         if interrupted.is_set():
             raise KeyboardInterrupt
+        return self._read_job(job.id)
+
+    def _run_daemon(self) -> Coroutine[Any, Any, None]:
+        context = self.context
+        return run_daemon(
+            store=context.store,
+            make_controller=context.make_controller,
+            provisioner=context.provisioner,
+            clock=context.clock,
+            config=context.config,
+            idle_s=0,
+        )
+
+    def _read_job(self, job_id: int) -> Job:
+        found = self.context.store.get_job(job_id)
+        assert found is not None
         return found
 
     def tell_market(self, message: str) -> None:
@@ -110,6 +119,7 @@ class Driver:
         spent = self.context.store.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
         parts = [f"step {line.step}" + (f"/{line.total}" if line.total else "")]
         parts += [f"loss {line.loss:.4f}"] if line.loss is not None else []
+        parts += [f"{line.tokens_per_s:,.0f} tokens/s"] if line.tokens_per_s is not None else []
         parts += [f"checkpoint {line.checkpoint_step}"] if line.checkpoint_step else []
         self.tell(f"{self._stamp()}   " + "  ".join([*parts, f"{show_usd(spent)} USD so far"]))
 
@@ -157,3 +167,8 @@ class Driver:
         now_s = self.context.clock.now_s() if time_s is None else time_s
         minutes = int(max(0.0, now_s - self.context.start_s) // 60)
         return f"{minutes // 60:3d}h {minutes % 60:02d}m"
+
+
+def _listen(interrupted: asyncio.Event) -> None:
+    for each in INTERRUPTS:
+        asyncio.get_running_loop().add_signal_handler(each, interrupted.set)

@@ -21,7 +21,11 @@ def show_rehearsal(result: Rehearsal) -> None:
         ("preemptions", f"{result.preemptions}; {result.refusals} refusals"),
         ("recoveries", str(summary.recoveries)),
         ("ran in", ", then ".join(list_places(result.places)) or "-"),
-        ("simulated time", f"{show_duration(summary.total_s)}, {show_duration(summary.recovery_s)} of it recovering"),
+        (
+            "simulated time",
+            f"{show_duration(summary.total_s)}, {show_duration(summary.useful_s)} of it useful; "
+            f"recovering took {show_duration(summary.recovery_s)}",
+        ),
         (
             "simulated bill",
             f"{show_usd(summary.paid_usd)} USD; on-demand {show_usd(summary.ondemand_usd)}, saved {share:.0%}",

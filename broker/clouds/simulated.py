@@ -5,6 +5,7 @@ Its lists lag, its zones fill up, its answers get lost after the deed, and it se
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections import Counter
@@ -39,6 +40,8 @@ class FaultRates:
     quota: float = 0.0
     auth: float = 0.0  # the login expires: every call is refused for `Market.auth_s`
     partial: float = 0.0  # a create makes a part of the gang only
+    stuck: float = 0.0  # a create hangs for up to `Market.hang_s` before the deed; one given up meanwhile does nothing
+    mute: float = 0.0  # a create's answer comes up to `Market.hang_s` after the deed, or never where that is infinite
     never_boots: float = 0.0  # of one node
     forgotten: float = 0.0  # some nodes are missing from a list
     blank: float = 0.0  # a list is empty
@@ -61,6 +64,7 @@ class Market:
     blackout_s: float = 20.0
     stale_s: float = 8.0
     refused_s: float = 180.0
+    hang_s: float = 60.0
     vanish_s: float = math.inf  # so long after its end a node is listed no more
 
 
@@ -114,12 +118,14 @@ class SimulatedCloud:
             if self._draw("create:late", self.faults.late, request.cluster):
                 self._late.append((self.clock.now_s() + self._random.uniform(0.0, self.market.late_s), request))
                 raise UnknownOutcomeError("create: no answer")
+            await self._maybe_hang("create:stuck", self.faults.stuck, request.cluster)
             self._report("create:before")
-            known = self._make_gang(request, self.clock.now_s())
+            known = self._ids_by_token.get(request.token) or self._make_gang(request, self.clock.now_s())
             self._report("create:after")
         elif any(self._machines[node_id].node.cluster != request.cluster for node_id in known):
             raise InvalidRequestError(f"token {request.token} was used for another request")
         self._maybe_lose_answer("create", request.cluster)
+        await self._maybe_hang("create:mute", self.faults.mute, request.cluster)
         return [self._look(self._machines[node_id]) for node_id in known]
 
     async def list_nodes(self, owner: str) -> Sequence[Node]:
@@ -129,7 +135,7 @@ class SimulatedCloud:
         if now_s < self._blank_until_s or self._draw("list:blank", self.faults.blank):
             return []
         if self._draw("list:blackout", self.faults.blackout):
-            self._blank_until_s = now_s + self.market.blackout_s
+            self.black_out(self.market.blackout_s)
             return []
         if self._draw("list:stale", self.faults.stale):
             now_s -= self.market.stale_s
@@ -169,6 +175,10 @@ class SimulatedCloud:
         for node_id in ids:
             self._end(self._machines[node_id], after_s=notice_s, reason="preempted")
         self.fault_counts["preempted"] += 1
+
+    def black_out(self, duration_s: float) -> None:
+        """For so long every list is empty."""
+        self._blank_until_s = self.clock.now_s() + duration_s
 
     def end_by_itself(self, node_id: str, *, reason: str) -> None:
         """The machine switches itself off, as when its lease runs out."""
@@ -281,6 +291,13 @@ class SimulatedCloud:
     def _maybe_lose_answer(self, call: str, cluster: str) -> None:
         if self._draw(f"{call}:unknown_after", self.faults.unknown_after, cluster):
             raise UnknownOutcomeError(f"{call}: no answer")
+
+    async def _maybe_hang(self, fault: str, chance: float, cluster: str) -> None:
+        if not self._draw(fault, chance, cluster):
+            return
+        if math.isinf(self.market.hang_s):
+            await asyncio.get_running_loop().create_future()  # until the caller gives up
+        await self.clock.sleep(self._random.uniform(0.0, self.market.hang_s))
 
     def _draw(self, fault: str, chance: float, cluster: str = "") -> bool:
         is_hit = chance > 0 and self._random.random() < chance

@@ -8,6 +8,7 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import CloudError
 from broker.jobs.gang import Gang
+from broker.jobs.judgement import list_lost_ranks
 from broker.jobs.logs import copy_log
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -43,7 +44,8 @@ class Undertaker:
         until_s = self._clock.now_s() + grace_s
         while self._clock.now_s() < until_s:
             report = await self._gang.poll(cluster, RUN_ID)
-            if report.status.is_terminal or len(report.unreachable) == len(cluster.nodes):
+            live_count = len(cluster.nodes) - len(list_lost_ranks(cluster.nodes))
+            if report.status.is_terminal or len(report.unreachable) >= live_count:
                 return
             await self._clock.sleep(LOOK_S)
 

@@ -17,8 +17,11 @@ from broker.config import Config
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
+from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
+from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.gang import Gang
-from broker.jobs.judgement import Verdict, is_restart_due, judge, list_lost_ranks
+from broker.jobs.judgement import Verdict, judge, list_lost_ranks
+from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
 from broker.jobs.pilot import Pause, Pilot
 from broker.jobs.watch import Watch
@@ -33,13 +36,9 @@ POLL_S = 0.5
 PIPELINE_POLL_S = 1.0
 LEASE_S = 900.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
-FAILED_OUTCOME = "failed"
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
-STALLED_OUTCOME = "stalled"
-OVERSPENT_OUTCOME = "out of budget"
 GRACE_S = 30.0  # for a program that is stopped at its budget
-STALLS_MAX = 3  # at one step: then it is the program, not the machines
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 T = TypeVar("T")
 
@@ -69,6 +68,8 @@ class JobController:
         self._config = config
         self._undertaker = Undertaker(store, provisioner, gang, clock, config)
         self._pilot = Pilot(store, planner, clock, self._undertaker)
+        self._endings = Endings(job_id, store, clock)
+        self._mender = Mender(store, provisioner, gang, clock)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
 
@@ -77,6 +78,8 @@ class JobController:
         job = self._store.get_job(self.job_id)
         assert job is not None, f"job {self.job_id} was submitted"
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
+        if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
+            self._mender.stop()
         if job.status.is_terminal:
             await self._undertaker.clean_up(job, live)
             return math.inf
@@ -92,7 +95,7 @@ class JobController:
                 return 0.0
             if live.running_s is None:
                 if failure := find_overspending(job, self._store, self._clock):
-                    return await self._end(job, live, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+                    return self._endings.end(job, live, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
                 return await self._until_unwanted(job, self._start(job, live))
             return await self._look(job, live)
         except _Interrupted:
@@ -104,7 +107,7 @@ class JobController:
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"
                 name = f"job {other.id} ({other.name})" if other else "a job"
-                return self._finish(job, JobStatus.CANCELLED, f"{name}, which it needs, is {status}") or POLL_S
+                return self._endings.finish(job, JobStatus.CANCELLED, f"{name}, which it needs, is {status}") or POLL_S
             if not other.status.is_terminal:
                 return PIPELINE_POLL_S
         return 0.0
@@ -112,7 +115,7 @@ class JobController:
     async def _bring_up(self, job: Job) -> float:
         number = job.next_attempt
         if failure := find_overspending(job, self._store, self._clock):
-            return self._finish(job, JobStatus.FAILED, failure)
+            return self._endings.finish(job, JobStatus.FAILED, failure)
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
@@ -120,7 +123,7 @@ class JobController:
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:
-            return self._finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
+            return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
             cluster = await self._provisioner.up(
                 name_cluster(job.id, number),
@@ -132,10 +135,10 @@ class JobController:
                 check_budget=lambda: check_budget(job, self._store, self._clock),
             )
         except Overspent as error:
-            return self._finish(job, JobStatus.FAILED, str(error))
+            return self._endings.finish(job, JobStatus.FAILED, str(error))
         except (CapacityError, AuthError) as error:
             if isinstance(error, AuthError) and not job.attempts:
-                return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+                return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
             self._refusals += 1  # a login that has expired under a job that worked ends only its patience
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
             self._tell("waiting", f"{error.message}; trying again in {wait_s:.0f} s")
@@ -143,7 +146,7 @@ class JobController:
                 self._store.set_job_status(job.id, JobStatus.PENDING)
             return wait_s
         except InvalidRequestError as error:
-            return self._finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
         self._refusals = 0
         placement = cluster.placement
         attempt = Attempt(
@@ -170,14 +173,16 @@ class JobController:
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is None:
-            return self._lose(attempt, "its cluster was taken down")
+            return self._endings.lose(attempt, "its cluster was taken down")
         watch = self._get_watch(attempt)
         try:
             task = add_mounts(job.task)
             await self._gang.prepare(cluster, task)
-            await self._gang.start(cluster, task, run_id=RUN_ID, envs=self._make_envs(job, attempt), lease_s=LEASE_S)
+            await self._gang.start(
+                cluster, task, run_id=RUN_ID, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S
+            )
         except InvalidRequestError as error:
-            return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
+            return self._endings.end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:
             return await self._judge_start(job, attempt, cluster, watch, error)
         now_s = self._clock.now_s()
@@ -194,13 +199,13 @@ class JobController:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
         if list_lost_ranks(cluster.nodes):
-            return self._lose(attempt, f"lost while starting: {error.message}")
+            return self._endings.lose(attempt, f"lost while starting: {error.message}")
         if not watch.note_silence(self._clock.now_s()):
             return POLL_S
         tries = 1 + sum(1 for old in job.attempts if old.outcome == NOT_STARTED_OUTCOME)
         if tries >= START_TRIES_MAX:
             failure = f"the program could not be started on {tries} clusters: {error.message}"
-            return await self._end(job, attempt, JobStatus.FAILED_PRECHECKS, NOT_STARTED_OUTCOME, failure)
+            return self._endings.end(job, attempt, JobStatus.FAILED_PRECHECKS, NOT_STARTED_OUTCOME, failure)
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, outcome=NOT_STARTED_OUTCOME))
             self._tell("restart", f"not started on {cluster.name}, trying another: {error.message}")
@@ -209,7 +214,7 @@ class JobController:
     async def _look(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is None:
-            return self._lose(attempt, "its cluster was taken down")
+            return self._endings.lose(attempt, "its cluster was taken down")
         watch = self._get_watch(attempt)
         report = await self._gang.poll(cluster, RUN_ID)
         if report.progress is not None and report.progress != job.progress:
@@ -223,21 +228,31 @@ class JobController:
                     return POLL_S  # no answer is no evidence, and a failure is not judged without the list
             watch.note_list(self._clock.now_s())
         await self._undertaker.copy_log(attempt, cluster)
-        signs = watch.read_signs(report, cluster, self._clock.now_s())
+        nodes_min = get_recovery(job.task).nodes_min
+        signs = watch.read_signs(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(watch, cluster)
+            await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
             return await self._look_closer(job, attempt, cluster, watch, report.progress)
+        if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
+            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable
             step = f" after step {report.progress.step}" if report.progress else ""
             if signs.is_noticed and not ranks:
-                return self._lose(attempt, f"the cloud gave notice{step}")
+                return self._endings.lose(attempt, f"the cloud gave notice{step}")
             ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
-            return self._lose(
+            return self._endings.lose(
                 attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
             )
-        return await self._conclude(job, attempt, verdict, report.returncode)
+        return self._endings.conclude(job, attempt, verdict, report.returncode, report.reason, report.progress)
+
+    async def _has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
+        """Nodes that end themselves leave a success beside the checkpoints: nobody may have looked in time."""
+        place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
+        is_in_bucket = place is not None and place.startswith(BUCKET_SCHEMES)
+        return is_in_bucket and await asyncio.to_thread(has_left_success, str(place), attempt.number)
 
     async def _look_closer(
         self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, progress: Progress | None
@@ -246,45 +261,14 @@ class JobController:
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
             await self._undertaker.end_program(cluster, grace_s=GRACE_S)
-            return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+            return self._endings.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
         if await self._pilot.reconsider(job, attempt, cluster, progress):
             return 0.0
         timeout_s = get_recovery(job.task).stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
             return POLL_S
-        step = progress.step if progress else 0
-        stalls = 1 + sum(1 for old in job.attempts if old.outcome == f"{STALLED_OUTCOME} at step {step}")
-        if stalls >= STALLS_MAX:
-            failure = f"no new step for {timeout_s:g} s, {stalls} times at step {step}"
-            return await self._end(job, attempt, JobStatus.FAILED, f"{STALLED_OUTCOME} at step {step}", failure)
-        with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=f"{STALLED_OUTCOME} at step {step}", lost_s=now_s))
-            self._store.set_job_status(job.id, JobStatus.RECOVERING)
-            self._tell("restart", f"no new step for {timeout_s:g} s at step {step}: restarted on new nodes")
-        return 0.0
-
-    async def _conclude(self, job: Job, attempt: Attempt, verdict: Verdict, returncode: int | None) -> float:
-        if verdict is Verdict.SUCCEEDED:
-            return await self._end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
-        if verdict is Verdict.CANCELLED:
-            failure = find_overspending(job, self._store, self._clock)
-            if failure:  # it was us, before a crash: nobody asked for a cancel
-                return await self._end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
-            return await self._end(
-                job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster"
-            )
-        if verdict is Verdict.FAILED_SETUP:
-            failure = f"`setup` exited with code {returncode}"
-            return await self._end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
-        outcome = f"{FAILED_OUTCOME} with exit code {returncode}"
-        failures = sum(1 for old in job.attempts if old.outcome.startswith(FAILED_OUTCOME))
-        if not is_restart_due(get_recovery(job.task), returncode, failures):
-            return await self._end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with code {returncode}")
-        with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
-            self._store.set_job_status(job.id, JobStatus.RECOVERING)
-            self._tell("restart", f"the program exited with code {returncode} and is restarted")
-        return 0.0
+        what = f"no new step for {timeout_s:g} s"
+        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, progress)
 
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""
@@ -305,26 +289,6 @@ class JobController:
         first_step = self._store.list_steps(attempt.job_id)[attempt.number].first_step
         return progress.step > min(first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1)
 
-    def _lose(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
-        with self._store.transaction():
-            gone_s = self._clock.now_s() if lost_s is None else lost_s
-            self._store.put_attempt(replace(attempt, outcome=f"preempted: {reason}", lost_s=gone_s))
-            self._store.set_job_status(self.job_id, JobStatus.RECOVERING)
-            self._tell("preempted", f"preempted: {reason}")
-        return 0.0
-
-    async def _end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
-        with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome))
-            self._finish(job, status, failure)
-        return 0.0
-
-    def _finish(self, job: Job, status: JobStatus, failure: str) -> float:
-        with self._store.transaction():
-            if self._store.set_job_status(job.id, status, failure):
-                self._tell("ended", f"{status.value}{': ' + failure if failure else ''}")
-        return 0.0
-
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:
             self._store.set_job_status(job.id, JobStatus.CANCELLING)
@@ -332,7 +296,7 @@ class JobController:
         with self._store.transaction():
             if live:
                 self._undertaker.close(replace(live, outcome=live.outcome or "cancelled"))
-            self._finish(job, JobStatus.CANCELLED, "")
+            self._endings.finish(job, JobStatus.CANCELLED, "")
         return 0.0
 
     async def _until_unwanted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
@@ -370,17 +334,17 @@ class JobController:
             self._watch = Watch(attempt.cluster)
         return self._watch
 
-    def _make_envs(self, job: Job, attempt: Attempt) -> dict[str, str]:
-        shared = {}
+    def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
+        folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
         if job.pipeline:  # where its tasks leave what the next ones need
-            shared["BROKER_PIPELINE_DIR"] = str(self._config.checkpoints / job.pipeline)
+            folders["BROKER_PIPELINE_DIR"] = job.pipeline
+        places = {key: find_checkpoint_dir(self._config, job.task, cluster, name=name) for key, name in folders.items()}
         return {
             "BROKER_JOB_ID": str(job.id),
             "BROKER_ATTEMPT": str(attempt.number),
-            "BROKER_CHECKPOINT_DIR": str(self._config.checkpoints / f"job-{job.resumes or job.id}"),
             "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
             **self._pilot.advise(job.task, attempt.placement),
-            **shared,
+            **{key: place for key, place in places.items() if place is not None},
         }
 
     def _tell(self, kind: str, message: str) -> None:

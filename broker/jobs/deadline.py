@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from broker.jobs.order import get_recovery
+from broker.jobs.sightings import PlaceKey, Sighting, name_place, note_sightings
+from broker.spot.forecast import read_market
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import (
@@ -17,12 +19,10 @@ from broker.spot.policies.base import (
     JobView,
     Move,
     Stay,
-    Wait,
-    cheapest_open_spot,
     find_refuge,
-    is_safe_to_start,
     spare_hours,
 )
+from broker.spot.prior import MEASURED
 from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.events import Refusal
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
@@ -30,9 +30,7 @@ from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 STRATEGY = "deadline"
 SPOT_MAX = 8  # places that are looked at; a plan has hundreds
 ONDEMAND_MAX = 3
-UNWATCHED_HOURS = 10.0  # that a place has been open which was never looked at: by chance one meets long spells
 HAZARD_MIN = 0.1  # an hour, of a job with a deadline: recorded spells last hours where the advisor's bands say months
-PlaceKey = tuple[str, str, str | None, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,7 @@ class Situation:
 
     view: JobView
     candidates: tuple[Candidate, ...]
+    sightings: Mapping[PlaceKey, Sighting]
 
 
 def follows_deadline(task: Task) -> bool:
@@ -59,12 +58,12 @@ def read_situation(
     refusals: Sequence[Refusal],
     spells: Mapping[PlaceKey, Spells],
     look_hours: float,
-    open_since_s: Mapping[PlaceKey, float] | None = None,
+    sightings: Mapping[PlaceKey, Sighting],
     live: Attempt | None = None,
 ) -> Situation:
     """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up.
 
-    `open_since_s` tells since when no refusal of a place is known.
+    `sightings` tell of places seen before, `spells` of stays that are over.
     """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
@@ -72,8 +71,13 @@ def read_situation(
     here = live.placement if live else None
     last = job.attempts[-1].placement if job.attempts and live is None else None
     estimates = _choose(plan.estimates, here or last)
-    since_s = open_since_s or {}
-    candidates = [_read_candidate(each, left, refusals, spells, since_s, now_s=now_s, live=live) for each in estimates]
+    places = {
+        name_place(each.placement): not any(refusal.covers(each.placement) for refusal in refusals)
+        for each in estimates
+        if each.placement.is_spot
+    }
+    seen = note_sightings(sightings, places.items(), job.attempts, live=live, now_s=now_s)
+    candidates = [_read_candidate(each, left, seen, spells, now_s=now_s, live=live) for each in estimates]
     if here is not None and not any(is_same_place(each.placement, here) for each in candidates):
         candidates.append(Candidate(placement=here))  # what runs is for sale no more
     spot = next((each for each in estimates if each.placement.is_spot), None)
@@ -91,19 +95,7 @@ def read_situation(
         work_hours=goal.work_hours,
         deadline_hours=goal.deadline_hours,
     )
-    return Situation(view=view, candidates=tuple(candidates))
-
-
-def prefer_work(situation: Situation, decision: Decision) -> Decision:
-    """Spot that is open and safe to start on is not waited beside: what a policy hopes to save by it is less than what
-    it knows of a market it does not watch, and its user waits too."""
-    view, candidates = situation.view, situation.candidates
-    spot, refuge = cheapest_open_spot(candidates), find_refuge(view, candidates)
-    if not isinstance(decision, Wait) or view.current is not None or spot is None:
-        return decision
-    if refuge is not None and not is_safe_to_start(view, spot, refuge):
-        return decision
-    return Move(target=spot, reason="spot is open, and safe to start on")
+    return Situation(view=view, candidates=tuple(candidates), sightings=seen)
 
 
 def arrange(plan: Plan, target: Candidate) -> Plan:
@@ -155,13 +147,31 @@ def advise_every_s(task: Task, hazard: float) -> float | None:
         return task.checkpoint.every_s
     if hazard <= 0:
         return None
-    is_urgent = task.goal is not None and task.goal.deadline_hours is not None
-    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if is_urgent else hazard)
+    return best_interval_s(task.checkpoint.stall_s, max(hazard, HAZARD_MIN) if _is_urgent(task) else hazard)
 
 
-def name_place(placement: Placement) -> PlaceKey:
-    offer = placement.offer
-    return (offer.cloud, offer.region, offer.zone, offer.instance_type)
+def estimate_start_hazard(
+    task: Task,
+    placement: Placement,
+    *,
+    history: Mapping[PlaceKey, Observation],
+    spells: Mapping[PlaceKey, Spells],
+    sightings: Mapping[PlaceKey, Sighting],
+    now_s: float,
+) -> float:
+    """As `estimate_hazard`, for a start now: with a deadline also by how young the market is there, and by how long it
+    lasted the last times."""
+    hazard = estimate_hazard(placement, history)
+    if hazard > 0 and _is_urgent(task):
+        place = name_place(placement)
+        known = note_sightings(sightings, [(place, True)], (), live=None, now_s=now_s)[place]
+        here = _sight(Candidate(placement=placement), known, spells.get(place, NOTHING_SEEN), now_s=now_s)
+        hazard = max(hazard, read_market(here, None, MEASURED).hazard)
+    return hazard
+
+
+def _is_urgent(task: Task) -> bool:
+    return task.goal is not None and task.goal.deadline_hours is not None
 
 
 def is_same_place(one: Placement, other: Placement) -> bool:
@@ -186,26 +196,35 @@ def _choose(estimates: Sequence[Estimate], here: Placement | None) -> list[Estim
 def _read_candidate(
     estimate: Estimate,
     left_hours: float,
-    refusals: Sequence[Refusal],
+    sightings: Mapping[PlaceKey, Sighting],
     spells: Mapping[PlaceKey, Spells],
-    open_since_s: Mapping[PlaceKey, float],
     *,
     now_s: float,
     live: Attempt | None,
 ) -> Candidate:
     placement, breakdown = estimate.placement, estimate.breakdown
     is_here = live is not None and is_same_place(placement, live.placement)
-    unwatched_s = now_s - UNWATCHED_HOURS * 3600
-    since_s = live.started_s if live is not None and is_here else open_since_s.get(name_place(placement), unwatched_s)
     own_hours = breakdown.work_hours if breakdown else left_hours
-    return Candidate(
+    common = Candidate(
         placement=placement,
-        is_open=is_here or not placement.is_spot or not any(each.covers(placement) for each in refusals),
-        age_hours=(now_s - since_s) / 3600,
         start_hours=breakdown.recovery_s / 3600 if breakdown else 0.0,
         move_usd=0.0 if is_here or breakdown is None else breakdown.egress_usd,
         speed=left_hours / own_hours if left_hours > 0 and own_hours > 0 else 1.0,
-        seen=spells.get(name_place(placement), NOTHING_SEEN),
+    )
+    if not placement.is_spot:
+        return common
+    place = name_place(placement)
+    known = _sight(common, sightings[place], spells.get(place, NOTHING_SEEN), now_s=now_s)
+    return replace(known, is_open=is_here or known.is_open, is_watched=is_here)
+
+
+def _sight(candidate: Candidate, sighting: Sighting, seen: Spells, *, now_s: float) -> Candidate:
+    return replace(
+        candidate,
+        is_open=sighting.is_open,
+        age_hours=max(now_s - sighting.since_s, 0.0) / 3600,
+        met_hours=max(sighting.met_s - sighting.since_s, 0.0) / 3600,
+        seen=seen,
     )
 
 

@@ -1,6 +1,7 @@
 """What a running attempt's signs mean. Pure: the gang's report and the cloud's list go in, a verdict comes out.
 
-The job's own outcome decides; a failure counts as the user's only when no node was lost under it.
+The job's own outcome decides; a failure counts as the user's only when a program of theirs ended with an exit code
+and no node was lost under it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Verdict(StrEnum):
     FAILED = "FAILED"
     FAILED_SETUP = "FAILED_SETUP"
     CANCELLED = "CANCELLED"
+    APART = "APART"  # it ended and no program failed by itself: a rank did not join, or its machine went silent
     LOST = "LOST"
 
 
@@ -40,13 +42,14 @@ class Signs:
     misses: int = 0
     unreachable_s: float = 0.0
     failed_s: float = 0.0
+    nodes_min: int | None = None  # with so many left, the first among them, an elastic program goes on
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
 def judge(signs: Signs) -> Verdict:
     if signs.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
-    if list_lost_ranks(signs.nodes):
+    if list_lost_ranks(signs.nodes) and not can_go_on(signs):
         return Verdict.LOST
     if signs.is_noticed and signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
@@ -57,8 +60,17 @@ def judge(signs: Signs) -> Verdict:
     if signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         if signs.unreachable or signs.failed_s < measure_doubt_s(signs):
             return Verdict.UNCLEAR
+        if signs.returncode is None:
+            return Verdict.APART
         return Verdict.FAILED if signs.status is RunStatus.FAILED else Verdict.FAILED_SETUP
     return Verdict.UNCLEAR if signs.unreachable else Verdict.RUNNING
+
+
+def can_go_on(signs: Signs) -> bool:
+    """Whether an elastic program goes on without the nodes that are lost."""
+    lost = list_lost_ranks(signs.nodes)
+    is_enough = signs.nodes_min is not None and len(signs.nodes) - len(lost) >= signs.nodes_min
+    return is_enough and 0 not in lost and signs.status is RunStatus.RUNNING
 
 
 def measure_doubt_s(signs: Signs) -> float:

@@ -11,19 +11,18 @@ from broker.jobs.deadline import (
     Situation,
     advise_every_s,
     arrange,
-    estimate_hazard,
+    estimate_start_hazard,
     follows_deadline,
     is_same_place,
     is_voluntary,
-    name_place,
-    prefer_work,
     read_situation,
     say_decision,
 )
 from broker.jobs.order import cut_to_rest, drop_limits
+from broker.jobs.sightings import PlaceKey, Sighting
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
-from broker.state.history import gather_spells
+from broker.state.history import gather_spells, weigh_stays
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
@@ -56,7 +55,7 @@ class Pilot:
         self._clock = clock
         self._undertaker = undertaker
         self._target: Candidate | None = None
-        self._open_since_s: dict[tuple[str, str, str | None, str], float] = {}
+        self._sightings: Mapping[PlaceKey, Sighting] = {}
         self._told = ""
         self._look_s = 0.0
         self._saved_step: int | None = None
@@ -98,9 +97,19 @@ class Pilot:
         return True
 
     def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
-        """For the program's environment: how often to save, by the hazard of where it runs now."""
-        every_s = advise_every_s(task, estimate_hazard(placement, self._store.read_spot_history()))
-        return {} if every_s is None else {"BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
+        """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
+        now_s, stays = self._clock.now_s(), self._store.list_spot_stays()
+        hazard = estimate_start_hazard(
+            task,
+            placement,
+            history=weigh_stays(stays, now_s=now_s),
+            spells=gather_spells(stays, now_s=now_s),
+            sightings=self._sightings,
+            now_s=now_s,
+        )
+        every_s = advise_every_s(task, hazard)
+        advice = {"BROKER_HAZARD_PER_HOUR": f"{hazard:.4g}"}
+        return advice if every_s is None else {**advice, "BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
 
     def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
         now_s = self._clock.now_s()
@@ -112,19 +121,16 @@ class Pilot:
             plan,
             now_s=now_s,
             refusals=refusals,
-            open_since_s=self._open_since_s,
+            sightings=self._sightings,
             spells=gather_spells(self._store.list_spot_stays(), now_s=now_s),
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
             live=live,
         )
-        for each in situation.candidates:  # it is no older than the last look that found it closed
-            place = name_place(each.placement)
-            since_s = now_s - each.age_hours * 3600 if each.is_open else now_s
-            self._open_since_s[place] = since_s if not each.is_open else self._open_since_s.get(place, since_s)
+        self._sightings = situation.sightings
         return plan, situation
 
     def _decide(self, situation: Situation) -> Decision:
-        return prefer_work(situation, load_policy(POLICY)(situation.view, situation.candidates))
+        return load_policy(POLICY)(situation.view, situation.candidates)
 
     def _is_here(self, situation: Situation, decision: Move | Wait) -> bool:
         current = situation.view.current

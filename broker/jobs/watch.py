@@ -61,7 +61,7 @@ class Watch:
             self._step, self._stepped_s = step, seen_s
         return seen_s - self._stepped_s
 
-    def read_signs(self, report: GangReport, cluster: Cluster, now_s: float) -> Signs:
+    def read_signs(self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None) -> Signs:
         seen_s = self._stopwatch.look(now_s)
         if report.unreachable:
             self.note_silence(now_s)
@@ -81,4 +81,5 @@ class Watch:
             unreachable_s=0.0 if self._silent_since_s is None else seen_s - self._silent_since_s,
             failed_s=0.0 if self._failed_since_s is None else seen_s - self._failed_since_s,
             is_noticed=report.reason == NOTICE_REASON,
+            nodes_min=nodes_min,
         )

@@ -40,6 +40,7 @@ class Collector:
         self._bury = bury
         self._returns = returns
         self._spared: Counter[str] = Counter()
+        self._mended: Counter[str] = Counter()
 
     @contextmanager
     def spare(self, name: str) -> Iterator[None]:
@@ -49,6 +50,15 @@ class Collector:
             yield
         finally:
             self._spared[name] -= 1
+
+    @contextmanager
+    def spare_gang(self, name: str) -> Iterator[None]:
+        """While this process replaces a node of `name`, the intents of that are alive though the cluster is up."""
+        self._mended[name] += 1
+        try:
+            yield
+        finally:
+            self._mended[name] -= 1
 
     async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
         """What `collect` would end now: nodes that nobody records, and names of dead clusters. Raises CloudError."""
@@ -113,6 +123,7 @@ class Collector:
             for intent in self._store.list_open_intents()
             if status.get(intent.request.cluster) in (ClusterStatus.UP, ClusterStatus.STOPPED)
             and intent.request.token not in self._returns.tokens
+            and not self._mended[intent.request.cluster]
             and intent.request.placement.offer.cloud in self._clouds
         ]
 

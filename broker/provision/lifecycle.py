@@ -18,6 +18,7 @@ from broker.provision.failover import HEDGE, Failover, Wanted, describe
 from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
+from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
 from broker.state.store import Store
 from broker.types import (
@@ -31,6 +32,7 @@ from broker.types import (
     Placement,
     Plan,
     Resources,
+    Task,
 )
 
 STOP_S_MAX = 600.0
@@ -123,9 +125,25 @@ class Provisioner:
         if nodes != cluster.nodes:
             with self._store.transaction():
                 self._failover.asker.record(nodes)
-                if self._store.get_cluster(cluster.name) is not None:
+                current = self._store.get_cluster(cluster.name)
+                # A node may have been replaced since the caller read the record.
+                if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
                     self._store.put_cluster(refreshed)
         return refreshed
+
+    async def replace_node(
+        self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600
+    ) -> Cluster:
+        """A new node in the place of one that is confirmed gone, beside what the others do; see `replacement.py`."""
+        wanted = Wanted(
+            cluster=cluster,
+            spec=make_spec(task.resources[0]),
+            timeout_s=timeout_s,
+            on_event=lambda message: None,
+            check_budget=check_budget,
+        )
+        with self._collector.spare_gang(cluster.name):
+            return await replace_node(self._failover.asker, self._store, wanted, rank=rank)
 
     async def down(self, name: str) -> None:
         """Terminate, confirm, forget: the record goes only when the cloud says every node is gone."""
@@ -246,7 +264,7 @@ class Provisioner:
         absence = self._absences.setdefault(node.cloud, Absence(self._clouds[node.cloud].settle_s))
         if absence.note(node.id, is_listed=seen is not None, now_s=now_s):
             return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason="missing")
-        return seen or node
+        return replace(seen, rank=node.rank) if seen else node  # one that replaces another took over its rank
 
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
         cluster = self._store.get_cluster(name)

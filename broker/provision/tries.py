@@ -33,6 +33,7 @@ from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
 
 CREATE_TRIES_MAX = 6
+ANSWER_S_MAX = 300.0  # longer than any SDK waits by itself: after that a call is believed to get no answer
 ANSWER_GRACE_S = 60.0  # a place given back while its call is under way: so long for the answer that names its nodes
 HEDGE = 2
 REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that say: nothing was made
@@ -121,18 +122,21 @@ class Asker:
         self._patience = patience
         self._write_boot = write_boot
 
-    def begin(self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool) -> Try:
+    def begin(
+        self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool = False, is_addition: bool = False
+    ) -> Try:
         """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
+
+        `is_addition`: to a cluster that is up, whose record stays as it is.
 
         Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
         """
         known = self.find_intent(wanted.cluster, placement)
         if known is None:
             wanted.check_budget()
-            self._memory.begin(placement)
         one = Try(
             cloud=self._clouds[placement.offer.cloud],
-            request=known or self._open_intent(wanted, placement, is_first=is_first),
+            request=known or self._open_intent(wanted, placement, is_first=is_first, is_addition=is_addition),
             rank=rank,
             is_resumed=known is not None,
             begun_s=self._clock.now_s(),
@@ -163,13 +167,8 @@ class Asker:
 
     async def _hear_out(self, one: Try, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
         """The refusal, if that was the answer; the nodes of another one are noted. Silence proves nothing."""
-        if not call.done():
-            grace = asyncio.ensure_future(self._clock.sleep(ANSWER_GRACE_S))
-            try:
-                await asyncio.wait({call, grace}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                grace.cancel()
-                call.cancel()
+        if not await self._is_done_within(call, ANSWER_GRACE_S):
+            call.cancel()
             await asyncio.wait([call])
         if call.cancelled():
             return None
@@ -198,7 +197,7 @@ class Asker:
             for node in nodes:
                 self._store.record_node(node)
 
-    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool) -> NodeRequest:
+    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
         cluster = wanted.cluster
         serial = self._store.count_closed_intents(cluster.name)
         request = NodeRequest(
@@ -214,7 +213,9 @@ class Asker:
             is_ours = is_first if current is None else current.created_s == cluster.created_s
             if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
                 raise _make_down_error(cluster.name)
-            self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
+            self._memory.begin(placement)
+            if not is_addition:
+                self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
             self._store.put_intent(request)
         return request
 
@@ -282,6 +283,8 @@ class Asker:
                     adopted = await self._look_for(one.cloud, request)
                     if len(adopted) == request.placement.node_count:
                         return adopted
+                    if self._clock.now_s() - one.begun_s >= ANSWER_S_MAX:
+                        break  # it hangs
             raise TransientError(
                 f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
             )
@@ -292,10 +295,25 @@ class Asker:
             raise
 
     async def _call(self, one: Try, request: NodeRequest) -> Sequence[Node]:
-        """In a task of its own: a try that is given back stops waiting, while its answer is still on its way."""
-        one.call = asyncio.ensure_future(one.cloud.create_nodes(request))
-        one.call.add_done_callback(_forget_failure)
-        return await asyncio.shield(one.call)
+        """In a task of its own: a try that is given back stops waiting, while its answer is still on its way.
+
+        Raises UnknownOutcomeError when there is none for too long.
+        """
+        call = one.call = asyncio.ensure_future(one.cloud.create_nodes(request))
+        call.add_done_callback(_forget_failure)
+        if not await self._is_done_within(call, ANSWER_S_MAX):
+            call.cancel()
+            raise UnknownOutcomeError(f"{one.cloud.name} has not answered for {ANSWER_S_MAX:g} s")
+        return call.result()
+
+    async def _is_done_within(self, call: asyncio.Task[Sequence[Node]], limit_s: float) -> bool:
+        """Whether it has ended by then; it goes on either way."""
+        timer = asyncio.ensure_future(self._clock.sleep(limit_s))
+        try:
+            await asyncio.wait({call, timer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+        return call.done()
 
     async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
         """Nodes carrying this token, waited for until the list has settled; a part or nothing: ask again."""

@@ -18,7 +18,9 @@ BEAT_S = 2.0
 LOST_S = 15.0  # a peer silent for so long is lost
 JOIN_S = 120.0
 LEAVE_S = 5.0
+FINISH_S = 10.0  # of an elastic gang, after its head has
 LINE_BYTES_MAX = 1 << 20
+SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,17 +76,26 @@ class Link:
 
 
 class Coordinator:
-    """Decides for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; says how it ended."""
+    """Decides for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; says how it ended.
 
-    def __init__(self, listener: socket.socket, *, token: str, num_nodes: int, log: Path) -> None:
+    With `nodes_min` the program is elastic: once it runs, ranks but the first may be lost, leave after a notice, and be
+    replaced, while so many are left.
+    """
+
+    def __init__(
+        self, listener: socket.socket, *, token: str, num_nodes: int, log: Path, nodes_min: int | None = None
+    ) -> None:
         self._listener = listener
         self._token = token
         self._num_nodes = num_nodes
+        self._nodes_min = nodes_min or num_nodes
         self._log = log.open("ab", buffering=0)
         self._lock = threading.RLock()
         self._links: dict[int, Link] = {}
         self._ready: set[int] = set()
         self._gone: set[int] = set()
+        self._noticed: set[int] = set()
+        self._is_going = False
         self._left = threading.Semaphore(0)
         self._is_preempted = False
         self._verdict: Message | None = None
@@ -126,48 +137,85 @@ class Coordinator:
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
-        link = Link(connection, lambda message: self._hear(rank, message))
+        link = Link(connection, lambda message: self._hear(rank, link, message))
         with self._lock:
-            if rank in self._links:
+            if rank in self._links and not (
+                self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
+            ):
                 connection.close()
                 return
             self._links[rank] = link
+            self._gone.discard(rank)
+            self._noticed.discard(rank)
             if self._verdict:
                 link.send("kill", **self._verdict)
         link.start()
 
-    def _hear(self, rank: int, message: Message) -> None:
+    def _hear(self, rank: int, link: Link, message: Message) -> None:
         with self._lock:
+            if self._links.get(rank) is not link:
+                return  # a new node has taken this one's place
             kind = message["type"]
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
             elif kind == "setup":
                 self._hear_setup(rank, message["returncode"])
             elif kind == "exit":
-                self._gone.add(rank)
-                if message["returncode"] != 0:
-                    self._fail("FAILED", message["returncode"], f"rank {rank} exited with {message['returncode']}")
-                self._finish()
-            elif kind == "notice" and not self._is_preempted:
-                self._is_preempted = True
-                self._tell("notice", notice_s=message["notice_s"])
+                self._hear_exit(rank, message["returncode"])
+            elif kind == "notice":
+                self._hear_notice(rank, message["notice_s"])
             elif kind == "cancel":
                 self._fail("CANCELLED", None, "cancelled")
             elif kind == "lost":
                 self._left.release()
                 self._hear_lost(rank)
 
+    def _hear_exit(self, rank: int, returncode: int) -> None:
+        self._gone.add(rank)
+        is_leaving = rank in self._noticed and self._can_go_on()
+        if returncode != 0 and not is_leaving:
+            self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}")
+        elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
+            # The head's word counts. A node that came too late to take part has nothing to wait for.
+            self._verdict = dict(SUCCESS)
+            timer = threading.Timer(FINISH_S, self._dismiss)
+            timer.daemon = True
+            timer.start()
+        self._finish()
+
+    def _dismiss(self) -> None:
+        with self._lock:
+            self._tell("kill", **SUCCESS)
+
+    def _hear_notice(self, rank: int, notice_s: float) -> None:
+        """It is all the gang's, unless the others can go on."""
+        self._noticed.add(rank)
+        if not self._is_preempted and not self._can_go_on():
+            self._is_preempted = True
+            self._tell("notice", notice_s=notice_s)
+
     def _hear_lost(self, rank: int) -> None:
         if rank not in self._gone:
             self._gone.add(rank)
-            self._fail("FAILED", None, f"rank {rank} is lost")
+            if not self._can_go_on():
+                self._fail("FAILED", None, f"rank {rank} is lost")
             self._finish()
+
+    def _can_go_on(self) -> bool:
+        """Without those that are gone or about to go. Before the start there is nothing to go on with."""
+        leaving = self._gone | self._noticed
+        return (
+            self._is_going and 0 not in leaving and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
+        )
 
     def _hear_setup(self, rank: int, returncode: int) -> None:
         if returncode != 0:
             self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}")
         self._ready.add(rank)
-        if len(self._ready) == self._num_nodes and not self._verdict:
+        if self._is_going:
+            self._links[rank].send("go")
+        elif len(self._ready) == self._num_nodes and not self._verdict:
+            self._is_going = True
             self._tell("go")
 
     def _check_joined(self) -> None:
@@ -190,8 +238,7 @@ class Coordinator:
 
     def _finish(self) -> None:
         if len(self._gone) == self._num_nodes:
-            success = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
-            self._tell("end", **(self._verdict or success))
+            self._tell("end", **(self._verdict or SUCCESS))
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Rank 0 last: it is our own process, which leaves once it has heard the end."""

@@ -23,6 +23,7 @@ TICK_S = 0.1
 END_S = 15.0  # how long to wait for the coordinator's last word
 RETURNCODE_OF_KILL = 137
 PHASES = ("setup", "run")
+BUCKETS = ("s3://", "gs://", "az://")
 
 
 class Runner:
@@ -54,7 +55,9 @@ class Runner:
         if self._listener is not None:
             log = self._folder / "log"
             size, token = int(self._spec["num_nodes"]), self._spec["head"]["token"]
-            self._coordinator = agent_gang.Coordinator(self._listener, token=token, num_nodes=size, log=log)
+            self._coordinator = agent_gang.Coordinator(
+                self._listener, token=token, num_nodes=size, log=log, nodes_min=self._spec.get("nodes_min")
+            )
             self._coordinator.start()
         if self._join():
             self._execute()
@@ -69,6 +72,19 @@ class Runner:
         outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
         outcome.update(own_returncode=self._returncode, ended_s=time.time())
         agent_files.write_json(self._folder / "outcome.json", outcome)
+        if self._coordinator:
+            self._leave(outcome)
+
+    def _leave(self, outcome: dict[str, Any]) -> None:
+        """Also where it is found when nobody asks this node before it ends. That it cannot be left there is no fault
+        of the run."""
+        if self._spec["envs"].get("BROKER_CHECKPOINT_DIR", "").startswith(BUCKETS):
+            import agent_bucket  # type: ignore[import-not-found]
+
+            try:
+                agent_bucket.leave_outcome(outcome, {**os.environ, **self._spec["envs"], **self._spec["secrets"]})
+            except agent_bucket.Refused as refused:
+                print(f"the outcome was not left in the bucket: {refused}", file=sys.stderr)
 
     def _join(self) -> bool:
         head, rank = self._spec["head"], int(self._spec["rank"])
@@ -240,6 +256,8 @@ class Runner:
                 "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
             }
         )
+        if spec.get("nodes_min"):
+            env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
         return env
 
 

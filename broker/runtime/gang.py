@@ -13,9 +13,9 @@ from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
 from broker.runtime.base import Completed, Transport
-from broker.types import Autostop, Cluster, Node, Progress, Run, RunStatus, Task
+from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
-AGENT_FILES = ("agent.py", "agent_files.py", "agent_gang.py", "agent_notice.py", "agent_run.py")
+AGENT_FILES = ("agent.py", "agent_bucket.py", "agent_files.py", "agent_gang.py", "agent_notice.py", "agent_run.py")
 AGENT_FOLDER = ".broker/agent"
 CALL_S = 30.0
 
@@ -40,7 +40,7 @@ class Gang:
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
-        await asyncio.gather(*(self._prepare(node, task) for node in cluster.nodes))
+        await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
         here = Path(__file__).parent
@@ -63,6 +63,7 @@ class Gang:
     ) -> None:
         """Submit to the head, which names the ports, then to the rest; asked again it changes nothing."""
         nodes = sort_nodes(cluster)
+        recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
         gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
         offer = cluster.placement.offer
         spec: dict[str, Any] = {
@@ -76,21 +77,25 @@ class Gang:
             "node_ips": [node.address for node in nodes],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
+            "nodes_min": recovery.nodes_min if recovery else None,
             "head": {"address": nodes[0].address, "token": secrets.token_hex(16)},
         }
         head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
         spec["head"] = {**spec["head"], **head}
         await asyncio.gather(
-            *(self._call(node, "submit", {**spec, "rank": rank}) for rank, node in enumerate(nodes) if rank)
+            *(self._call(node, "submit", {**spec, "rank": node.rank}) for node in list_live(nodes) if node.rank)
         )
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
         """What every node says of the run. The head speaks for the gang; where it is silent, the others do."""
         nodes = sort_nodes(cluster)
-        answers = await asyncio.gather(*(self._try_status(node, run_id) for node in nodes))
+        live = list_live(nodes)
+        found = await asyncio.gather(*(self._try_status(node, run_id) for node in live))
+        by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
+        answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
-        unreachable = tuple(rank for rank, answer in enumerate(answers) if answer is None)
+        unreachable = tuple(rank for rank, answer in by_rank.items() if answer is None)
         speaker: dict[str, Any] = next((run for run in runs if run), {})
         return GangReport(
             status=RunStatus(speaker.get("status", "SETTING_UP")),
@@ -139,7 +144,7 @@ class Gang:
 
     async def _call_all(self, cluster: Cluster, verb: str, request: Mapping[str, Any]) -> None:
         """All nodes hear it even if one cannot be reached; then that is raised."""
-        calls = (self._call(node, verb, request) for node in cluster.nodes)
+        calls = (self._call(node, verb, request) for node in list_live(cluster.nodes))
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -167,6 +172,11 @@ class Gang:
 def sort_nodes(cluster: Cluster) -> list[Node]:
     assert cluster.nodes, "a gang has nodes"
     return sorted(cluster.nodes, key=lambda node: node.rank)
+
+
+def list_live(nodes: Sequence[Node]) -> list[Node]:
+    """Without those that the cloud has confirmed gone: a gang may go on without them."""
+    return [node for node in nodes if node.state is not NodeState.TERMINATED]
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:

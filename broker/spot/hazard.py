@@ -16,6 +16,12 @@ UNKNOWN_BAND_PERCENT = 15.0
 # A band is a month's statistic of one machine: it weighs as much as a month of one machine that one watched oneself.
 PRIOR_NODE_HOURS = HOURS_A_MONTH
 
+# One place in a hundred thousand is taken to be nothing like its band, but like the zones of public recordings: they
+# close every few hours (see broker.spot.prior). Without that, dozens of preemptions a day would hardly count against a
+# band.
+UNLIKE_BAND_SHARE = 1e-5
+UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS = 0.5, 2.0  # Gamma: a mean of 0.25 an hour, as broad as the recordings are
+
 
 @noun
 class Observation:
@@ -38,12 +44,26 @@ def hazard_per_node_hour(interruption_band: float | None) -> float:
 
 
 def mix_hazard(prior_per_node_hour: float, seen: Observation | None) -> float:
-    """Preemptions per node-hour after seeing some: the mean of a Gamma posterior.
+    """Preemptions per node-hour after seeing some: the mean of a mixture of two Gamma posteriors.
 
-    The prior is Gamma(h0 B, B) with mean h0 and weight B = PRIOR_NODE_HOURS; k preemptions in t node-hours are Poisson,
-    which makes the posterior Gamma(h0 B + k, B + t), with mean (h0 B + k) / (B + t).
+    Either the band holds: Gamma(h0 B, B) with mean h0 and weight B = PRIOR_NODE_HOURS. Or the place is unlike its band:
+    Gamma(UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS). k preemptions in t node-hours are Poisson, so each Gamma(a, b) becomes
+    Gamma(a + k, b + t), and how far each is believed goes by the chance that it gave to what was seen.
     """
     if seen is None:
         return prior_per_node_hour
-    assert seen.preemptions >= 0 and seen.node_hours >= 0
-    return (prior_per_node_hour * PRIOR_NODE_HOURS + seen.preemptions) / (PRIOR_NODE_HOURS + seen.node_hours)
+    k, t = seen.preemptions, seen.node_hours
+    assert k >= 0 and t >= 0
+    count = prior_per_node_hour * PRIOR_NODE_HOURS
+    by_band, by_itself = (count + k) / (PRIOR_NODE_HOURS + t), (UNLIKE_BAND_COUNT + k) / (UNLIKE_BAND_HOURS + t)
+    if by_itself <= by_band or count <= 0:
+        return by_band
+    odds = UNLIKE_BAND_SHARE * math.exp(
+        min(_log_chance(UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS, k, t) - _log_chance(count, PRIOR_NODE_HOURS, k, t), 700)
+    )
+    return by_band + (by_itself - by_band) * odds / (1 + odds)
+
+
+def _log_chance(count: float, hours: float, k: float, t: float) -> float:
+    """Of k preemptions in t hours where the hazard is Gamma(count, hours), but for what all priors have in common."""
+    return math.lgamma(count + k) - math.lgamma(count) + count * math.log(hours) - (count + k) * math.log(hours + t)

@@ -13,7 +13,7 @@ from broker.state.database import Database
 HALF_LIFE_DAYS = 14.0  # markets of last month say little: recorded zones change their character within weeks
 KEPT_DAYS_MAX = 90.0
 STAYS_MAX = 5000
-SPELL_DAYS = 7.0  # spells are not weighed by age, so only young ones count
+SPELL_DAYS = 7.0  # spells fade much faster: those of a week ago weigh nothing
 
 # (cloud, region, zone, instance type), as the planner's history names places
 PlaceKey = tuple[str, str, str | None, str]
@@ -21,13 +21,14 @@ PlaceKey = tuple[str, str, str | None, str]
 
 @noun
 class SpotStay:
-    """One gang's time on spot at one place. `is_preempted`: the market ended it, not we."""
+    """One gang's time on spot at one place. `is_preempted`: the market ended it, not we. `is_over`: it runs no more."""
 
     place: PlaceKey
     node_count: int
     begin_s: float
     end_s: float
     is_preempted: bool
+    is_over: bool = True
 
     @property
     def hours(self) -> float:
@@ -54,6 +55,7 @@ class HistoryRows(Database):
                 begin_s=row[5],
                 end_s=_first(row[6], row[7], now_s),
                 is_preempted=_is_preemption(row[8] or ""),
+                is_over=row[6] is not None or row[7] is not None,
             )
             for row in rows
         ]
@@ -74,12 +76,13 @@ def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Ob
 
 
 def gather_spells(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Spells]:
-    """How long places stayed open under our gangs, of the last days."""
+    """How long places stayed open under our gangs until these were taken away or left, faded as a watched market's."""
     found: dict[PlaceKey, Spells] = {}
     for stay in stays:
-        if now_s - stay.end_s <= SPELL_DAYS * 86400 and stay.hours > 0:
-            seen = found.get(stay.place, NOTHING_SEEN)
-            found[stay.place] = seen.with_spell(stay.hours, is_open=True, is_ended=stay.is_preempted)
+        age_s = now_s - stay.end_s
+        if stay.is_over and stay.hours > 0 and age_s <= SPELL_DAYS * 86400:
+            spell = NOTHING_SEEN.with_spell(stay.hours, is_open=True, is_ended=stay.is_preempted)
+            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + spell.fade(max(age_s, 0.0) / 3600)
     return found
 
 

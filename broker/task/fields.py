@@ -5,6 +5,7 @@ This table is what the loader reads by and what `broker schema` prints.
 
 from __future__ import annotations
 
+from broker.config import CHECKPOINT_URL
 from broker.task.fields_resources import ACCELERATOR_NAME, ENV_NAME, RESOURCES
 from broker.task.fields_service import POOL, SERVICE
 from broker.task.measures import Duration, Size
@@ -104,8 +105,13 @@ GOAL = Table(
 )  # fmt: skip
 CHECKPOINT = Table(
     name="checkpoint",
-    about="What a checkpoint costs.",
+    about="What a checkpoint costs, and where it goes.",
     fields={
+        "to": Field(
+            shape=Text(pattern=CHECKPOINT_URL, expected="a bucket like `s3://BUCKET/FOLDER`, or an absolute folder"),
+            about="Bucket, or shared folder, that outlives the nodes; each job has a folder of its own there.",
+            examples=("s3://my-bucket/checkpoints",),
+        ),
         "every": Field(shape=Duration(bare_unit="s"), about="Not said: the interval that costs least."),
         "stall": Field(shape=Duration(bare_unit="s", is_zero_ok=True), about="How long one stops the training; 5s."),
         "restart": Field(shape=Duration(bare_unit="s", is_zero_ok=True), about="From new nodes to training; 5m."),
@@ -211,7 +217,7 @@ TASK = Table(
         "inputs": Field(shape=_SIZES, about="URL -> size of data that is read; moving it counts in the plan."),
         "outputs": Field(shape=_SIZES, about="URL -> size of data that is written; moving it counts in the plan."),
         "goal": Field(shape=GOAL, about="What finishing means (broker only)."),
-        "checkpoint": Field(shape=CHECKPOINT, about="What a checkpoint costs (broker only)."),
+        "checkpoint": Field(shape=CHECKPOINT, about="What a checkpoint costs, and where it goes (broker only)."),
         "needs": NEEDS,
         "service": Field(
             shape=SERVICE, about="Serve the task behind a load balancer.",

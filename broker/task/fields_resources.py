@@ -161,6 +161,11 @@ JOB_RECOVERY = Table(
         "stall_timeout": Field(
             shape=Duration(bare_unit="s"), about="Restart a program that reports no new step for so long (broker only)."
         ),
+        "min_nodes": Field(
+            shape=Whole(minimum=1),
+            about="An elastic program goes on while the first node and so many in all are left; lost ones are replaced "
+            "beside its work (broker only).",
+        ),
     },
 )
 

@@ -161,4 +161,5 @@ def _read_checkpoint(section: Section | None) -> CheckpointSpec:
         stall_s=section.get("stall", CheckpointSpec.stall_s),
         restart_s=section.get("restart", CheckpointSpec.restart_s),
         size_gib=section.get("size", CheckpointSpec.size_gib),
+        to=section.get("to"),
     )

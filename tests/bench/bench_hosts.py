@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.testbed.metadata import MetadataServer
-from tests.testbed.stage import HELLO, TRAIN, Stage, open_stage
+from tests.testbed.stage import BUCKET_LOGIN, HELLO, TRAIN, Stage, open_stage
 from tests.testbed.world import build
 
 ROUNDS = 5
@@ -53,7 +53,7 @@ def measure_launch(stage: Stage, name: str) -> float:
 
 def measure_recoveries(stage: Stage) -> tuple[list[float], list[float]]:
     """From the moment the machine lost its power until the program runs, and until its first new step; by the store."""
-    stage.run("jobs", "launch", stage.write("train.yaml", TRAIN), "--yes", "--detach-run")
+    stage.run("jobs", "launch", stage.write("train.yaml", TRAIN), *BUCKET_LOGIN, "--yes", "--detach-run")
     for attempt, place in enumerate(PLACES[:2], 1):
         stage.wait_for_step(20 * attempt, attempt=attempt)
         stage.account.full.add(place)

@@ -28,7 +28,7 @@ run: |
     if [ $SKYPILOT_NODE_RANK = 0 ]; then
       saved=$((n / 10 * 10))
       echo $saved > $BROKER_CHECKPOINT_DIR/n.new && mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
-      line="\\"total\\": 30, \\"loss\\": 0.$((30 - n)), \\"checkpoint_step\\": $saved"
+      line="\\"total\\": 30, \\"loss\\": 0.$((30 - n)), \\"tokens_per_s\\": 4000, \\"checkpoint_step\\": $saved"
       echo "{\\"step\\": $n, $line}" >> $BROKER_PROGRESS_FILE
     fi
     while [ $BROKER_ATTEMPT -le $P ] && [ $n -ge $((30 * BROKER_ATTEMPT / (P + 1) + 3)) ]; do sleep 0.1; done
@@ -51,6 +51,7 @@ def test_a_rehearsal_moves_the_job_to_another_zone_and_shows_that_it_resumed(she
         assert word in shown
     assert "ok  resume: resumed once, from step" in shown
     assert "every loss equal, bit for bit" in shown
+    assert "  4,000 tokens/s  checkpoint " in shown and " of it useful; recovering took " in shown
     assert "recoveries  1\n" in shown and "steps  30 of 30\n" in shown
     assert not shell.find_processes()
 
@@ -79,15 +80,20 @@ def test_a_program_that_ignores_its_warning_is_told_so(shell: Shell) -> None:
     assert "resumed once" in done.stdout
 
 
-def test_ctrl_c_in_a_rehearsal_leaves_nothing_running(shell: Shell) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_rehearsal_that_is_interrupted_says_so_and_leaves_nothing_running(
+    shell: Shell, asked: signal.Signals
+) -> None:
     process = shell.open("rehearse", shell.write("count.yaml", COUNT))
     assert process.stdout is not None
     assert any("the program was started" in line for line in iter(process.stdout.readline, ""))
     assert len(shell.find_processes()) > 3, "its nodes run"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    process.send_signal(asked)
+    shown, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted: taking the nodes down" in shown and "CANCELLED" in shown
     assert not shell.find_processes()
+    assert not list(shell.folder.glob("broker-rehearsal-*")), "its state folder has gone with it"
 
 
 def test_more_nodes_than_this_machine_can_play_are_billed_all_the_same(shell: Shell) -> None:

@@ -82,6 +82,14 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, status=RunStatus.SUCCEEDED, is_noticed=True), Verdict.SUCCEEDED),
         (replace(WELL, status=RunStatus.FAILED, returncode=143, failed_s=150.0), Verdict.FAILED),
         (replace(WELL, status=RunStatus.FAILED_SETUP, returncode=2, failed_s=9.0), Verdict.FAILED_SETUP),
+        (replace(WELL, status=RunStatus.FAILED, failed_s=1.0), Verdict.UNCLEAR),
+        (replace(WELL, status=RunStatus.FAILED, failed_s=9.0), Verdict.APART),
+        (replace(WELL, status=RunStatus.FAILED, failed_s=9.0, nodes=GONE), Verdict.LOST),
+        (replace(WELL, nodes=GONE, nodes_min=1), Verdict.RUNNING),
+        (replace(WELL, nodes=GONE, nodes_min=2), Verdict.LOST),
+        (replace(WELL, nodes=(node(0, NodeState.TERMINATED), node(1)), nodes_min=1), Verdict.LOST),
+        (replace(WELL, nodes=GONE, nodes_min=1, status=RunStatus.FAILED, returncode=1), Verdict.LOST),
+        (replace(WELL, nodes=GONE, nodes_min=1, status=RunStatus.SETTING_UP), Verdict.LOST),
     ],
 )
 def test_verdicts(signs: Signs, verdict: Verdict) -> None:

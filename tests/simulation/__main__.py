@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.coverage import find_empty, fold, render
-from tests.simulation.mutants.table import MUTANTS, SEEDS_MAX, hunt
+from tests.simulation.mutants.table import MUTANTS, hunt
 from tests.simulation.runner import Result, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
@@ -51,14 +51,14 @@ def show(result: Result) -> int:
 
 
 def show_mutants() -> int:
-    print(f"{'planted bug':38} {'caught by':34} {'':4} with the collector off")
+    print(f"{'planted bug':38} {'caught by':54} {'':4} with the collector off")
     missed = 0
     for mutant in MUTANTS:
-        catches = [hunt(mutant, range(SEEDS_MAX))]
+        catches = [hunt(mutant)]
         if not mutant.needs_collector:
-            catches.append(hunt(mutant, range(SEEDS_MAX), is_collector_off=True))
+            catches.append(hunt(mutant, is_collector_off=True))
         missed += catches.count(None)
-        cells = [f"{each.where:34} {each.letter:4}" if each else f"{'NOTHING':39}" for each in catches]
+        cells = [f"{each.where:54} {each.letter:4}" if each else f"{'NOTHING':59}" for each in catches]
         print(f"{mutant.name:38} {' '.join(cells)}", flush=True)
     print(f"{len(MUTANTS)} planted bugs, {missed} not caught")
     return int(missed > 0)

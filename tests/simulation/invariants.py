@@ -1,6 +1,6 @@
 """What must hold at every instant of every history: one function an invariant, by the letter it has in the notes.
 
-S1-S12 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
+S1-S13 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from broker.jobs.judgement import UNREACHABLE_S_MIN
 from broker.types import JobStatus, Node, NodeRequest, NodeState, RunStatus
 from tests.simulation.machines import MachineRun
 from tests.simulation.processes import Process
+from tests.simulation.turns import check_l1_late_gangs_go, check_s13_nobody_is_passed_over, note_search
 from tests.simulation.world import OWNER
 
 if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
+OTHER_FAILURES = ("budget", "no new step", "fell apart")  # than an exit code
 IS_TERMINAL = f"status IN {TERMINAL}"
 
 
@@ -38,6 +40,7 @@ class Event:
     node: Node | None = None
     run: MachineRun | None = None
     step: int = 0
+    name: str = ""  # of a cluster that is searched for
     written: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -47,6 +50,7 @@ class Event:
             "start": lambda: f"{self.run.cluster} from step {self.run.first_step}" if self.run else "",
             "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
             "commit": lambda: " ".join(self.written),
+            "search": lambda: self.name,
         }.get(self.kind, lambda: "")()
         return f"{self.process.name if self.process else 'world'} {self.kind} {what}"
 
@@ -223,7 +227,7 @@ def check_whole_gang(universe: Universe, event: Event) -> None:
     """A program starts on as many nodes as its task asks for, all of one zone."""
     run = event.run
     assert run is not None
-    wanted = universe.node_counts.get(run.job, len(run.ids))
+    wanted = universe.tasks[run.job].num_nodes
     zones = {node.zone for node in universe.cloud.find(run.ids)}
     if len(set(run.ids)) != wanted or len(zones) != 1:
         raise Violation("S2", f"{run.cluster} starts on {len(run.ids)} of {wanted} nodes in {sorted(map(str, zones))}")
@@ -286,13 +290,12 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
         if status == JobStatus.CANCELLED and not cancel_requested:
             raise Violation("S7", f"job {job_id} is CANCELLED, and nobody asked for it")
         if status == JobStatus.FAILED:
-            is_true = any(code for _, code in states if code) or "budget" in failure or "no new step" in failure
             codes = [run.program.exit_codes for run in runs]
             failed = any(
-                run.serial < len(run.program.exit_codes) and run.program.exit_codes[run.serial] == states[index][1]
+                run.serial < len(run.program.exit_codes) and 0 != run.program.exit_codes[run.serial] == states[index][1]
                 for index, run in enumerate(runs)
             )
-            if not is_true or not (failed or "budget" in failure or "no new step" in failure):
+            if not failed and not any(reason in failure for reason in OTHER_FAILURES):
                 raise Violation("S7", f"job {job_id} is FAILED ({failure}), and its runs {states} of {codes}")
         if status in (JobStatus.FAILED_CONTROLLER, JobStatus.FAILED_SETUP):
             raise Violation("S7", f"job {job_id} is {status}: {failure}")
@@ -349,8 +352,10 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_whole_gang,
     ),
     "save": (check_s6_checkpoints_grow,),
+    "search": (note_search,),
     "commit": (
         note_cancels,
+        check_s13_nobody_is_passed_over,
         check_s3_only_the_lost_are_collected,
         check_s7_success_is_kept,
         check_s4_stale_writes,
@@ -362,6 +367,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     "tick": (
         check_s3_owned_or_dying,
         check_l1_unowned_go,
+        check_l1_late_gangs_go,
         check_l2_jobs_end,
         check_l3_nodes_end_by_themselves,
     ),

@@ -22,13 +22,18 @@ STEPS_MAX = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a job's program does, whatever its broker does. `hang_at`: the first `hangs` starts stop there."""
+    """What a job's program does, whatever its broker does.
+
+    `hang_at`: the first `hangs` starts stop there. `break_at`: the first `breaks` starts of a gang lose a rank there.
+    """
 
     steps: int = 30
     setup_s: float = 2.0
     exit_codes: tuple[int, ...] = ()  # of each start in turn; afterwards 0
     hang_at: int = 15
     hangs: int = 0
+    break_at: int = 7
+    breaks: int = 0
 
 
 @dataclass(kw_only=True)
@@ -124,7 +129,8 @@ class MachineGang:
                 checkpoint_step=run.saved_step,
                 time_s=self._loop.time() + skew_s,
             )
-        return Report(status=status, returncode=code, unreachable=silent, progress=progress)
+        reason = "rank 1 is lost" if status is RunStatus.FAILED and code is None else ""
+        return Report(status=status, returncode=code, unreachable=silent, progress=progress, reason=reason)
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         await self._clock.sleep(0.05)
@@ -162,6 +168,8 @@ class MachineGang:
         step_max = run.program.steps
         if run.serial < run.program.hangs:
             step_max = min(step_max, run.program.hang_at)
+        broken_s = begun_s + self._measure_break_s(run)
+        end_s = min(end_s, broken_s)
         step = min(step_max, run.first_step + max(0, int(end_s - begun_s)))
         code = run.program.exit_codes[run.serial] if run.serial < len(run.program.exit_codes) else 0
         if step >= run.program.steps:
@@ -170,7 +178,15 @@ class MachineGang:
             return step, RunStatus.CANCELLED, None
         if lost_s <= now_s:
             return step, RunStatus.FAILED, 1
+        if broken_s <= now_s:
+            return step, RunStatus.FAILED, None
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
+
+    def _measure_break_s(self, run: MachineRun) -> float:
+        """Seconds of work until its ranks lose each other, though every node lives; a broken network, say."""
+        if run.serial >= run.program.breaks or len(run.ids) == 1:
+            return math.inf
+        return float(max(0, run.program.break_at - run.first_step))
 
     def is_working(self, run: MachineRun) -> bool:
         return not self.measure(run)[1].is_terminal

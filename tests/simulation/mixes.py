@@ -14,7 +14,7 @@ from tests.simulation.machines import Program
 CLOUD_RATES_MAX = {
     "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.15, "full": 0.3,
     "quota": 0.1, "auth": 0.03, "partial": 0.15, "never_boots": 0.1, "forgotten": 0.3, "blank": 0.25,
-    "blackout": 0.02, "stale": 0.2, "ignored": 0.2, "refused": 0.1,
+    "blackout": 0.02, "stale": 0.2, "ignored": 0.2, "refused": 0.1, "stuck": 0.2, "mute": 0.2,
 }  # fmt: skip
 assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
 
@@ -28,6 +28,7 @@ class JobSpec:
     task: Task
     program: Program
     cancel_s: float = math.inf
+    hedge: int = 2  # places that may be asked at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class Mix:
     cloud: FaultRates = field(default_factory=FaultRates)
     market: Market = field(default_factory=Market)
     heal_s: float = 0.0
-    preempt_chance: float = 0.0  # of each node, within its first minute and a half
+    preempt_chance: float = 0.0  # of each node, within its first `preempt_s_max`
+    preempt_s_max: float = 60.0
     notice_s: float = 0.0
     is_notice_lost: bool = False
     partition_every_s: float = math.inf
@@ -75,6 +77,7 @@ def draw_mix(random: Random) -> Mix:
         terminate_s=random.choice((0.5, 3.0, 20.0)),
         vanish_s=random.choice((0.0, 30.0, math.inf, math.inf)),
         refused_s=random.choice((60.0, 180.0)),
+        hang_s=random.choice((15.0, 60.0, 200.0, math.inf)),
     )
     return Mix(
         jobs=tuple(draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))),
@@ -113,6 +116,8 @@ def draw_job(random: Random) -> JobSpec:
         exit_codes=random.choice(((), (), (), (), (7,), (1, 0, 7))),
         hang_at=max(1, steps // 2),
         hangs=random.choice((0, 1)) if recovery.stall_timeout_s else 0,
+        break_at=random.choice((0, 7)),
+        breaks=random.choice((0, 0, 0, 1, 2)),
     )
     budget_usd = random.choice((None, None, None, None, None, 0.05))
     task = Task(
@@ -123,7 +128,13 @@ def draw_job(random: Random) -> JobSpec:
         goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
     )
     cancel_s = random.uniform(1.0, 120.0) if random.random() < 0.2 else math.inf
-    return JobSpec(submit_s=random.uniform(0.0, 30.0), task=task, program=program, cancel_s=cancel_s)
+    return JobSpec(
+        submit_s=random.uniform(0.0, 30.0),
+        task=task,
+        program=program,
+        cancel_s=cancel_s,
+        hedge=random.choice((1, 2, 2, 3)),
+    )
 
 
 def calm(jobs: Sequence[JobSpec], **changes: object) -> Mix:

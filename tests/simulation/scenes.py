@@ -6,6 +6,7 @@ A scene's acts are timed from the first start of a program, so that they hit the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -38,9 +39,11 @@ def make_job(
     steps: int = 12,
     exit_codes: tuple[int, ...] = (),
     hangs: int = 0,
+    breaks: int = 0,
     budget_usd: float | None = None,
     recovery: JobRecovery = JobRecovery(),
     submit_s: float = 0.5,
+    hedge: int = 2,
 ) -> JobSpec:
     task = Task(
         name="train",
@@ -49,8 +52,8 @@ def make_job(
         resources=(Resources(job_recovery=recovery),),
         goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
     )
-    program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs)
-    return JobSpec(submit_s=submit_s, task=task, program=program)
+    program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks)
+    return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge)
 
 
 def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: Market = MARKET, **more: object) -> Mix:
@@ -69,11 +72,34 @@ def preempt(universe: Universe) -> None:
         universe.cloud.preempt([working[-1].ids[-1]])
 
 
-def partition(universe: Universe) -> None:
-    """The head of every program answers nobody for four minutes."""
+def end_rank_1(universe: Universe) -> None:
+    """Of the newest gang, whatever its program does."""
+    run = list(universe.gang.runs.values())[-1]
+    universe.note_fault("preempt", run.cluster)
+    universe.cloud.preempt([run.ids[1]])
+
+
+def cut_off(universe: Universe) -> None:
+    """The head of every program answers nobody for half a minute."""
+    universe.note_fault("partition")
     now_s = universe.loop.time()
     for run in universe.gang.runs.values():
-        universe.gang.unreachable.setdefault(run.ids[0], []).append((now_s, now_s + 240.0))
+        universe.gang.unreachable.setdefault(run.ids[0], []).append((now_s, now_s + 30.0))
+
+
+def stop_leader(universe: Universe) -> None:
+    """SIGSTOP for so long that another one takes over; then it goes on where it was."""
+    for process in universe.processes:
+        if process.store is not None and process.store._epoch is not None:
+            universe.note_fault("stop")
+            process.stop()
+            universe.loop.call_world(40.0, process.resume)
+
+
+def black_out(universe: Universe) -> None:
+    """For most of a minute the cloud lists nothing, though all is well."""
+    universe.note_fault("list:blackout")
+    universe.cloud.black_out(50.0)
 
 
 def cancel(universe: Universe) -> None:
@@ -144,6 +170,10 @@ def check_end(universe: Universe, scene: Scene) -> str:
     return "; ".join(wrong)
 
 
+SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
+HANGING = replace(MARKET, hang_s=120.0)
+NEVER = replace(MARKET, hang_s=math.inf)
+CHEAPEST = JobRecovery(strategy="cheapest")
 FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
 COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(7))
 STALL = JobRecovery(stall_timeout_s=20.0)
@@ -165,6 +195,35 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="all zones full for a minute", mix=make_mix(end_s_max=3600.0), full_zones=ZONES),
     Scene(name="lost answers", mix=make_mix(cloud=FaultRates(unknown_after=0.7)), seed=11),
     Scene(name="part of a gang", mix=make_mix(cloud=FaultRates(partial=0.7)), seed=1),
+    Scene(
+        name="a node that never boots",
+        mix=make_mix(make_job(hedge=1), cloud=FaultRates(never_boots=0.4), heal_s=900.0),
+        seed=1,
+    ),
+    Scene(
+        name="a place that has room again",
+        mix=make_mix(make_job(nodes=1, steps=720, recovery=CHEAPEST), poll_s=10.0),
+        full_zones=("east1a", "east1b"),
+        acts=((660.0, preempt),),
+    ),
+    Scene(
+        name="mute calls and a long program",
+        mix=make_mix(make_job(nodes=1, steps=600), cloud=FaultRates(mute=0.7), market=HANGING, poll_s=10.0),
+        seed=3,
+    ),
+    Scene(name="stuck calls", mix=make_mix(cloud=FaultRates(stuck=0.7), market=HANGING), seed=1),
+    Scene(name="mute calls", mix=make_mix(cloud=FaultRates(mute=0.7), market=HANGING), seed=1),
+    Scene(
+        name="mute calls and no hedge",
+        mix=make_mix(make_job(hedge=1), cloud=FaultRates(mute=0.7), market=NEVER),
+        seed=1,
+    ),
+    Scene(
+        name="stuck calls, three asked",
+        mix=make_mix(make_job(hedge=3), cloud=FaultRates(stuck=0.7), market=NEVER),
+        seed=3,
+    ),
+    Scene(name="lists that are empty for a while", mix=make_mix(make_job(steps=80)), acts=((6.0, black_out),)),
     Scene(name="late nodes", mix=make_mix(cloud=FaultRates(late=0.7)), seed=1),
     Scene(name="blank lists", mix=make_mix(cloud=FaultRates(blank=0.5)), acts=((5.0, preempt),)),
     Scene(name="program fails once", mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=AGAIN))),
@@ -176,6 +235,20 @@ SCENES: tuple[Scene, ...] = (
         ends=(JobStatus.FAILED, JobStatus.SUCCEEDED),
     ),
     Scene(name="hung program", mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL))),
+    Scene(
+        name="hung program on nodes that refuse to end",
+        mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL), cloud=FaultRates(refused=0.7), market=SLOW_END),
+    ),
+    Scene(
+        name="hung program and forgotten terminates",
+        mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL), cloud=FaultRates(ignored=0.7), market=SLOW_END),
+    ),
+    Scene(name="head out of reach for a while", mix=make_mix(make_job(steps=60)), acts=((5.0, cut_off),)),
+    Scene(name="node lost after success", mix=make_mix(poll_s=8.0), acts=((13.5, end_rank_1),)),
+    Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
+    Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
+    Scene(name="a gang that falls apart", mix=make_mix(make_job(breaks=2))),
+    Scene(name="a gang that always falls apart", mix=make_mix(make_job(breaks=9)), ends=(JobStatus.FAILED,)),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
     Scene(
         name="nodes that never boot",

@@ -117,7 +117,7 @@ async def submit_once(universe: Universe, process: Process, index: int, spec: Jo
     request_id = f"request-{index}"
     universe.requests.add(request_id)
     universe.expect_job(request_id, spec)
-    job = store.add_job(f"train-{index}", spec.task, request_id)
+    job = store.add_job(f"train-{index}", spec.task, request_id, hedge=spec.hedge)
     universe.jobs_in[index] = job.id
     store.close()
 

@@ -12,34 +12,20 @@ from tests.simulation.mutants.table import MUTANTS, Mutant, hunt, planted
 from tests.simulation.runner import play_scene
 from tests.simulation.scenes import SCENES
 
-SEEDS = range(60)
-# Since several places are asked at once and all are asked again where none is left, these seldom do harm that shows in
-# so few histories: (planted bug, whether the collector is off). Which history would show them is still to be found.
-SURVIVORS = {
-    ("refusal of another zone believed", False),
-    ("refusal of another zone believed", True),
-    ("refusal for ever", False),
-    ("refusal for ever", True),
-    ("part of a gang accepted", True),
-    ("absence by a short time only", True),
-}
-
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("is_collector_off", [False, True], ids=["", "collector off"])
 def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None:
     if mutant.needs_collector and is_collector_off:
         return
-    catch = hunt(mutant, SEEDS, is_collector_off=is_collector_off)
-    if catch is None and (mutant.name, is_collector_off) in SURVIVORS:
-        pytest.xfail("not told by any of these seeds since places are asked beside each other")
-    assert catch is not None, f"{mutant.name} lives through {len(SEEDS)} seeds"
+    catch = hunt(mutant, is_collector_off=is_collector_off)
+    assert catch is not None, f"{mutant.name} is not told"
     assert catch.letter in mutant.letters.split(), catch.failure
 
 
 def test_what_no_checker_stops_still_counts_as_seconds_that_nobody_owned_a_node() -> None:
     only_time = {"tick": (invariants.check_s3_owned_or_dying, invariants.check_l2_jobs_end)}
-    mutant = Mutant(plant=forget_unanswered_intent, letters="")
+    mutant = Mutant(plant=forget_unanswered_intent, letters="", scene="")
     scene = next(scene for scene in SCENES if scene.name == "lost answers")
     with planted(mutant, is_collector_off=True), patch.object(invariants, "CHECKERS", only_time):
         assert play_scene(scene).unowned_s > 20.0

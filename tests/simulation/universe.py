@@ -9,6 +9,7 @@ import random as global_random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
-from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
+from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
 from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
@@ -71,6 +72,16 @@ class WatchedCloud(SimulatedCloud):
         return math.inf if ending_s is None else ending_s
 
 
+class WatchedProvisioner(Provisioner):
+    """Tells the universe whenever a search for nodes begins."""
+
+    universe: Universe
+
+    async def up(self, name: str, *arguments: Any, **named: Any) -> Cluster:
+        self.universe.emit("search", name=name)
+        return await super().up(name, *arguments, **named)
+
+
 class Universe:
     def __init__(self, folder: Path, seed: int, mix: Mix, *, kill_at: int | None = None, trace: bool = False) -> None:
         self.folder = folder
@@ -107,7 +118,7 @@ class Universe:
         self.cells: Counter[tuple[str, str]] = Counter()
         self.unowned_s = 0.0
         self.budgets: dict[int, float] = {}
-        self.node_counts: dict[int, int] = {}
+        self.tasks: dict[int, Task] = {}
         self.side_tasks: list[asyncio.Task[Any]] = []
         self.unowned_since_s: dict[str, float] = {}
         self.asked_down: set[str] = set()  # clusters that a user took down
@@ -157,7 +168,7 @@ class Universe:
             node = self.cloud.find([node_id])[0]
             self.gang.skews[node_id] = self.mix.skew_s
             if node.is_spot and not self.is_healed and self.random.random() < self.mix.preempt_chance:
-                self.loop.call_world(self.random.uniform(0.0, 60.0), self._preempt, node_id)
+                self.loop.call_world(self.random.uniform(0.0, self.mix.preempt_s_max), self._preempt, node_id)
 
     def note_fault(self, fault: str, cluster: str = "") -> None:
         self.say(f"fault {fault} {cluster}")
@@ -216,14 +227,19 @@ class Universe:
         self.gang.roots[new] = root
 
     def _expect(self, job_id: int, spec: JobSpec) -> None:
+        self.gang.roots.pop(job_id, None)  # of a retry that was killed before it had its id
         self.gang.programs[job_id] = spec.program
-        self.node_counts[job_id] = spec.task.num_nodes
+        self.tasks[job_id] = spec.task
         budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
         if budget_usd is not None:
             self.budgets[job_id] = budget_usd
 
     def _next_job_id(self) -> int:
         return int(self.read("SELECT coalesce(max(id), 0) + 1 FROM jobs")[0][0])
+
+    def make_whole_plan(self, job_id: int) -> Plan:
+        """Whatever is left of its budget."""
+        return make_plan(replace(self.tasks[job_id], goal=None))
 
     def get_job_id(self, cluster: str) -> int | None:
         kind, _, rest = cluster.partition("-")
@@ -259,7 +275,9 @@ class Universe:
         )
 
     def make_provisioner(self, store: SimulatedStore) -> Provisioner:
-        return Provisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
+        provisioner = WatchedProvisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
+        provisioner.universe = self
+        return provisioner
 
     async def run_broker(self, process: Process) -> None:
         store = self.open_store(process)

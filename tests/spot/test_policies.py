@@ -74,6 +74,20 @@ def test_without_deadline_spot_is_waited_for(name: str) -> None:
     assert isinstance(decision, Move) and decision.target is opened
 
 
+def test_open_spot_that_nobody_watches_is_not_waited_beside() -> None:
+    """To wait would show nothing: it is started on where that is safe, as long as there is time to spare at all."""
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    for age in (0.0, 0.1, 0.3, 2.0, 30.0):
+        for left in (10.7, 12.0, 18.0, 60.0):
+            spot = make_candidate(is_spot=True, usd=0.9, age_hours=age, is_watched=False)
+            assert isinstance(policy(view_of(10, left), [spot, sure]), Move)
+    watched = make_candidate(is_spot=True, usd=0.9, age_hours=0.1)
+    assert isinstance(policy(view_of(10, 18.0), [watched, sure]), Wait), "it may show that it lasts"
+    risky = make_candidate(is_spot=True, usd=0.3, age_hours=9.0, is_watched=False)
+    decision = policy(view_of(10, 10.15), [risky, sure])
+    assert not isinstance(decision, Move) or decision.target is sure
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_only_on_demand_is_sold_it_is_taken(name: str) -> None:
     sure = make_candidate(is_spot=False)

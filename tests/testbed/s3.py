@@ -16,27 +16,42 @@ class S3Server:
     """Where it listens."""
 
     port: int
+    address: str = "127.0.0.1"
+
+    @property
+    def url(self) -> str:
+        """For AWS_ENDPOINT_URL."""
+        return f"http://{self.address}:{self.port}"
+
+    def list_keys(self, prefix: str) -> list[str]:
+        """What lies in the bucket below a prefix, whatever login this process has."""
+        import obstore
+        from obstore.store import from_url
+
+        login = {name.lower(): value for name, value in LOGIN.items()}
+        store = from_url(f"s3://{BUCKET}", endpoint=self.url, client_options={"allow_http": True}, **login)
+        return [each["path"] for page in obstore.list(store, prefix) for each in page]
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment in which a program finds it."""
-        return LOGIN | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+        return LOGIN | {"AWS_ENDPOINT_URL": self.url}
 
 
 @contextlib.contextmanager
-def serve_s3() -> Iterator[S3Server]:
+def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """One bucket, empty."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     server.start()
     try:
         port = server.get_host_and_port()[1]
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as wire:
-            wire.sendall(f"PUT /{BUCKET} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 0\r\n\r\n".encode())
+        with socket.create_connection((address, port), timeout=30) as wire:
+            wire.sendall(f"PUT /{BUCKET} HTTP/1.0\r\nHost: {address}:{port}\r\nContent-Length: 0\r\n\r\n".encode())
             assert b" 200 " in wire.recv(4096)
-        yield S3Server(port=port)
+        yield S3Server(port=port, address=address)
     finally:
         server.stop()
 

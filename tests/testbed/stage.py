@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from broker.clock import SystemClock
 from broker.state.store import Store
@@ -21,6 +22,7 @@ from tests.testbed.ec2_account import Account
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 from tests.testbed.metadata import MetadataServer
+from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 from tests.testbed.world import CONTROL
 
 STORY_S_MAX = 150.0  # training processes import torch for many seconds on a busy machine
@@ -40,6 +42,10 @@ resources:
 {PLACES}
 run: echo "hello from $(hostname) at $(date +%s.%N)"
 """
+# What a program on any cloud needs to reach the bucket.
+BUCKET_LOGIN = (
+    "--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY", "--env", "AWS_ENDPOINT_URL_S3",
+)  # fmt: skip
 TRAIN = f"""\
 name: train
 num_nodes: 2
@@ -47,13 +53,24 @@ workdir: work
 resources:
   use_spot: true
 {PLACES}
-secrets:
-  WANDB_API_KEY: {CANARY}
+checkpoint: {{to: s3://{BUCKET}/runs}}
+secrets: {{AWS_ACCESS_KEY_ID: null, AWS_SECRET_ACCESS_KEY: null}}
+envs: {{AWS_ENDPOINT_URL_S3: null, AWS_REGION: us-east-1}}
 run: |
-  {sys.executable} -m trainers.lm --strategy ddp --train.steps 60 --checkpoint.every_steps 50 $MORE
-envs:
-  MORE: ""
+  {sys.executable} -m trainers.lm --strategy ddp --train.steps 60 --checkpoint.every_steps 5
 """
+
+
+class WatchedGce(FakeGce):
+    """One that keeps what it was asked."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.requests: list[tuple[str, str, dict[str, str], Any]] = []
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: Any) -> Any:
+        self.requests.append((method, path, query, body))
+        return super().answer(method, path, query, body)
 
 
 class Stage(Shell):
@@ -61,17 +78,21 @@ class Stage(Shell):
 
     def __init__(self, folder: Path, metadata: MetadataServer) -> None:
         super().__init__(folder)
-        checkpoints = self.home / "checkpoints"
-        checkpoints.mkdir(parents=True)
-        checkpoints.chmod(0o777)  # as a bucket: whoever has the key may write
+        self.s3: S3Server | None = None
+        self.home.mkdir()
         (self.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\n')
         self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
         self.aws = FakeAws(self.account)
-        self.gce = FakeGce()
-        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce, shared=[checkpoints])
+        self.gce = WatchedGce()
+        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce)
         (folder / "work").mkdir()
         shutil.copytree(ROOT / "trainers", folder / "work" / "trainers")
         self.environment |= {**self.aws.environment, "GOOGLE_CLOUD_PROJECT": self.gce.project}
+
+    @property
+    def owner(self) -> str:
+        """The installation's id."""
+        return (self.home / "owner").read_text().strip()
 
     def list_living(self) -> set[str]:
         return {name for name, host in self.bridge.hosts.items() if host.is_alive}
@@ -113,8 +134,9 @@ class Stage(Shell):
 def open_stage(folder: Path, metadata: MetadataServer) -> Iterator[Stage]:
     stage = Stage(folder, metadata)
     try:
-        with serve(stage.gce) as url:
-            stage.environment["BROKER_GCP_ENDPOINT"] = url
+        with serve(stage.gce) as url, serve_s3(CONTROL) as s3:
+            stage.environment |= {"BROKER_GCP_ENDPOINT": url, "AWS_ENDPOINT_URL_S3": s3.url}
+            stage.s3 = s3
             yield stage
             for pid in stage.find_processes("broker daemon"):
                 os.kill(pid, signal.SIGTERM)

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainers.config import Config, find_problem
+from trainers.handover import Holding, find_step, plan_transfers
 from trainers.launch import parse_elastic
-from trainers.rendezvous import Member, Rendezvous
+from trainers.rendezvous import Member, Rendezvous, arrange
+from trainers.strategies.grid import Part
 
 from .conftest import TrainingFolder, await_step
 
@@ -46,8 +50,12 @@ class Ears(Member):
         self.ear.tell(**message)
 
 
-def make_member(name: str, *, order: tuple[int, int], step: int = -1) -> Ears:
-    member = Ears(id=name, address=f"host-{name}", port=1, order=order, step=step, writer=None)
+def make_member(
+    name: str, *, order: tuple[int, int], step: int = -1, unit: int = 1, holding: tuple[int, int, int] | None = None
+) -> Ears:
+    member = Ears(
+        id=name, address=f"host-{name}", port=1, order=order, holding=holding or (step, 0, 1), unit=unit, writer=None
+    )
     member.ear = Ear()
     return member
 
@@ -87,7 +95,7 @@ def test_lost_member_is_told_to_the_others_who_form_the_next_world() -> None:
     c = come_back(rendezvous, c, rank=2, step=8)
     for member, rank in ((b, 0), (c, 1)):
         (world,) = member.ear.told
-        assert (world["rank"], world["world_size"], world["steps"]) == (rank, 2, [7, 8])
+        assert (world["rank"], world["world_size"], world["holdings"]) == (rank, 2, [(7, 0, 1), (8, 0, 1)])
         assert (world["generation"], world["address"]) == (2, "host-b")
 
 
@@ -149,9 +157,76 @@ def test_members_hear_what_their_votes_come_to(least: int, leavers: set[str], ve
 
 def test_end_of_the_run_is_no_loss() -> None:
     rendezvous, (a, b, _) = gather()
-    rendezvous.is_over = True
+    spare, late = make_member("y", order=(1, 6)), make_member("z", order=(1, 7))
+    rendezvous.arrive(spare)
+    rendezvous.finish()
     rendezvous.depart(a)
+    rendezvous.arrive(late)
     assert b.ear.take() == ["world"]
+    assert spare.ear.told == late.ear.told == [{"kind": "end", "is_over": True}]
+
+
+def test_world_is_a_multiple_of_its_unit_and_the_rest_waits() -> None:
+    rendezvous, (a, b, c, d) = gather(least=2, most=4, count=4)
+    for member in (a, b, c, d):
+        member.unit = 2
+    rendezvous.unit = 2
+    rendezvous.depart(c)
+    again = []
+    for rank, member in ((0, a), (1, b), (3, d)):
+        again.append(make_member(member.id, order=(0, rank), unit=2, holding=(7, rank % 2, 2)))
+        rendezvous.depart(member)
+        rendezvous.arrive(again[-1])
+    assert [each.ear.take() for each in again] == [["world"], ["world"], []]
+    lonely = make_member("e", order=(1, 2), unit=2)
+    rendezvous.arrive(lonely)
+    assert [each.ear.take() for each in again] == [["joiner"], ["joiner"], []]
+
+
+def test_parts_take_turns_as_they_did_so_that_few_have_to_be_sent() -> None:
+    parts = [("a", 1), ("b", 1), ("c", 0), ("d", 0)]
+    members = [make_member(name, order=(0, place), holding=(9, index, 2)) for place, (name, index) in enumerate(parts)]
+    older, newcomer = make_member("e", order=(0, 4), holding=(8, 0, 2)), make_member("f", order=(1, 0))
+    assert [each.id for each in arrange([*members, older, newcomer])] == ["c", "a", "d", "b", "e", "f"]
+    # Where a part is missing, whoever would have to be sent one anyway takes its place.
+    assert [each.id for each in arrange([*members[2:], newcomer])] == ["c", "f", "d"]
+
+
+def hold(step: int, index: int = 0, count: int = 1) -> Holding:
+    return Holding(step=step, part=Part(index=index, count=count))
+
+
+def test_state_is_whole_at_the_newest_step_of_which_every_part_is_held() -> None:
+    assert find_step([hold(7), hold(8), hold(-1)], 1) == 8
+    halves = [hold(7, 0, 2), hold(7, 1, 2), hold(8, 1, 2)]
+    assert find_step(halves, 2) == 7
+    assert find_step(halves, 1) is None and find_step(halves[1:], 2) is None
+    assert find_step([hold(-1, 0, 1)], 1) is None
+
+
+@given(holdings=st.lists(st.tuples(st.integers(6, 8), st.integers(0, 2)), min_size=1, max_size=12), data=st.data())
+def test_every_rank_comes_to_hold_its_part_in_few_rounds(holdings: list[tuple[int, int]], data: st.DataObject) -> None:
+    held = [hold(step, index, 3) for step, index in holdings]
+    step = find_step(held, 3)
+    if step is None:
+        return
+    indexes = st.integers(0, 2)
+    wanted = data.draw(st.lists(indexes, min_size=len(held), max_size=len(held)))
+    has = [{each.part.index} if each.step == step else set() for each in held]
+    for transfer in plan_transfers(held, step, wanted):
+        assert transfer.index in has[transfer.source] and transfer.index not in has[transfer.target]
+        has[transfer.target].add(transfer.index)
+    assert all(index in parts for index, parts in zip(wanted, has, strict=True))
+
+
+def test_part_that_one_of_sixteen_holds_comes_to_all_in_four_rounds() -> None:
+    transfers = plan_transfers([hold(5), *[hold(4)] * 15], 5, [0] * 16)
+    round_of = {0: 0}
+    busy: dict[int, int] = {}
+    for each in transfers:
+        busy[each.source] = max(busy.get(each.source, 0), round_of[each.source]) + 1
+        round_of[each.target] = busy[each.source]
+    assert len(round_of) == 16 and max(round_of.values()) == 4
 
 
 @pytest.mark.parametrize("text", ["2", "0:2", "3:2", "a:b", "2:", ":2"])
@@ -194,6 +269,7 @@ def await_line(process: "subprocess.Popen[str]", words: str) -> None:
     for line in process.stdout:
         if words in line:
             return
+        assert "started" not in line and "resumed" not in line, f"`{line.strip()}` came before `{words}`"
     raise AssertionError(f"the run ended without `{words}`: {process.stderr and process.stderr.read()}")
 
 
@@ -259,3 +335,24 @@ def test_sharded_run_goes_on_from_its_newest_checkpoint(
     resumed = [int(str(line["step"])) for line in folder.lines() if line["event"] == "resumed"]
     assert len(resumed) == 1 and resumed[0] % 5 == 0 and resumed[0] > 0
     check_losses(folder, tmp_path / "alone", gaps_max=0)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_replica_of_shards_is_lost_and_the_other_goes_on_from_memory(
+    folder: TrainingFolder, tmp_path: Path, start_node: Start
+) -> None:
+    """Two replicas of two shards each; one rank is lost, its neighbour waits, and a new one makes it two again."""
+    flags = ("--elastic", "2:4", "--mesh", "*x2", "--checkpoint.every_steps", "0", "--model.dropout", "0")
+    nodes = [start_node(rank, *flags, count=4, strategy="hsdp") for rank in range(4)]
+    head = nodes[0]
+    await_step(head, 10)
+    os.killpg(nodes[2].pid, signal.SIGKILL)
+    await_line(head, "went on from memory  ranks 2")
+    await_line(head, "loss")
+    start_node(2, *flags, count=4, strategy="hsdp")
+    await_line(head, "went on from memory  ranks 4")
+    await_line(head, "loss")
+    (folder.path / "preempted").touch()
+    assert head.wait(timeout=60) == 143
+    check_losses(folder, tmp_path / "alone", gaps_max=1)

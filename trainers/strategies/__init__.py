@@ -30,10 +30,6 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
 
     An unknown name, a knob that cannot work, an axis used twice or a mesh that does not fit is a TrainerError.
     """
-    names = name.split("+")
-    for each in names:
-        if each not in STRATEGIES:
-            raise TrainerError(f"no strategy is called `{each}`; known: {', '.join(STRATEGIES)}")
     from trainers.strategies.combined import Combined
     from trainers.strategies.grid import Grid
 
@@ -41,16 +37,26 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
     problem = find_problem(options)
     if problem:
         raise TrainerError(problem)
-    classes = [_load(each) for each in names]
-    axes = tuple(axis for each in classes for axis in each.AXES)
-    if len(set(axes)) < len(axes):
-        raise TrainerError(f"`{name}` uses an axis twice: {' x '.join(axes)}")
+    axes = find_axes(name)
+    classes = [_load(each) for each in name.split("+")]
     if len(classes) > 1 and "server" in axes:
         raise TrainerError("`parameter_server` cannot be combined")
     grid = Grid(ranks, axes, options.mesh)
     if len(classes) == 1:
         return classes[0](ranks, grid, options)
     return Combined(ranks, grid, options, [each(ranks, grid, options) for each in classes])
+
+
+def find_axes(name: str) -> tuple[str, ...]:
+    """The axes of a strategy's mesh; an unknown name and an axis used twice are a TrainerError."""
+    names = name.split("+")
+    for each in names:
+        if each not in STRATEGIES:
+            raise TrainerError(f"no strategy is called `{each}`; known: {', '.join(STRATEGIES)}")
+    axes = tuple(axis for each in names for axis in _load(each).AXES)
+    if len(set(axes)) < len(axes):
+        raise TrainerError(f"`{name}` uses an axis twice: {' x '.join(axes)}")
+    return axes
 
 
 def _load(name: str) -> "type[Strategy]":

@@ -19,7 +19,7 @@ class AllReduce(Strategy):
     """Every rank holds the whole model, or the whole of its part where combined, and sends its gradients."""
 
     AXES = ("replicate",)
-    IS_REPLICATED = True
+    MOVES_ALONE = True
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainers.optimizer import AdamW
 from trainers.ranks import Ranks
 from trainers.strategies.gradients import clip_gradients
-from trainers.strategies.grid import Grid
+from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
 
 
@@ -54,8 +54,8 @@ class Strategy:
     """How ranks share one model's work."""
 
     AXES: ClassVar[tuple[str, ...]] = ()
-    # Whether each rank alone holds all of the shared state, and moves it without asking the others.
-    IS_REPLICATED: ClassVar[bool] = False
+    # Whether ranks that differ along `replicate` only hold equal state, and move it without asking each other.
+    MOVES_ALONE: ClassVar[bool] = False
     # Whether `wrap` also takes a model without memory, which gets it afterwards: more than one rank could hold.
     TAKES_EMPTY: ClassVar[bool] = False
 
@@ -120,6 +120,10 @@ class Strategy:
         """
         loss, stop_count = self.ranks.sum([loss_part if self.share.is_counted else 0.0, float(is_stop_asked)])
         return loss, stop_count > 0
+
+    def find_part(self) -> Part | None:
+        """The part of the shared state that this rank holds, and others may hold too; None where they never do."""
+        return self.grid.find_part() if self.MOVES_ALONE else None
 
     # For a strategy under which ranks hold different values of the same parameter.
 

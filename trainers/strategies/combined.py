@@ -9,7 +9,7 @@ from torch import nn
 from trainers.optimizer import AdamW
 from trainers.ranks import Ranks
 from trainers.strategies.base import Passes, Strategy
-from trainers.strategies.grid import Grid
+from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
 
 # A model is cut into stages, layers into slices, then what is left is copied or sharded, and copies drift apart last.
@@ -62,6 +62,10 @@ class Combined(Strategy):
     def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
         """As the part under which ranks differ."""
         return self._find_owner("own_state").own_state(model, optimizer)
+
+    def find_part(self) -> Part | None:
+        """Where it is one under every part of the strategy."""
+        return self.grid.find_part() if all(part.MOVES_ALONE for part in self._parts) else None
 
     def _find_owner(self, verb: str) -> Strategy:
         owners = [part for part in self._parts if getattr(type(part), verb) is not getattr(Strategy, verb)]

@@ -13,7 +13,7 @@ class DataParallel(Strategy):
     """Every rank holds the whole model. One process alone runs the plain model."""
 
     AXES = ("replicate",)
-    IS_REPLICATED = True
+    MOVES_ALONE = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap for gradient exchange. The constructor imports torch._dynamo: 1.0 s on torch 2.13."""

@@ -14,6 +14,7 @@ class FullyShardedDataParallel(Strategy):
     """Every rank holds an equal part of every block."""
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
+    MOVES_ALONE = True
     TAKES_EMPTY = True
 
     def wrap(self, model: nn.Module) -> nn.Module:

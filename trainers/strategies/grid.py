@@ -45,6 +45,14 @@ class Share:
         return passes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank holds of the whole state: equal parts are equal to the last bit."""
+
+    index: int
+    count: int  # of all parts; 1 where each rank holds everything
+
+
 class Grid:
     """All ranks, by axis."""
 
@@ -79,6 +87,21 @@ class Grid:
 
             self._device_mesh = init_device_mesh(self._ranks.device.type, self.sizes, mesh_dim_names=self.axes)
         return self._device_mesh if axes == self.axes else self._device_mesh[axes]
+
+    def find_part(self) -> Part | None:
+        """What this rank holds where ranks along `replicate` hold equal states; None where no mesh has such ranks."""
+        if "replicate" not in self.axes:
+            return None
+        index, count = 0, 1
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if axis != "replicate":
+                index, count = index * size + self.index(axis), count * size
+        return Part(index=index, count=count)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole state, however many ranks there are."""
+        return self.axes == ("replicate",)
 
     def find_share(self) -> Share:
         """This rank's share where every data axis divides the samples."""

@@ -15,6 +15,7 @@ class PipelineParallel(Strategy):
     """Ranks of the axis see the same samples, one run of blocks each, or several under `interleaved`."""
 
     AXES = ("pipeline",)
+    MOVES_ALONE = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Keep this rank's blocks and return them as a list of stages; a model that has no blocks is a TrainerError."""

@@ -10,6 +10,7 @@ class TensorParallel(Strategy):
     """Ranks of the axis see the same samples, and each computes some heads and some hidden units of every layer."""
 
     AXES = ("tensor",)
+    MOVES_ALONE = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Spread each linear layer that its module declares; a model that declares none is a TrainerError."""

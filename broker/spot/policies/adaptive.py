@@ -103,7 +103,8 @@ class _Scale:
         options, age = list[tuple[float, Decision]](), self._age_class()
         look = self._look_hours()
         target, is_open = self.best.candidate, self.best.candidate.is_open
-        if is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start:
+        can_enter = is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start
+        if can_enter:
             outlived = target.seen.count_reached(target.age_hours, target.age_hours + target.start_hours)
             worth = self.outlook.enter_usd(age, self.work, self.spare, seen=outlived) + self.best.move_price
             options.append((worth, Move(target=target, reason="spot is worth its start")))
@@ -117,7 +118,9 @@ class _Scale:
             worth = start + (table.read(age, self.work, after) if after >= 0 else self.work)
             move = Move(target=self.refuge, hours=look, reason="time is worth more than waiting saves")
             options.append((worth, move))
-        if self.spare > EPSILON_HOURS:
+        if self.spare > EPSILON_HOURS and (
+            target.is_watched or not can_enter
+        ):  # to wait shows nothing of unwatched spot
             table = self.outlook.wait_open if is_open else self.outlook.wait_closed
             worth = table.read(age, self.work, self.spare)
             options.append((worth, Wait(hours=min(self.spare, look), reason="spot is worth waiting for")))

@@ -21,7 +21,8 @@ EPSILON_HOURS = 1e-7  # below a millisecond: what sums of hours may be off by
 class Candidate:
     """A placement, and what is known of its market now.
 
-    `is_open` is about spot: capacity could be had, as far as is known; on-demand counts as always open.
+    `is_open` is about spot: capacity could be had, as far as is known; on-demand counts as always open. `is_watched`:
+    its end would be noticed, though nothing ran there.
     `age_hours` is how long it has been open (or closed), and `met_hours` the age it had when it was first watched: 0
     where its beginning was seen, else a guess (`broker.spot.spells.MET_HOURS`) from which `age_hours` counts on.
     `start_hours` are billed and bring no work: making nodes, setup, data, restoring the checkpoint. `move_usd` is paid
@@ -30,6 +31,7 @@ class Candidate:
 
     placement: Placement
     is_open: bool = True
+    is_watched: bool = True
     age_hours: float = 0.0
     met_hours: float = 0.0
     start_hours: float = 0.0

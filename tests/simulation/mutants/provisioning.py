@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.errors import CloudError, TransientError, UnknownOutcomeError
+from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
 from broker.jobs import judgement, watch
 from broker.jobs.burial import Undertaker
 from broker.provision import lifecycle, nodes, tries
 from broker.provision.collection import Collector
 from broker.provision.lifecycle import Provisioner
+from broker.provision.returns import Returns
 from broker.provision.tries import Asker
 from broker.state.clusters import IntentRows
 from broker.state.events import Refusal
@@ -132,6 +133,29 @@ def refusal_for_ever() -> Patches:
         add(self, *arguments[:5], 1e6, *arguments[6:], **{**named, "lasts_s_max": 1e6})
 
     return (patch.object(Store, "add_refusal", add_for_ever),)
+
+
+def late_gang_kept() -> Patches:
+    """What a hedge has won is recorded, and the other gang is forgotten; no collector looks for it either."""
+    return (
+        patch.object(Returns, "begin", lambda self, others, on_event: None),
+        patch.object(Collector, "_find_leftovers", lambda self: []),
+    )
+
+
+def late_call_unheard() -> Patches:
+    """A place given back before its answer came has made nothing."""
+
+    async def hear_nothing(self: Any, one: Any, call: Any) -> CloudError:
+        call.cancel()
+        return CapacityError("not needed any more", scope="zone")
+
+    return (patch.object(Asker, "_hear_out", hear_nothing),)
+
+
+def answer_awaited_for_ever() -> Patches:
+    """Nothing bounds a call but its cloud."""
+    return (patch.object(tries, "ANSWER_S_MAX", 1e9),)
 
 
 # -- believing lists ----------------------------------------------------------------------------------------------

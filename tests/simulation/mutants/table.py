@@ -5,7 +5,7 @@ A mutant changes a function for as long as it lasts; nothing in the product know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,21 +13,19 @@ from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
 from tests.simulation.mutants import jobs, provisioning
-from tests.simulation.runner import Result, play_scene, play_seed
+from tests.simulation.runner import Result, play_scene
 from tests.simulation.scenes import SCENES
 
-SEEDS_MAX = 400
 KILLS_MAX = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """`letters`: the invariants that may tell. `scene`: the one that is sure to; else seeds are played."""
+    """`letters`: the invariants that may tell. `scene`: the one that is sure to, undisturbed or killed at one deed."""
 
     plant: Callable[[], provisioning.Patches]
     letters: str
-    seed: int = 0  # the first that is known to tell
-    scene: str = ""
+    scene: str
     needs_collector: bool = False
 
     @property
@@ -39,7 +37,6 @@ class Mutant:
 class Catch:
     where: str
     failure: str
-    tries: int
 
     @property
     def letter(self) -> str:
@@ -47,23 +44,38 @@ class Catch:
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(plant=provisioning.effect_before_intent, letters="S1"),
-    Mutant(plant=provisioning.fresh_token_after_a_crash, letters="S2"),
-    Mutant(plant=provisioning.fresh_token_on_retry, letters="S1 S2", seed=1),
-    Mutant(plant=provisioning.forget_unanswered_intent, letters="S10 S1", seed=1),
+    Mutant(plant=provisioning.effect_before_intent, letters="S1", scene="plain"),
+    Mutant(plant=provisioning.fresh_token_after_a_crash, letters="S2", scene="plain"),
+    Mutant(plant=provisioning.fresh_token_on_retry, letters="S1 S2", scene="lost answers"),
+    Mutant(plant=provisioning.forget_unanswered_intent, letters="S10 S1", scene="lost answers"),
     Mutant(plant=provisioning.intent_closed_before_the_record, letters="S2", scene="plain"),
-    Mutant(plant=provisioning.part_of_a_gang_accepted, letters="S2", seed=1),
-    Mutant(plant=provisioning.refusal_of_another_zone_believed, letters="L2", scene="full zones"),
-    Mutant(plant=provisioning.refusal_for_ever, letters="L2", scene="all zones full for a minute"),
-    Mutant(plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", seed=1),
-    Mutant(plant=provisioning.absence_by_a_short_time_only, letters="S2 S4 S5 L1"),
-    Mutant(plant=provisioning.absence_by_count_only, letters="S2 S4 S5 L1"),
-    Mutant(plant=provisioning.empty_list_trusted, letters="S5", seed=9),
-    Mutant(plant=provisioning.silence_believed_at_once, letters="S5", seed=8),
-    Mutant(plant=provisioning.dead_on_request_accepted, letters="S4 L1 S2", seed=4),
-    Mutant(plant=provisioning.failed_burial_forgotten, letters="S4 L1", seed=4),
-    Mutant(plant=provisioning.relaunch_without_confirmed_end, letters="S4", seed=4),
-    Mutant(plant=provisioning.collector_ends_foreign_nodes, letters="S8", needs_collector=True),
+    Mutant(plant=provisioning.part_of_a_gang_accepted, letters="S2", scene="a node that never boots"),
+    Mutant(plant=provisioning.refusal_of_another_zone_believed, letters="S13", scene="full zones"),
+    Mutant(plant=provisioning.refusal_for_ever, letters="S13", scene="a place that has room again"),
+    Mutant(plant=provisioning.late_gang_kept, letters="L1", scene="mute calls and a long program"),
+    Mutant(plant=provisioning.late_call_unheard, letters="S10", scene="mute calls"),
+    Mutant(plant=provisioning.answer_awaited_for_ever, letters="L2", scene="mute calls and no hedge"),
+    Mutant(plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", scene="lists that are empty for a while"),
+    Mutant(
+        plant=provisioning.absence_by_a_short_time_only,
+        letters="S2 S4 S5 L1",
+        scene="lists that are empty for a while",
+    ),
+    Mutant(plant=provisioning.absence_by_count_only, letters="S2 S4 S5 L1", scene="lists that are empty for a while"),
+    Mutant(plant=provisioning.empty_list_trusted, letters="S5", scene="lists that are empty for a while"),
+    Mutant(plant=provisioning.silence_believed_at_once, letters="S5", scene="head out of reach for a while"),
+    Mutant(
+        plant=provisioning.dead_on_request_accepted, letters="S4 L1 S2", scene="hung program and forgotten terminates"
+    ),
+    Mutant(
+        plant=provisioning.failed_burial_forgotten, letters="S4 L1", scene="hung program on nodes that refuse to end"
+    ),
+    Mutant(
+        plant=provisioning.relaunch_without_confirmed_end,
+        letters="S4",
+        scene="hung program on nodes that refuse to end",
+    ),
+    Mutant(plant=provisioning.collector_ends_foreign_nodes, letters="S8", scene="plain", needs_collector=True),
     Mutant(
         plant=provisioning.collector_reads_records_first,
         letters="S3 S5",
@@ -76,40 +88,36 @@ MUTANTS: tuple[Mutant, ...] = (
         scene="collecting while nodes come up",
         needs_collector=True,
     ),
-    Mutant(plant=jobs.controller_death_fails_the_job, letters="S7", seed=1),
-    Mutant(plant=jobs.terminal_state_overwritten, letters="S7", seed=1),
-    Mutant(plant=jobs.stale_epoch_writes, letters="S4", seed=11),
-    Mutant(plant=jobs.two_leaders, letters="S4", seed=2),
-    Mutant(plant=jobs.outcome_ignored, letters="S5 S7", seed=8),
-    Mutant(plant=jobs.lost_node_is_the_users_failure, letters="S7", seed=2),
+    Mutant(plant=jobs.controller_death_fails_the_job, letters="S7", scene="plain"),
+    Mutant(plant=jobs.terminal_state_overwritten, letters="S7", scene="plain"),
+    Mutant(plant=jobs.stale_epoch_writes, letters="S4", scene="a leader that sleeps"),
+    Mutant(plant=jobs.two_leaders, letters="S4", scene="two brokers"),
+    Mutant(plant=jobs.outcome_ignored, letters="S5 S7", scene="node lost after success"),
+    Mutant(plant=jobs.lost_node_is_the_users_failure, letters="S7", scene="preemption"),
     Mutant(plant=jobs.cancel_forgotten_in_recovery, letters="S7", scene="cancel in recovery"),
     Mutant(plant=jobs.budget_unchecked, letters="S9 S11", scene="nodes that never boot"),
     Mutant(plant=jobs.lease_never_given, letters="L3", scene="no broker any more"),
     Mutant(plant=jobs.lease_never_renewed, letters="S11", scene="long program"),
-    Mutant(plant=jobs.request_id_ignored, letters="S12", seed=1),
+    Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
     Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
 )
 
 
-def hunt(mutant: Mutant, seeds: Iterable[int], *, is_collector_off: bool = False) -> Catch | None:
-    """The first scene or seed that tells."""
+def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
+    """The first play of its scene that tells; None: nothing does."""
     with planted(mutant, is_collector_off=is_collector_off):
-        for tries, (where, play) in enumerate(_list_scenes(mutant.scene), 1):
+        for where, play in _list_plays(mutant.scene):
             if failure := play().failure:
-                return Catch(where=where, failure=failure, tries=tries)
-        for tries, seed in enumerate(dict.fromkeys([mutant.seed, *seeds]), 1):
-            if failure := play_seed(seed).failure:
-                return Catch(where=f"seed {seed}", failure=failure, tries=tries)
+                return Catch(where=where, failure=failure)
     return None
 
 
-def _list_scenes(name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
+def _list_plays(name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
     """The scene undisturbed, then with a kill at each deed."""
-    for scene in SCENES:
-        if scene.name == name:
-            yield f"scene {name}", partial(play_scene, scene)
-            for kill_at in range(1, KILLS_MAX):
-                yield f"scene {name}, killed at {kill_at}", partial(play_scene, scene, kill_at=kill_at)
+    scene = next(scene for scene in SCENES if scene.name == name)
+    yield name, partial(play_scene, scene)
+    for kill_at in range(1, KILLS_MAX):
+        yield f"{name}, killed at {kill_at}", partial(play_scene, scene, kill_at=kill_at)
 
 
 @contextmanager

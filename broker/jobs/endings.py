@@ -1,0 +1,95 @@
+"""How attempts and jobs end: one commit for the attempt's outcome, the job's status and a plain sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.jobs.budget import find_overspending
+from broker.jobs.judgement import Verdict, is_restart_due
+from broker.jobs.order import get_recovery
+from broker.state.store import Store
+from broker.types import Attempt, Job, JobStatus, Progress
+
+FAILED_OUTCOME = "failed"
+STALLED_OUTCOME = "stalled"
+APART_OUTCOME = "fell apart"
+OVERSPENT_OUTCOME = "out of budget"
+REPEATS_MAX = 3  # at one step: then it is the program, not the machines
+
+
+class Endings:
+    """Of one job. Each method returns the seconds until the next step: none, as an end is always followed by one."""
+
+    def __init__(self, job_id: int, store: Store, clock: Clock) -> None:
+        self._job_id = job_id
+        self._store = store
+        self._clock = clock
+
+    def lose(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
+        """The cloud took what it ran on."""
+        gone_s = self._clock.now_s() if lost_s is None else lost_s
+        reason = f"preempted: {reason}"
+        return self._restart(attempt, reason, kind="preempted", told=reason, lost_s=gone_s)
+
+    def conclude(
+        self,
+        job: Job,
+        attempt: Attempt,
+        verdict: Verdict,
+        returncode: int | None,
+        reason: str,
+        progress: Progress | None,
+    ) -> float:
+        """The run has ended by itself."""
+        if verdict is Verdict.SUCCEEDED:
+            return self.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+        if verdict is Verdict.CANCELLED:
+            failure = find_overspending(job, self._store, self._clock)
+            if failure:  # it was us, before a crash: nobody asked for a cancel
+                return self.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+            return self.end(job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster")
+        if verdict is Verdict.APART:
+            return self.repeat(job, attempt, APART_OUTCOME, f"the gang fell apart ({reason})", progress)
+        if verdict is Verdict.FAILED_SETUP:
+            failure = f"`setup` exited with code {returncode}"
+            return self.end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
+        outcome = f"{FAILED_OUTCOME} with exit code {returncode}"
+        failures = sum(1 for old in job.attempts if old.outcome.startswith(FAILED_OUTCOME))
+        if not is_restart_due(get_recovery(job.task), returncode, failures):
+            return self.end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with code {returncode}")
+        return self._restart(attempt, outcome, told=f"the program exited with code {returncode} and is restarted")
+
+    def repeat(self, job: Job, attempt: Attempt, outcome: str, what: str, progress: Progress | None) -> float:
+        """Restarted on new nodes, unless the same has happened too often at this very step."""
+        step = progress.step if progress else 0
+        outcome = f"{outcome} at step {step}"
+        times = 1 + sum(1 for old in job.attempts if old.outcome == outcome)
+        if times >= REPEATS_MAX:
+            return self.end(job, attempt, JobStatus.FAILED, outcome, f"{what}, {times} times at step {step}")
+        return self._restart(attempt, outcome, told=f"{what} at step {step}: restarted on new nodes")
+
+    def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=outcome))
+            self.finish(job, status, failure)
+        return 0.0
+
+    def finish(self, job: Job, status: JobStatus, failure: str) -> float:
+        with self._store.transaction():
+            if self._store.set_job_status(job.id, status, failure):
+                self._tell("ended", f"{status.value}{': ' + failure if failure else ''}")
+        return 0.0
+
+    def _restart(
+        self, attempt: Attempt, outcome: str, *, told: str, kind: str = "restart", lost_s: float | None = None
+    ) -> float:
+        lost_s = self._clock.now_s() if lost_s is None else lost_s
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s))
+            self._store.set_job_status(self._job_id, JobStatus.RECOVERING)
+            self._tell(kind, told)
+        return 0.0
+
+    def _tell(self, kind: str, message: str) -> None:
+        self._store.add_event(kind, message, job_id=self._job_id)

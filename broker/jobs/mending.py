@@ -1,0 +1,99 @@
+"""A job that goes on without some of its nodes (`job_recovery: {min_nodes: }`): it gets new ones beside the work."""
+
+from __future__ import annotations
+
+import asyncio
+
+from broker.clock import Clock
+from broker.errors import BrokerError, CloudError
+from broker.jobs.budget import Overspent, check_budget
+from broker.jobs.burial import RUN_ID
+from broker.jobs.gang import Gang
+from broker.jobs.judgement import list_lost_ranks
+from broker.jobs.order import get_recovery
+from broker.provision.backoff import draw_backoff_s
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Cluster, Job, Node
+
+RETRY_BASE_S = 15.0
+RETRY_S_MAX = 300.0
+
+
+class Mender:
+    """Remembers which nodes take part; after a crash of the controller all are submitted to again, to no harm."""
+
+    def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock) -> None:
+        self._store = store
+        self._provisioner = provisioner
+        self._gang = gang
+        self._clock = clock
+        self._doing: asyncio.Task[Cluster] | None = None
+        self._taking_part: frozenset[str] = frozenset()
+        self._told: set[str] = set()
+        self._refusals = 0
+        self._next_try_s = 0.0
+
+    async def look(self, job: Job, cluster: Cluster, *, envs: dict[str, str], lease_s: float) -> None:
+        """One step: tell of a loss, ask for a node, take one in. Returns soon; a node takes minutes to come."""
+        if get_recovery(job.task).nodes_min is None:
+            return
+        lost = list_lost_ranks(cluster.nodes)
+        for node in cluster.nodes:
+            if node.rank in lost and node.id not in self._told:
+                self._told.add(node.id)
+                left = len(cluster.nodes) - len(lost)
+                self._tell(job, "shrunk", f"node {node.rank} gone: going on with {left} of {len(cluster.nodes)}")
+        self._hear(job)
+        await self._take_in(job, cluster, envs, lease_s)
+        if lost and self._doing is None and self._clock.now_s() >= self._next_try_s:
+            self._doing = asyncio.ensure_future(
+                self._provisioner.replace_node(
+                    cluster,
+                    job.task,
+                    rank=lost[0],
+                    check_budget=lambda: check_budget(job, self._store, self._clock),
+                )
+            )
+
+    def stop(self) -> None:
+        """The attempt is over: what is on its way ends with the cluster."""
+        if self._doing is not None:
+            self._doing.cancel()
+            self._doing = None
+
+    def _hear(self, job: Job) -> None:
+        """What became of the node that was asked for."""
+        if self._doing is None or not self._doing.done():
+            return
+        done, self._doing = self._doing, None
+        error = done.exception()
+        if error is None:
+            self._refusals = 0
+            return
+        if not isinstance(error, BrokerError | Overspent):
+            raise error
+        self._refusals += 1
+        wait_s = draw_backoff_s(self._refusals, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
+        self._next_try_s = self._clock.now_s() + wait_s
+        self._tell(job, "waiting", f"no node to replace the lost one: {error}; trying again in {wait_s:.0f} s")
+
+    async def _take_in(self, job: Job, cluster: Cluster, envs: dict[str, str], lease_s: float) -> None:
+        """Submit to all nodes: those that run already only answer."""
+        live = frozenset(node.id for node in list_live(cluster))
+        if live <= self._taking_part:
+            return
+        try:
+            await self._gang.prepare(cluster, job.task)
+            await self._gang.start(cluster, job.task, run_id=RUN_ID, envs=envs, lease_s=lease_s)
+        except CloudError:
+            return  # one does not answer yet, or another is just being lost: at the next look
+        self._taking_part = live
+
+    def _tell(self, job: Job, kind: str, message: str) -> None:
+        self._store.add_event(kind, message, job_id=job.id)
+
+
+def list_live(cluster: Cluster) -> list[Node]:
+    lost = list_lost_ranks(cluster.nodes)
+    return [node for node in cluster.nodes if node.rank not in lost]

@@ -1,0 +1,47 @@
+"""A managed job that goes on while its nodes come and go: one attempt, however many machines it took."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+TASK = """
+name: elastic
+num_nodes: 3
+resources:
+  infra: local
+  use_spot: true
+  job_recovery: {min_nodes: 2}
+run: |
+  trap 'echo left; exit 143' TERM
+  echo "here at $SKYPILOT_NODE_RANK of $BROKER_NODES_MIN"
+  while [ ! -e %s ]; do sleep 0.1; done
+"""
+
+
+def count_starts(shell: Shell, rank: int) -> int:
+    return shell.run("jobs", "logs", "1", "--no-follow", code=None).stdout.count(f"here at {rank} of 2")
+
+
+def list_events(shell: Shell) -> str:
+    return shell.run("jobs", "events", "1").stdout
+
+
+@pytest.mark.slow
+def test_lost_nodes_are_replaced_beside_the_work_and_the_attempt_stays_the_first(shell: Shell) -> None:
+    """One is taken without a word, one with notice: the first node's program never hears of either."""
+    end = shell.folder / "end"
+    shell.run("jobs", "launch", shell.write("task.yaml", TASK % end), "--yes", "--detach-run")
+    shell.wait_until(lambda: all(count_starts(shell, rank) == 1 for rank in range(3)), "all three run")
+    shell.run("local", "preempt", "1", "--node", "2")
+    shell.wait_until(lambda: count_starts(shell, 2) == 2, "a new third node takes part")
+    shell.run("local", "preempt", "1", "--node", "1", "--notice", "2")
+    shell.wait_until(lambda: count_starts(shell, 1) == 2, "a new second node takes part")
+    log = shell.run("jobs", "logs", "1", "--no-follow", code=None).stdout
+    assert count_starts(shell, 0) == 1 and log.count("left") == 1
+    end.touch()
+    shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "SUCCEEDED", "the job is done")
+    events = list_events(shell)
+    assert "node 2 gone: going on with 2 of 3" in events and "node 1 gone: going on with 2 of 3" in events
+    assert "attempt 1" in events and "attempt 2" not in events

@@ -1,0 +1,113 @@
+"""Checkpoints outlive the nodes, or the user hears before paying that they would not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.config import Config, find_checkpoint_url
+from broker.errors import UsageError
+from broker.jobs.checkpoints import check_checkpoints, find_checkpoint_dir, has_left_success, settle_tasks
+from broker.optimizer.planner import make_plan
+from broker.runtime.agent_bucket import leave_outcome
+from broker.types import CheckpointSpec, Cluster, ClusterStatus, Node, NodeState, Placement, Plan, Resources, Task
+from tests.simulation.world import make_offer
+from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+
+AWS = replace(make_offer("east1a"), cloud="aws")
+LOCAL = replace(make_offer("east1a"), cloud="local")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+def make_config(folder: Path) -> Config:
+    return Config(home=folder, owner="me")
+
+
+def make_cluster(handle: str) -> Cluster:
+    placement = Placement(offer=AWS, is_spot=True, node_count=1)
+    node = Node(
+        id="n", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, address="10.0.0.1",
+        region="r", zone="z", token="t", is_spot=True, created_s=0.0, handle=handle,
+    )  # fmt: skip
+    return Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(node,))
+
+
+def plan(task: Task, *clouds: str) -> Plan:
+    offers = [AWS if cloud == "aws" else LOCAL for cloud in clouds]
+    asked = tuple(Resources(cloud=cloud) for cloud in clouds)  # `local` only where it is asked for
+    return make_plan(replace(task, resources=asked), offers, prices_as_of="2026-11-01")
+
+
+def test_nodes_elsewhere_are_never_sent_to_a_folder_of_this_machine(tmp_path: Path) -> None:
+    config, far, near = make_config(tmp_path), make_cluster("ssh://u@h:22"), make_cluster("/nodes/1")
+    assert find_checkpoint_dir(config, Task(), near, name="job-1") == str(tmp_path / "checkpoints" / "job-1")
+    assert find_checkpoint_dir(config, Task(), far, name="job-1") is None
+    there = Task(checkpoint=CheckpointSpec(to="s3://b/runs/"))
+    assert {find_checkpoint_dir(config, there, each, name="job-1") for each in (far, near)} == {"s3://b/runs/me-job-1"}
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task(name="t", run="python -m trainers.lm"),
+        Task(name="t", run="python x.py --to $BROKER_CHECKPOINT_DIR"),
+        Task(name="t", run="python x.py", checkpoint=CheckpointSpec(every_s=60.0)),
+    ],
+)
+def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task: Task) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_checkpoints([plan(task, "local", "aws")])
+    assert "`t` may run on aws" in str(caught.value) and "to: s3://BUCKET" in caught.value.hints[0]
+    assert check_checkpoints([plan(task, "local")]) == []
+    (settled,) = settle_tasks([task], "gs://b")
+    assert settled.checkpoint.to == "gs://b" and check_checkpoints([plan(settled, "aws")]) == []
+    (kept,) = settle_tasks([settled], "s3://other")
+    assert kept is settled, "what the task says goes before the default"
+
+
+def test_task_that_saves_nothing_is_launched_with_a_word() -> None:
+    (sentence,) = check_checkpoints([plan(Task(name="t", run="python x.py"), "aws")])
+    assert "begins anew" in sentence
+
+
+def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BROKER_CHECKPOINTS", raising=False)
+    config = make_config(tmp_path)
+    assert find_checkpoint_url(config) is None
+    (tmp_path / "config.toml").write_text('checkpoints = "gs://b/runs"\n')
+    assert find_checkpoint_url(config) == "gs://b/runs"
+    monkeypatch.setenv("BROKER_CHECKPOINTS", "/mnt/shared")
+    assert find_checkpoint_url(config) == "/mnt/shared"
+    monkeypatch.setenv("BROKER_CHECKPOINTS", "ftp://b")
+    with pytest.raises(UsageError, match="BROKER_CHECKPOINTS is `ftp://b`"):
+        find_checkpoint_url(config)
+    monkeypatch.delenv("BROKER_CHECKPOINTS")
+    for text, words in (("checkpoint = 1", "there is no `checkpoint`"), ("x", "config.toml"), ("checkpoints = 3", "3")):
+        (tmp_path / "config.toml").write_text(text)
+        with pytest.raises(UsageError, match=words):
+            find_checkpoint_url(config)
+
+
+def test_success_left_by_the_head_is_found_and_nothing_else_counts(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    place = f"s3://{BUCKET}/runs/me-job-1"
+    variables = {**server.variables, "BROKER_CHECKPOINT_DIR": place}
+    for attempt, status in ((1, "SUCCEEDED"), (2, "FAILED")):
+        outcome = {"status": status, "returncode": 0 if status == "SUCCEEDED" else 1, "reason": ""}
+        assert (
+            leave_outcome(outcome, {**variables, "BROKER_ATTEMPT": str(attempt)}) == f"{place}/outcomes/{attempt}.json"
+        )
+    assert [has_left_success(place, attempt) for attempt in (1, 2, 3)] == [True, False, False]
+    assert not has_left_success("s3://no-such-bucket/x", 1)
+    assert leave_outcome({}, {**variables, "BROKER_CHECKPOINT_DIR": "/folder", "BROKER_ATTEMPT": "1"}) == ""

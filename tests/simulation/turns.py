@@ -1,0 +1,183 @@
+"""The order in which places are asked: nobody is passed over for a refusal of somebody else, or for one that ran out.
+
+Reckoned from what was committed and from the plan alone: the product's own memory of refusals is what is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from broker.jobs.order import order_plan
+from broker.types import Attempt, NodeRequest, Placement
+
+if TYPE_CHECKING:
+    from tests.simulation.invariants import Event
+    from tests.simulation.universe import Universe
+
+# As README and docs promise them to users: a full place rests for ten minutes, twice as long each time, a used up
+# quota for an hour, an answer that says nothing for a minute; none for more than four hours.
+FULL_S, QUOTA_S, UNCLEAR_S, REST_S_MAX = 600.0, 3600.0, 60.0, 4 * 3600.0
+LATE_S = 300.0
+PROBE_S = 120.0  # one looks whether a place gives again, and all others wait
+TOKENS_LOW = 2.0  # of the budget of failed calls: below it the whole cloud may rest
+Place = tuple[str, str, bool]  # region, zone ("": all of it), is_spot
+
+
+@dataclass
+class Turns:
+    """What checkers know of asking so far. Times are the loop's, which never jump."""
+
+    newest: int = 0  # row of the newest intent
+    asked: dict[str, list[Placement]] = field(default_factory=dict)  # cluster -> in this search
+    open: dict[str, tuple[str, Placement]] = field(default_factory=dict)  # token -> cluster and place
+    begun_s: dict[tuple[str, bool], list[tuple[float, str]]] = field(default_factory=dict)  # region: when, whose
+    refused: dict[Place, tuple[float, int]] = field(default_factory=dict)  # until when at most, how often
+    poor_s: float = -math.inf  # when the budget of failed calls was last low
+    searched_s: dict[str, float] = field(default_factory=dict)  # cluster -> when the search began
+
+
+def get_turns(universe: Universe) -> Turns:
+    turns = universe.memory.setdefault("turns", Turns())
+    assert isinstance(turns, Turns)
+    return turns
+
+
+def note_search(universe: Universe, event: Event) -> None:
+    """Somebody begins at the top of the plan; what an earlier life of the search has begun goes on at once."""
+    turns = get_turns(universe)
+    turns.asked[event.name] = [placement for cluster, placement in turns.open.values() if cluster == event.name]
+    turns.searched_s[event.name] = event.time_s
+
+
+def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
+    """A place is asked when each better one was asked in this search, or has refused and may still stand by it."""
+    turns = get_turns(universe)
+    if "retry_budgets" in event.written:
+        tokens = universe.read("SELECT min(tokens) FROM retry_budgets")[0][0]
+        turns.poor_s = event.time_s if tokens < TOKENS_LOW else turns.poor_s
+    if "intents" not in event.written:
+        return
+    _note_closed(universe, turns, event.time_s)
+    for number, token, cluster, body in universe.read(
+        "SELECT rowid, token, cluster, body FROM intents WHERE rowid > ? ORDER BY rowid", (turns.newest,)
+    ):
+        turns.newest = number
+        placement = msgspec.json.decode(body, type=NodeRequest).placement
+        if passed_over := _find_passed_over(universe, turns, cluster, placement, event.time_s):
+            from tests.simulation.invariants import Violation
+
+            better = _name(passed_over)
+            raise Violation("S13", f"{cluster} asks {_name(placement)}, and nothing speaks against {better}")
+        turns.asked.setdefault(cluster, []).append(placement)
+        turns.open[token] = cluster, placement
+        begun = turns.begun_s.setdefault((placement.offer.region, placement.is_spot), [])
+        begun.append((event.time_s, cluster))
+
+
+def check_l1_late_gangs_go(universe: Universe, event: Event) -> None:
+    """After the last fault, no gang that a search did not need lives on beside the one it found."""
+    if universe.mix.leaves_broker_dead or not universe.is_healed:
+        return
+    rows = universe.read(
+        "SELECT intents.token FROM intents JOIN clusters ON clusters.name = intents.cluster "
+        "WHERE intents.outcome IS NULL AND json_extract(CAST(clusters.body AS TEXT), '$.status') = 'UP'"
+    )
+    tokens = {token for (token,) in rows}
+    since_s = universe.memory.get("late gangs", {})
+    late = universe.memory["late gangs"] = {
+        node.id: since_s.get(node.id, event.time_s)
+        for node in (universe.list_live_nodes() if tokens else ())
+        if node.token in tokens and math.isinf(universe.cloud.get_ending_s(node.id))
+    }
+    for node_id, begun_s in late.items():
+        if event.time_s - begun_s > LATE_S:
+            from tests.simulation.invariants import Violation
+
+            raise Violation("L1", f"nobody has needed {node_id} for {event.time_s - begun_s:.0f} s, and it runs on")
+
+
+def _note_closed(universe: Universe, turns: Turns, now_s: float) -> None:
+    tokens = ", ".join(f"'{token}'" for token in turns.open)
+    for token, outcome in universe.read(f"SELECT token, outcome FROM intents WHERE token IN ({tokens})"):
+        if outcome is None:
+            continue
+        _, placement = turns.open.pop(token)
+        if outcome.startswith(("refused", "terminated")):  # what came up in part is ended, and counts as full
+            _note_refusal(turns, placement, outcome, now_s)
+
+
+def _note_refusal(turns: Turns, placement: Placement, outcome: str, now_s: float) -> None:
+    offer = placement.offer
+    zone, rest_s = offer.zone or "", FULL_S
+    if "quota" in outcome:
+        zone, rest_s = "", QUOTA_S
+    elif "no clear answer" in outcome:
+        rest_s = UNCLEAR_S
+    place = (offer.region, zone, placement.is_spot)
+    until_s, count = turns.refused.get(place, (0.0, 0))
+    held_s = min(REST_S_MAX, rest_s * 2.0**count)
+    turns.refused[place] = max(until_s, now_s + held_s), count + 1
+
+
+def _find_passed_over(
+    universe: Universe, turns: Turns, cluster: str, placement: Placement, now_s: float
+) -> Placement | None:
+    """The first place that should have been asked before this one; None: all is as it should be."""
+    job_id = universe.get_job_id(cluster)
+    searched_s = turns.searched_s.get(cluster, now_s)
+    if job_id is None or not math.isinf(universe.mix.jump_every_s) or turns.poor_s >= searched_s - PROBE_S:
+        return None
+    order = _list_places(universe, job_id)
+    # Whoever asks a place again that has just refused has nowhere else to go: then all others count as better.
+    better = order if _has_refused(universe, placement) else order[: order.index(placement)]
+    busy = {place.offer.zone for owner, place in turns.open.values() if owner == cluster}
+    asked = turns.asked.get(cluster, [])
+    for each in better:
+        is_excused = (
+            each in (placement, *asked)
+            or each.offer.zone in busy  # a zone that is late is late for all
+            or any(searched_s < until_s for until_s in _list_rests(turns, each))  # when its turn came, perhaps
+            or _is_probed(turns, each, cluster, now_s)
+        )
+        if not is_excused:
+            return each
+    return None
+
+
+def _list_places(universe: Universe, job_id: int) -> Sequence[Placement]:
+    rows = universe.read("SELECT body FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
+    attempts = [msgspec.json.decode(body, type=Attempt) for (body,) in rows]
+    plan = order_plan(universe.make_whole_plan(job_id), attempts)
+    return [estimate.placement for estimate in plan.estimates]
+
+
+def _has_refused(universe: Universe, placement: Placement) -> bool:
+    offer = placement.offer
+    rows = universe.read(
+        "SELECT 1 FROM refusals WHERE region = ? AND zone = ? AND is_spot = ? AND expires_s > ?",
+        (offer.region, offer.zone, placement.is_spot, universe.clock.now_s()),
+    )
+    return bool(rows)
+
+
+def _list_rests(turns: Turns, placement: Placement) -> Iterator[float]:
+    offer = placement.offer
+    for zone in ("", offer.zone or ""):
+        yield turns.refused.get((offer.region, zone, placement.is_spot), (0.0, 0))[0]
+
+
+def _is_probed(turns: Turns, placement: Placement, cluster: str, now_s: float) -> bool:
+    """Somebody else looks whether this place, which did refuse, gives again."""
+    if not any(_list_rests(turns, placement)):
+        return False
+    begun = turns.begun_s.get((placement.offer.region, placement.is_spot), [])
+    return any(now_s < begun_s + PROBE_S + 1.0 for begun_s, _ in begun)
+
+
+def _name(placement: Placement) -> str:
+    return f"{placement.offer.zone} {'spot' if placement.is_spot else 'on-demand'}"
