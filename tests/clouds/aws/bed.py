@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from broker.clouds.aws.settings import Settings
 from broker.clouds.base import Cloud
 from broker.types import Node, Offer
 from tests.clouds.contract import Bed
+from tests.clouds.jumping import JumpingClock
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
@@ -25,20 +25,6 @@ OFFER = Offer(
     cloud="aws", region="us-east-1", zone=ZONE, instance_type="p4d.24xlarge", vcpus=96, memory_gib=1152,
     accelerator="A100", accelerator_count=8, accelerator_memory_gib=40, ondemand_usd_hour=32.77, spot_usd_hour=11.5,
 )  # fmt: skip
-
-
-class JumpingClock:
-    """Nobody waits: a sleep moves the time on at once."""
-
-    def __init__(self) -> None:
-        self._now_s = START_S
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self._now_s += duration_s
-        await asyncio.sleep(0)
 
 
 LOADER = Loader()  # keeps AWS's service models, a second's reading, from one test to the next

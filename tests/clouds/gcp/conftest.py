@@ -14,6 +14,7 @@ from broker.clouds.gcp.login import Login
 from broker.clouds.gcp.memory import Memory
 from broker.types import Node, NodeRequest, Offer, Placement
 from tests.clouds.contract import Bed
+from tests.clouds.jumping import JumpingClock
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 
@@ -35,20 +36,6 @@ class Bench:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
-
-
-class JumpingClock:
-    """Nobody waits: a sleep moves the time on at once."""
-
-    def __init__(self) -> None:
-        self._now_s = 1_790_000_000.0
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self._now_s += duration_s
-        await asyncio.sleep(0)
 
 
 class GcpBed(Bed):
