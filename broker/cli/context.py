@@ -112,6 +112,7 @@ class Context:
 
     def make_controller(self, job_id: int) -> JobController:
         from broker.jobs.controller import JobController
+        from broker.state.history import SHARED_S_MAX
 
         return JobController(
             job_id,
@@ -119,7 +120,10 @@ class Context:
             provisioner=self.provisioner,
             gang=self.gang,
             planner=lambda task, avoid: self.market.rank(
-                task, usable_clouds=frozenset(self.clouds), avoid=avoid, history=self.store.read_spot_history()
+                task,
+                usable_clouds=frozenset(self.clouds),
+                avoid=avoid,
+                history=self.store.read_spot_history(age_s_max=SHARED_S_MAX),
             ),
             clock=self.clock,
             config=self.config,

@@ -273,10 +273,10 @@ class JobController:
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""
         now_s = self._clock.now_s()
-        self._store.set_progress(job.id, progress)
-        if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
-            return attempt
-        with self._store.transaction():
+        with self._store.transaction(is_durable=False):  # what a power cut takes is seen again
+            self._store.set_progress(job.id, progress)
+            if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
+                return attempt
             attempt = replace(attempt, resumed_s=now_s)
             self._store.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)

@@ -55,7 +55,8 @@ def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
 
 
 def _append(path: Path, chunk: bytes, *, at_bytes: int) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not at_bytes:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.truncate(at_bytes)

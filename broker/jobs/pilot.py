@@ -22,7 +22,7 @@ from broker.jobs.order import cut_to_rest, drop_limits
 from broker.jobs.sightings import PlaceKey, Sighting
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
-from broker.state.history import gather_spells, weigh_stays
+from broker.state.history import SHARED_S_MAX, gather_spells
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
@@ -98,12 +98,12 @@ class Pilot:
 
     def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
         """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
-        now_s, stays = self._clock.now_s(), self._store.list_spot_stays()
+        now_s = self._clock.now_s()
         hazard = estimate_start_hazard(
             task,
             placement,
-            history=weigh_stays(stays, now_s=now_s),
-            spells=gather_spells(stays, now_s=now_s),
+            history=self._store.read_spot_history(age_s_max=SHARED_S_MAX),
+            spells=gather_spells(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
             sightings=self._sightings,
             now_s=now_s,
         )

@@ -12,6 +12,7 @@ from random import Random
 
 from broker.clouds.simulated import SimulatedCloud
 from broker.errors import TransientError
+from broker.runtime.gang import list_live
 from broker.types import Cluster, Node, NodeState, Progress, RunStatus, Task
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
@@ -36,14 +37,24 @@ class Program:
     breaks: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A node that takes part, since when."""
+
+    rank: int
+    id: str
+    joined_s: float
+
+
 @dataclass(kw_only=True)
 class MachineRun:
-    """One start of a program on a gang."""
+    """One start of a program on a gang. With `nodes_min` it goes on while so many are left, the head among them."""
 
     job: int
     attempt: int
     cluster: str
-    ids: tuple[str, ...]
+    members: list[Member]
+    nodes_min: int | None
     started_s: float
     first_step: int
     program: Program
@@ -51,6 +62,11 @@ class MachineRun:
     cancelled_s: float = math.inf
     saved_step: int = 0
     lease_s: dict[str, float] = field(default_factory=dict)  # node id -> until
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of all that ever took part."""
+        return tuple(each.id for each in self.members)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +118,9 @@ class MachineGang:
         await self._reach(cluster)
         self._on_effect("start:before")
         if cluster.name not in self.runs:
-            self._begin(cluster, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]))
+            nodes_min = task.resources[0].job_recovery.nodes_min
+            self._begin(cluster, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
+        self._join(cluster)
         self._renew(cluster, lease_s)
         self._on_effect("start:after")
 
@@ -113,7 +131,7 @@ class MachineGang:
             await self._clock.sleep(self.silence_s)
             silent = self._find_silent(cluster)
         run = self.runs.get(cluster.name)
-        if run is None or len(silent) == len(cluster.nodes):
+        if run is None or len(silent) == len(list_live(cluster.nodes)):
             status = RunStatus.SETTING_UP
             return Report(status=status, returncode=None, unreachable=silent, progress=None)
         self.save(run)
@@ -137,7 +155,7 @@ class MachineGang:
         silent = self._find_silent(cluster)
         self._on_effect("cancel:before")
         run = self.runs.get(cluster.name)
-        if run is not None and len(silent) < len(cluster.nodes):
+        if run is not None and len(silent) < len(list_live(cluster.nodes)):
             self.save(run)
             run.cancelled_s = min(run.cancelled_s, self._loop.time())
         self._on_effect("cancel:after")
@@ -160,10 +178,10 @@ class MachineGang:
             raise TransientError("a node does not answer")
 
     def measure(self, run: MachineRun) -> tuple[int, RunStatus, int | None]:
-        """Step, status and exit code now. The program ends with its first lost node."""
+        """Step, status and exit code now. The program ends with the first node that it cannot do without."""
         now_s = self._loop.time()
-        lost_s = min((node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None), default=math.inf)
         begun_s = run.started_s + run.program.setup_s
+        lost_s = self._find_loss_s(run, begun_s)
         end_s = min(now_s, lost_s, run.cancelled_s)
         step_max = run.program.steps
         if run.serial < run.program.hangs:
@@ -181,6 +199,17 @@ class MachineGang:
         if broken_s <= now_s:
             return step, RunStatus.FAILED, None
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
+
+    def _find_loss_s(self, run: MachineRun, begun_s: float) -> float:
+        ends = {node.id: node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None}
+        for end_s in sorted(ends.values()):
+            left = {
+                each.rank for each in run.members if each.joined_s <= end_s and not ends.get(each.id, math.inf) <= end_s
+            }
+            is_elastic = run.nodes_min is not None and end_s >= begun_s
+            if not is_elastic or 0 not in left or len(left) < (run.nodes_min or 0):
+                return end_s
+        return math.inf
 
     def _measure_break_s(self, run: MachineRun) -> float:
         """Seconds of work until its ranks lose each other, though every node lives; a broken network, say."""
@@ -217,7 +246,7 @@ class MachineGang:
             longest_s = max(longest_s, min(now_s, end_s) - begin_s)
         return longest_s >= for_s
 
-    def _begin(self, cluster: Cluster, job: int, attempt: int) -> None:
+    def _begin(self, cluster: Cluster, job: int, attempt: int, nodes_min: int | None) -> None:
         old = self.runs_by_job.setdefault(job, [])
         for run in old:
             self.save(run)
@@ -225,7 +254,8 @@ class MachineGang:
             job=job,
             attempt=attempt,
             cluster=cluster.name,
-            ids=tuple(node.id for node in cluster.nodes),
+            members=[Member(rank=node.rank, id=node.id, joined_s=self._loop.time()) for node in cluster.nodes],
+            nodes_min=nodes_min,
             started_s=self._loop.time(),
             first_step=self.saved.get(self.roots.get(job, job), 0),
             saved_step=self.saved.get(self.roots.get(job, job), 0),
@@ -236,13 +266,20 @@ class MachineGang:
         self._on_start(started)
         old.append(started)
 
+    def _join(self, cluster: Cluster) -> None:
+        """Nodes that have taken the place of lost ones; a program that has ended takes in none."""
+        run = self.runs[cluster.name]
+        for node in list_live(cluster.nodes):
+            if node.id not in run.ids and self.is_working(run):
+                run.members.append(Member(rank=node.rank, id=node.id, joined_s=self._loop.time()))
+
     def _renew(self, cluster: Cluster, lease_s: float | None) -> None:
         run = self.runs.get(cluster.name)
         if run is None or lease_s is None:
             return
         silent = self._find_silent(cluster)
-        for rank, node in enumerate(cluster.nodes):
-            if rank not in silent:
+        for node in list_live(cluster.nodes):
+            if node.rank not in silent and node.id in run.ids:
                 run.lease_s[node.id] = self._loop.time() + lease_s
                 self._loop.call_world(lease_s + 0.001, self._end_unleased, run, node.id)
 
@@ -253,11 +290,10 @@ class MachineGang:
             self._cloud.end_by_itself(node_id, reason="lease")
 
     def _find_silent(self, cluster: Cluster) -> tuple[int, ...]:
-        truth: list[Node] = list(self._cloud.find([node.id for node in cluster.nodes]))
+        ranks = {node.id: node.rank for node in list_live(cluster.nodes)}
+        truth: list[Node] = list(self._cloud.find(list(ranks)))
         return tuple(
-            rank
-            for rank, node in enumerate(truth)
-            if node.state is not NodeState.RUNNING or self.is_unreachable(node.id)
+            ranks[node.id] for node in truth if node.state is not NodeState.RUNNING or self.is_unreachable(node.id)
         )
 
     async def _reach(self, cluster: Cluster) -> None:

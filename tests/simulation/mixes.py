@@ -108,6 +108,7 @@ def draw_job(random: Random) -> JobSpec:
         max_restarts_on_errors=random.choice((0, 0, 2)),
         stall_timeout_s=random.choice((None, None, 40.0)),
         strategy=random.choice((None, "failover", "eager_next_region", "cheapest")),
+        nodes_min=random.choice((None, None, None, 1, 2)),
     )
     steps = random.choice((12, 25, 45))
     program = Program(

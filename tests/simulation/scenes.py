@@ -178,6 +178,7 @@ FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
 COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(7))
 STALL = JobRecovery(stall_timeout_s=20.0)
 AGAIN = JobRecovery(max_restarts_on_errors=1)
+ELASTIC = JobRecovery(nodes_min=2)
 CANCELLED = (JobStatus.CANCELLED,)
 SCENES: tuple[Scene, ...] = (
     Scene(name="plain", mix=make_mix()),
@@ -247,6 +248,18 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="node lost after success", mix=make_mix(poll_s=8.0), acts=((13.5, end_rank_1),)),
     Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
     Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
+    Scene(name="elastic", mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)), acts=((7.0, preempt),)),
+    Scene(
+        name="elastic, taken down while a node is on its way",
+        mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)),
+        acts=((7.0, preempt), (9.0, take_down)),
+    ),
+    Scene(
+        name="elastic, its answers lost",
+        mix=make_mix(make_job(nodes=3, steps=90, recovery=ELASTIC), cloud=FaultRates(unknown_after=0.5)),
+        acts=((14.0, preempt), (40.0, preempt)),
+        seed=2,
+    ),
     Scene(name="a gang that falls apart", mix=make_mix(make_job(breaks=2))),
     Scene(name="a gang that always falls apart", mix=make_mix(make_job(breaks=9)), ends=(JobStatus.FAILED,)),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
