@@ -46,7 +46,8 @@ class Mender:
                 self._tell(job, "shrunk", f"node {node.rank} gone: going on with {left} of {len(cluster.nodes)}")
         self._hear(job)
         await self._take_in(job, cluster, envs, lease_s)
-        if lost and self._doing is None and self._clock.now_s() >= self._next_try_s:
+        can_ask = lost and self._doing is None and self._provisioner.can_replace_node(cluster)
+        if can_ask and self._clock.now_s() >= self._next_try_s:
             self._doing = asyncio.ensure_future(
                 self._provisioner.replace_node(
                     cluster,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanStop, Cloud
+from broker.clouds.base import CanExtend, CanStop, Cloud
 from broker.errors import CapacityError, TransientError, UsageError
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
@@ -130,6 +130,9 @@ class Provisioner:
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
                     self._store.put_cluster(refreshed)
         return refreshed
+
+    def can_replace_node(self, cluster: Cluster) -> bool:
+        return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
 
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600

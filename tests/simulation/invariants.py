@@ -6,6 +6,7 @@ S1-S13 are safety: looked at whenever something happens. L1-L3 are liveness: loo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,9 +71,18 @@ def check_s2_no_twins(universe: Universe, event: Event) -> None:
     """Of each cluster, attempt, rank and zone one live node at most, whatever is collected later."""
     assert event.request is not None
     live: dict[tuple[object, ...], str] = {}
-    for node in universe.list_live_nodes():
+    job_id = universe.get_job_id(event.request.cluster)
+    whole = universe.tasks[job_id].num_nodes if job_id else 1
+    gang = [each for each in universe.list_live_nodes() if each.cluster == event.request.cluster]
+    counts = Counter((node.attempt, node.zone, node.is_spot) for node in gang)
+    if job_id and max(counts.values(), default=0) > whole:
+        raise Violation("S2", f"{event.request.cluster} has more than {whole} live nodes in one zone: {counts}")
+    replacements = universe.list_replacement_tokens(event.request.cluster, whole)
+    for node in gang:
+        if node.token in replacements:
+            continue
         key = (node.cluster, node.attempt, node.rank, node.zone, node.is_spot)
-        if node.cluster == event.request.cluster and live.setdefault(key, node.id) != node.id:
+        if live.setdefault(key, node.id) != node.id:
             raise Violation("S2", f"{live[key]} and {node.id} are both rank {node.rank} of {node.cluster}")
 
 

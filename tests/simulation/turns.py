@@ -132,6 +132,8 @@ def _find_passed_over(
     searched_s = turns.searched_s.get(cluster, now_s)
     if job_id is None or not math.isinf(universe.mix.jump_every_s) or turns.poor_s >= searched_s - PROBE_S:
         return None
+    if placement.node_count < universe.tasks[job_id].num_nodes:
+        return None  # for a gang that stands: where that is
     order = _list_places(universe, job_id)
     # Whoever asks a place again that has just refused has nowhere else to go: then all others count as better.
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]

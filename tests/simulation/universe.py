@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 import random as global_random
 from collections import Counter
@@ -240,6 +241,11 @@ class Universe:
     def make_whole_plan(self, job_id: int) -> Plan:
         """Whatever is left of its budget."""
         return make_plan(replace(self.tasks[job_id], goal=None))
+
+    def list_replacement_tokens(self, cluster: str, node_count: int) -> set[str]:
+        """Of requests for fewer nodes than the gang has: for those that an elastic one lost."""
+        rows = self.read("SELECT token, body FROM intents WHERE cluster = ?", (cluster,))
+        return {token for token, body in rows if json.loads(body)["placement"]["node_count"] < node_count}
 
     def get_job_id(self, cluster: str) -> int | None:
         kind, _, rest = cluster.partition("-")

@@ -51,6 +51,7 @@ class AwsCloud:
 
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
+    extends_gangs: ClassVar[bool] = True
 
     def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
         self._settings = settings

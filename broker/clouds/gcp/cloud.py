@@ -43,6 +43,7 @@ class GcpCloud:
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0
+    extends_gangs: ClassVar[bool] = True
 
     def __init__(
         self,

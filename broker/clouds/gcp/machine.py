@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix
+from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix, peers_tag
 from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
@@ -103,7 +103,7 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
         "description": describe(request),
         "machine_type": machine_type(offer),
         "labels": labels,
-        "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request)]},
+        "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request), peers_tag(request)]},
         "disks": [{"boot": True, "auto_delete": True, "initialize_params": disk}],
         "network_interfaces": [_make_interface(settings)],
         "scheduling": make_scheduling(request),
