@@ -285,7 +285,8 @@ class Asker:
                         return adopted
                     if self._clock.now_s() - one.begun_s >= ANSWER_S_MAX:
                         break  # it hangs
-            raise TransientError(
+            kind = ThrottledError if isinstance(last, ThrottledError) else TransientError
+            raise kind(
                 f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
             )
         except CloudError as error:
