@@ -269,10 +269,11 @@ class Asker:
                 except (ThrottledError, TransientError) as error:
                     last = error
                     self._memory.note_failed_call(one.cloud.name)
-                    if tries + 1 == CREATE_TRIES_MAX or self._memory.measure_wait_s(one.cloud.name):
-                        break  # enough, or all jobs together have asked too often
+                    if self._memory.measure_wait_s(one.cloud.name):
+                        break  # all jobs together have asked too often
                     wait_s = draw_backoff_s(tries)
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; asking again in {wait_s:.1f} s")
+                    then = f"asking again in {wait_s:.1f} s" if tries + 1 < CREATE_TRIES_MAX else "asked often enough"
+                    wanted.on_event(f"{describe(request.placement)}: {error.message}; {then}")
                     await self._clock.sleep(wait_s)
                 except UnknownOutcomeError as error:
                     last = error
@@ -284,7 +285,8 @@ class Asker:
                         return adopted
                     if self._clock.now_s() - one.begun_s >= ANSWER_S_MAX:
                         break  # it hangs
-            raise TransientError(
+            kind = ThrottledError if isinstance(last, ThrottledError) else TransientError
+            raise kind(
                 f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
             )
         except CloudError as error:
