@@ -14,8 +14,9 @@ from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
-from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, RunStatus, Task
+from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, RunStatus, Task
 
 POLL_S = 0.3
 BOOT_S_MAX = 300.0  # large GPU machines and images take minutes until somebody answers
@@ -105,6 +106,7 @@ def launch(
     if known is None or known.status is not ClusterStatus.UP:
         note_copies(context, [plan])
         confirm_price([plan], yes=yes)
+    (one,) = fill_buckets([one])
     try:
         asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
     except KeyboardInterrupt:
@@ -181,11 +183,21 @@ async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
             return
         except TransientError as error:
             cluster = await context.provisioner.refresh(cluster)
-            is_lost = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
-            if is_lost or context.clock.now_s() >= give_up_s:
-                raise
+            lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
+            if lost or context.clock.now_s() >= give_up_s:
+                raise _explain_unreachable(cluster, lost, error) from error
             print_note(f"{error.message}; trying again")
             await context.clock.sleep(POLL_S)
+
+
+def _explain_unreachable(cluster: Cluster, lost: Sequence[Node], error: TransientError) -> TransientError:
+    """What goes on costing, and how it is ended."""
+    message = f"{len(lost)} of {len(cluster.nodes)} nodes ended ({lost[0].reason})" if lost else error.message
+    usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
+    hints = [f"`broker down {cluster.name}` ends the cluster; until then it costs {usd_hour:.2f} USD/h"]
+    if not lost:
+        hints.append("A node lets in by ssh who launched it, from the address of that moment: is this another network?")
+    return TransientError(message, hints=[*hints, *error.hints])
 
 
 def exec_(

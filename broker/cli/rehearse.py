@@ -177,12 +177,14 @@ def play(
 
 def raise_failure(result: Rehearsal, preemptions: int) -> None:
     """Raises BrokerError where the run did not end well, or was not preempted as asked."""
+    bad = [each for each in result.findings if each.level == "bad"]
+    hints = [each.hint for each in bad if each.hint]
     if result.status is not JobStatus.SUCCEEDED:
-        raise BrokerError(f"the job ended {result.status.value}: {result.failure}")
+        raise BrokerError(f"the job ended {result.status.value}: {result.failure}", hints=hints)
     if result.preemptions < preemptions:
         raise BrokerError(
             f"the job finished after {result.preemptions} of {preemptions} preemptions",
             hints=["the task is too short to be preempted, or reports no step in `$BROKER_PROGRESS_FILE`"],
         )
-    if bad := [each for each in result.findings if each.level == "bad"]:
-        raise BrokerError(bad[0].text, hints=[each.hint for each in bad if each.hint])
+    if bad:
+        raise BrokerError(bad[0].text, hints=hints)

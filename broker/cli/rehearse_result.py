@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.cli.rehearse_report import (
@@ -27,14 +28,19 @@ from broker.cli.rehearse_verdict import (
     judge_resume,
     weigh_interval,
 )
+from broker.cli.render import clean
 from broker.clouds.rehearsed import NOTICE_S_MAX
 from broker.errors import NoOfferError
+from broker.jobs.logs import get_log_path
 from broker.jobs.summary import RunSummary, summarize
 from broker.types import CheckpointSpec, Estimate, Job, JobStatus, Placement, Plan
 
 if TYPE_CHECKING:
     from broker.cli.rehearse_context import RehearsalContext
     from broker.cli.rehearse_run import Driver
+
+LOG_TAIL_BYTES = 4096
+WORDS_MAX = 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +68,25 @@ class Rehearsal:
     has_goal: bool = False
     deadline_hours: float | None = None
     real_s: float = 0.0
+    has_saved: bool = True  # anything lies in the checkpoint folder
+    last_words: str = ""  # of its log, where it failed
+    grace_s: float = NOTICE_S_MAX  # real seconds from a warning to the end
     unbroken: Comparison | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Most important first."""
         return (
-            *judge_resume(self.trials, self.resumes, preemptions=self.preemptions),
+            *judge_resume(
+                self.trials,
+                self.resumes,
+                preemptions=self.preemptions,
+                has_saved=self.has_saved,
+                failure=self.failure,
+                last_words=self.last_words,
+            ),
             *judge_losses(self.repeats, self.unbroken),
-            *judge_notices(given=self.notices, ignored=self.notices_ignored, grace_s=NOTICE_S_MAX),
+            *judge_notices(given=self.notices, ignored=self.notices_ignored, grace_s=self.grace_s),
             *judge_interval(self.interval, self.hazard, self.checkpoint.stall_s),
         )
 
@@ -99,7 +115,7 @@ class Rehearsal:
 
 def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
     """From the store, the clouds and the progress files, while they are there."""
-    store, now_s, task = context.store, context.clock.now_s(), context.stage.task
+    store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
     paid = store.spend_usd(job_id=job.id, now_s=now_s)
     summary = summarize(job, job.attempts, store.list_steps(job.id), paid_usd=paid, now_s=now_s)
     trials = read_trials(context)
@@ -135,7 +151,19 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
         has_goal=task.goal is not None and task.goal.work_hours is not None,
         deadline_hours=task.goal.deadline_hours if task.goal else None,
         real_s=driver.real_s,
+        has_saved=any(path.is_file() for path in context.config.checkpoints.rglob("*")),
+        last_words="" if job.status is JobStatus.SUCCEEDED else read_last_words(get_log_path(config.logs, job.id)),
+        grace_s=min(max((each.notice_s for each in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
+
+
+def read_last_words(log: Path) -> str:
+    """The last line that says something; empty where there is no log."""
+    try:
+        lines = log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return next((clean(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
 
 
 def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:

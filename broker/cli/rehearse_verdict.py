@@ -14,6 +14,9 @@ from broker.spot.interval import best_interval_s
 from broker.types import CheckpointSpec
 
 Level = Literal["good", "note", "bad"]
+REPORT_HINT = (
+    'append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to $BROKER_PROGRESS_FILE'
+)
 GOOD_SHARE = 0.02  # of expected time that an interval may cost over the best one
 
 
@@ -67,56 +70,81 @@ def weigh_interval(
     )
 
 
-def judge_resume(trials: Sequence[Trial], resumes: Sequence[Resume], *, preemptions: int) -> list[Finding]:
-    """Whether the program went on where it was. One sentence for each way in which it did not."""
+def judge_resume(
+    trials: Sequence[Trial],
+    resumes: Sequence[Resume],
+    *,
+    preemptions: int,
+    has_saved: bool,
+    failure: str = "",
+    last_words: str = "",
+) -> list[Finding]:
+    """Whether the program went on where it was. One sentence for each way in which it did not.
+
+    `has_saved`: anything lies in the checkpoint folder. `failure`: why the job ended, where it did not succeed, and
+    `last_words`: the last line of its log.
+    """
+    found = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
+    if failure and last_words:
+        found.append(Finding(level="note", about="log", text=f"it ends with `{last_words}`"))
+    return found
+
+
+def _judge_resume(
+    trials: Sequence[Trial], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
+) -> list[Finding]:
     if not any(trial.lines for trial in trials):
-        return [
-            Finding(
-                level="bad",
-                about="resume",
-                text="the program wrote no progress, so nobody can tell whether it resumed",
-                hint='append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to '
-                "$BROKER_PROGRESS_FILE",
-            )
-        ]
+        return [_bad("the program wrote no progress, so nobody can tell whether it resumed", REPORT_HINT)]
+    if failure and len(trials) > 1 and not trials[-1].lines:
+        before = max((each.saved_step for each in trials if each.saved_step is not None), default=None)
+        where = f"from the checkpoint at step {before} on" if before else "again"
+        text = f"attempt {trials[-1].number} should have gone {where} and ended before its first step: {failure}"
+        return [_bad(text, "load what was saved as it was saved; `broker rehearse` again shows when it does")]
+    scratch = [each for each in resumes if each.is_from_scratch]
+    if scratch:
+        return [_judge_scratch(scratch[0], has_saved=has_saved)]
     if not resumes:
         text = "nothing was taken away" if not preemptions else "it was taken away before it had reported a step"
         return [Finding(level="note", about="resume", text=f"not shown: {text}")]
-    scratch = [each for each in resumes if each.is_from_scratch]
-    if scratch:
-        first = scratch[0]
-        saved = first.saved_step
-        why = f"though it had reported a checkpoint at step {saved}" if saved else "and it had reported no checkpoint"
-        hint = (
-            "load the newest checkpoint from $BROKER_CHECKPOINT_DIR at the start, on every rank"
-            if saved
-            else "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes, and load from it at the start"
-        )
-        return [
-            Finding(
-                level="bad",
-                about="resume",
-                text=f"attempt {first.number} started again from step 0, {why}: {first.last_step} steps were lost",
-                hint=hint,
-            )
-        ]
     short = next((each for each in resumes if each.is_short), None)
     if short is not None:
         return [
-            Finding(
-                level="bad",
-                about="resume",
-                text=f"attempt {short.number} went on from step {short.begin_step}, though it had reported "
+            _bad(
+                f"attempt {short.number} went on from step {short.begin_step}, though it had reported "
                 f"a checkpoint at step {short.saved_step}",
-                hint="report `checkpoint_step` only when the checkpoint is complete and would be found",
+                "report `checkpoint_step` only when the checkpoint is complete and would be found",
             )
         ]
     steps = ", ".join(str(each.begin_step) for each in resumes)
     lost = sum(each.steps_lost for each in resumes)
     times = "once" if len(resumes) == 1 else f"{len(resumes)} times"
-    return [
-        Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; {lost} steps were done twice")
-    ]
+    again = "1 step was" if lost == 1 else f"{lost} steps were"
+    return [Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; {again} done twice")]
+
+
+def _judge_scratch(first: Resume, *, has_saved: bool) -> Finding:
+    saved = first.saved_step
+    if saved:
+        why = f"though it had reported a checkpoint at step {saved}"
+        hint = "load the newest checkpoint from $BROKER_CHECKPOINT_DIR at the start, on every rank"
+        if not has_saved:
+            why += ": $BROKER_CHECKPOINT_DIR is empty, so that went with the nodes"
+            hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes; every other folder goes with them"
+    elif has_saved:
+        why = "though something lies in $BROKER_CHECKPOINT_DIR"
+        hint = "load it at the start, on every rank, and report `checkpoint_step` after each save"
+    else:
+        why = "and it had reported no checkpoint"
+        hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes, and load from it at the start"
+    return _bad(
+        f"attempt {first.number} started again from step 0, {why}; "
+        f"{'1 step was' if first.last_step == 1 else f'{first.last_step} steps were'} lost",
+        hint,
+    )
+
+
+def _bad(text: str, hint: str) -> Finding:
+    return Finding(level="bad", about="resume", text=text, hint=hint)
 
 
 def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:

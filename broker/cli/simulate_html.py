@@ -14,6 +14,7 @@ from broker.spot.study import Scene, Study, pick_evenly
 
 SCENES_SHOWN = 3
 WIDTH, LEFT, ROW = 960, 150, 22
+LINE = 14  # of a label, in pixels
 COLOURS = {"spot": "#3b82c4", "on-demand": "#c98a2b", "start": "#1f2933", "lost": "#d64545", "open": "#cfe3f3"}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 1000px; margin: 32px auto; padding: 0 16px; }
@@ -87,7 +88,7 @@ def _draw_costs(study: Study) -> Iterator[str]:
         usd = most * part / 4.2
         yield f'<line x1="60" x2="{WIDTH - right}" y1="{y(usd)}" y2="{y(usd)}" stroke="#e6e9ee"/>'
         yield f'<text x="54" y="{y(usd) + 4}" text-anchor="end">{show_usd(usd)}</text>'
-    labels = _spread_labels([y(max(each.usd for each in found)) for found in study.outcomes])
+    labels = spread_labels([y(max(each.usd for each in found)) for found in study.outcomes], height - 6)
     for number, (score, found, label) in enumerate(zip(study.scores, study.outcomes, labels, strict=True)):
         ranked = sorted(each.usd for each in found)
         step = room / max(len(ranked) - 1, 1)
@@ -98,12 +99,15 @@ def _draw_costs(study: Study) -> Iterator[str]:
     yield "</svg>"
 
 
-def _spread_labels(heights: Sequence[float]) -> list[float]:
-    """Moved apart by a line where they would lie on each other."""
+def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
+    """Moved apart by a line where they would lie on each other, down first, and up again from `lowest` on."""
     placed, last = [0.0] * len(heights), -100.0
-    for index in sorted(range(len(heights)), key=lambda each: heights[each]):
-        last = max(heights[index] + 4, last + 14)
-        placed[index] = round(last, 1)
+    ranked = sorted(range(len(heights)), key=lambda each: heights[each])
+    for index in ranked:
+        last = placed[index] = max(heights[index] + 4, last + LINE)
+    last = lowest + LINE
+    for index in reversed(ranked):
+        last = placed[index] = round(min(placed[index], last - LINE), 1)
     return placed
 
 

@@ -120,6 +120,9 @@ def say_decision(situation: Situation, decision: Decision) -> str:
     if refuge is not None:
         words.append(f"{spare_hours(view, refuge):.1f} h to spare before on-demand must start")
         words.append(f"on-demand is {refuge.usd_work_hour:.2f} USD for an hour of work")
+    if len(decision.weighed) > 1:
+        costs = [f"{usd:.2f} USD by {name}" for name, usd in decision.weighed]
+        words.append(f"expected to the end {', '.join(costs[:-1])} and {costs[-1]}")
     reason = f" ({decision.reason})" if decision.reason else ""
     return f"{where}{reason}: {', '.join(words)}"
 

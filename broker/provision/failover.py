@@ -213,6 +213,7 @@ class _Race:
             self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
         elif isinstance(error, InvalidRequestError):
             self._lasting[where] = error
+            self._refused.setdefault((one.cloud.name, error.message), []).append(one.placement)
             self._wanted.on_event(f"{where} skipped: {error.message}")
         else:
             self._note_reason(one.placement, error.message)
@@ -243,7 +244,7 @@ class _Race:
         if self._lasting and not self._has_temporary:
             return next(iter(self._lasting.values()))
         details = [f"{_join(places)} ({cloud}): {reason}" for (cloud, reason), places in self._refused.items()]
-        details += [f"{where}: {error.message}" for where, error in self._lasting.items()]
+        details += [f"{name}: {error.message}" for name, error in self._lasting.items() if isinstance(error, AuthError)]
         if len(details) > REASONS_MAX:
             details[REASONS_MAX - 1 :] = [f"and {len(details) - REASONS_MAX + 1} more reasons"]
         hints = [*self._hints, *(hint for error in self._lasting.values() for hint in error.hints)]

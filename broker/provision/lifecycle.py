@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud
+from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts
 from broker.errors import CapacityError, TransientError, UsageError
+from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
@@ -31,7 +32,6 @@ from broker.types import (
     NodeState,
     Placement,
     Plan,
-    Resources,
     Task,
 )
 
@@ -101,13 +101,28 @@ class Provisioner:
             )
             wanted = Wanted(
                 cluster=cluster,
-                spec=make_spec(plan.task.resources[0]),
+                make_spec=lambda placement: self._make_spec(plan.task, placement),
                 timeout_s=timeout_s,
                 on_event=on_event or (lambda message: None),
                 hedge=hedge,
                 check_budget=check_budget or (lambda: None),
             )
             return await self._search(wanted, plan, is_patient=retry_until_up)
+
+    def _make_spec(self, task: Task, placement: Placement) -> MachineSpec:
+        """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
+        no matter of the machine: it is run on one that boots as usual."""
+        asked = find_asked(task, placement)
+        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
+        is_container = (asked.image_id or "").startswith(CONTAINER)
+        return MachineSpec(
+            disk_size_gib=asked.disk_size_gib,
+            disk_tier=asked.disk_tier,
+            network_tier=asked.network_tier,
+            image_id=None if is_container and is_host else asked.image_id,
+            ports=asked.ports,
+            labels=asked.labels,
+        )
 
     async def finish(self) -> None:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
@@ -140,7 +155,7 @@ class Provisioner:
         """A new node in the place of one that is confirmed gone, beside what the others do; see `replacement.py`."""
         wanted = Wanted(
             cluster=cluster,
-            spec=make_spec(task.resources[0]),
+            make_spec=lambda placement: self._make_spec(task, placement),
             timeout_s=timeout_s,
             on_event=lambda message: None,
             check_budget=check_budget,
@@ -300,15 +315,3 @@ class Provisioner:
         changed = replace(cluster, status=status)
         self._store.put_cluster(changed)
         return changed
-
-
-def make_spec(resources: Resources) -> MachineSpec:
-    """What a task's resources ask of each node besides its instance type."""
-    return MachineSpec(
-        disk_size_gib=resources.disk_size_gib,
-        disk_tier=resources.disk_tier,
-        network_tier=resources.network_tier,
-        image_id=resources.image_id,
-        ports=resources.ports,
-        labels=resources.labels,
-    )

@@ -48,7 +48,7 @@ class Wanted:
     """
 
     cluster: Cluster
-    spec: MachineSpec
+    make_spec: Callable[[Placement], MachineSpec]
     timeout_s: float
     on_event: Callable[[str], None]
     hedge: int = HEDGE
@@ -206,7 +206,7 @@ class Asker:
             attempt=cluster.attempt,
             token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
             placement=placement,
-            spec=wanted.spec,
+            spec=wanted.make_spec(placement),
         )
         with self._store.transaction():
             current = self._store.get_cluster(cluster.name)
@@ -274,10 +274,11 @@ class Asker:
                 except (ThrottledError, TransientError) as error:
                     last = error
                     self._memory.note_failed_call(one.cloud.name)
-                    if tries + 1 == CREATE_TRIES_MAX or self._memory.measure_wait_s(one.cloud.name):
-                        break  # enough, or all jobs together have asked too often
+                    if self._memory.measure_wait_s(one.cloud.name):
+                        break  # all jobs together have asked too often
                     wait_s = draw_backoff_s(tries)
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; asking again in {wait_s:.1f} s")
+                    then = f"asking again in {wait_s:.1f} s" if tries + 1 < CREATE_TRIES_MAX else "asked often enough"
+                    wanted.on_event(f"{describe(request.placement)}: {error.message}; {then}")
                     await self._clock.sleep(wait_s)
                 except UnknownOutcomeError as error:
                     last = error
@@ -289,7 +290,8 @@ class Asker:
                         return adopted
                     if self._clock.now_s() - one.begun_s >= ANSWER_S_MAX:
                         break  # it hangs
-            raise TransientError(
+            kind = ThrottledError if isinstance(last, ThrottledError) else TransientError
+            raise kind(
                 f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
             )
         except CloudError as error:

@@ -21,6 +21,7 @@ from broker.cli.rehearse_report import (
     read_lines,
     read_newest_line,
 )
+from broker.cli.rehearse_result import read_last_words
 from broker.cli.rehearse_verdict import judge_interval, judge_losses, judge_notices, judge_resume, weigh_interval
 from broker.spot.interval import best_interval_s
 from broker.types import CheckpointSpec
@@ -63,20 +64,39 @@ def test_attempts_that_told_nothing_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trials", "words"),
+    ("trials", "has_saved", "words"),
     [
-        ([Trial(number=1, lines=())], "wrote no progress"),
-        ([make_trial(1, range(1, 9))], "not shown: it was taken away before"),
-        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], "though it had reported a checkpoint at step 10"),
-        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], "and it had reported no checkpoint: 3 steps"),
-        ([make_trial(1, range(1, 14)), make_trial(2, range(6, 9))], "went on from step 5, though it had reported"),
-        ([make_trial(1, range(1, 14)), make_trial(2, range(11, 19))], "resumed once, from step 10; 3 steps were"),
+        ([Trial(number=1, lines=())], True, "wrote no progress"),
+        ([make_trial(1, range(1, 9))], True, "not shown: it was taken away before"),
+        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], True, "reported a checkpoint at step 10; 13 steps"),
+        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], False, "is empty, so that went with the nodes"),
+        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], False, "and it had reported no checkpoint; 3 steps"),
+        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], True, "though something lies in"),
+        (
+            [make_trial(1, range(1, 14)), make_trial(2, range(6, 9))],
+            True,
+            "went on from step 5, though it had reported",
+        ),
+        ([make_trial(1, range(1, 14)), make_trial(2, range(11, 19))], True, "resumed once, from step 10; 3 steps were"),
+        ([make_trial(1, range(1, 12)), make_trial(2, range(11, 19))], True, "from step 10; 1 step was done twice"),
     ],
 )
-def test_each_way_to_resume_or_not_has_its_sentence(trials: list[Trial], words: str) -> None:
-    (finding,) = judge_resume(trials, find_resumes(trials), preemptions=1)
+def test_each_way_to_resume_or_not_has_its_sentence(trials: list[Trial], has_saved: bool, words: str) -> None:
+    (finding,) = judge_resume(trials, find_resumes(trials), preemptions=1, has_saved=has_saved)
     assert words in finding.text
     assert (finding.level == "bad") == bool(finding.hint)
+
+
+def test_a_program_that_fails_before_its_first_new_step_could_not_load_what_it_had_saved(tmp_path: Path) -> None:
+    trials = [make_trial(1, range(1, 14)), Trial(number=2, lines=())]
+    (tmp_path / "log").write_text("loading\nKeyError: 'epoch'\n\n")
+    said = read_last_words(tmp_path / "log")
+    finding, log = judge_resume(
+        trials, (), preemptions=1, has_saved=True, failure="`run` exited with code 1", last_words=said
+    )
+    assert finding.level == "bad" and "attempt 2 should have gone from the checkpoint at step 10 on" in finding.text
+    assert "`run` exited with code 1" in finding.text and "KeyError: 'epoch'" in log.text
+    assert read_last_words(tmp_path / "none") == ""
 
 
 def test_steps_done_twice_are_compared_bit_for_bit() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
+from broker.cli.simulate_html import spread_labels
 from tests.cli.conftest import Shell
 
 TASK = """
@@ -97,3 +99,11 @@ def test_traces_are_described_and_recorded(shell: Shell) -> None:
     (facts,) = shell.read_json("traces", "info", str(folder))
     assert facts["open_share"] == 1.0 and facts["mean_usd_hour"] > 0
     assert "No clusters" in shell.run("status").stdout
+
+
+def test_labels_of_lines_that_end_together_neither_overlap_nor_leave_the_picture() -> None:
+    for heights in ([10.0] * 6, [250.0] * 7, [5.0, 260.0, 261.0, 262.0, 100.0], [40.0]):
+        placed = spread_labels(heights, 294.0)
+        assert all(0 <= each <= 294.0 for each in placed)
+        assert all(abs(one - other) >= 13.9 for one, other in itertools.combinations(placed, 2))
+    assert spread_labels([10.0, 200.0], 294.0) == [14.0, 204.0]

@@ -14,8 +14,16 @@ from typing import Any
 import pytest
 
 from broker.clock import Clock
-from broker.clouds.base import CanStop, Cloud
-from broker.errors import AuthError, CapacityError, InvalidRequestError, QuotaError, UnknownOutcomeError, UsageError
+from broker.clouds.base import CanStop, CanSweep, Cloud
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    UnknownOutcomeError,
+    UsageError,
+)
 from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Placement
 
 OWNER = "0123456789ab"
@@ -54,8 +62,28 @@ class Bed:
         """The next create is carried out and its answer never arrives."""
         pytest.skip("this provider's answers are never lost")
 
+    def throttle_next_create(self) -> None:
+        """The next create is refused for its frequency alone."""
+        pytest.skip("this provider may be asked as often as one likes")
+
+    def leave_room(self, count: int) -> None:
+        """From now on the offer's zone has so many machines left."""
+        pytest.skip("this provider's machines are not counted")
+
+    def list_leftovers(self) -> Sequence[str]:
+        """What the provider has of `OWNER` besides machines that cost or count for something."""
+        pytest.skip("this provider has nothing but machines")
+
+    def list_untagged(self) -> Sequence[str]:
+        """What was made and does not say whose it is."""
+        pytest.skip("this provider has no tags")
+
     async def preempt(self, node: Node) -> None:
         pytest.skip("this provider takes nothing back")
+
+    async def kill_newborn(self, node: Node) -> str:
+        """The provider ends a machine before it runs; returns what it says of it, or a part of that."""
+        pytest.skip("machines of this provider run as soon as they are there")
 
     async def end_from_inside(self, node: Node) -> None:
         """The machine switches itself off, as its agent does when the lease runs out."""
@@ -260,6 +288,83 @@ class CloudContract:
             again = await bed.cloud.create_nodes(request)
             assert {node.id for node in again} == {node.id for node in made}
             assert await count_living(bed) == 2
+
+        bed.run(act())
+
+    def test_throttled_create_has_made_nothing_and_may_be_asked_again(self, bed: Bed) -> None:
+        bed.throttle_next_create()
+
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            with pytest.raises(ThrottledError):
+                await bed.cloud.create_nodes(request)
+            assert await count_living(bed) == 0
+            assert len(await bed.cloud.create_nodes(request)) == 2
+
+        bed.run(act())
+
+    def test_zone_with_room_for_a_part_gives_none(self, bed: Bed) -> None:
+        bed.leave_room(2)
+
+        async def act() -> None:
+            with pytest.raises(CapacityError):
+                await bed.cloud.create_nodes(make_request(bed, node_count=3))
+            assert await count_living(bed) == 0
+            assert len(await bed.cloud.create_nodes(make_request(bed, node_count=2))) == 2
+
+        bed.run(act())
+
+    def test_lost_login_does_not_make_a_list_look_empty(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed)
+            await bed.cloud.create_nodes(request)
+            await settle(bed)
+            bed.log_out()
+            try:
+                found = await bed.reopen().list_nodes(OWNER)
+            except AuthError as error:
+                assert error.hints
+            else:
+                assert [node.token for node in found] == [request.token]
+
+        bed.run(act())
+
+    def test_everything_that_is_made_says_whose_it_is(self, bed: Bed) -> None:
+        async def act() -> None:
+            spec = MachineSpec(ports=("8080",), labels={"team": "vision"})
+            await bed.cloud.create_nodes(make_request(bed, node_count=2, spec=spec))
+
+        bed.run(act())
+        assert bed.list_untagged() == []
+
+    def test_sweep_leaves_nothing_of_a_cluster_that_is_gone(self, bed: Bed) -> None:
+        cloud = bed.cloud
+        if not isinstance(cloud, CanSweep):
+            pytest.skip(f"{cloud.name} leaves nothing behind")
+
+        async def act() -> None:
+            spec = MachineSpec(ports=("8080",))
+            request = make_request(bed, node_count=2, spec=spec)
+            created = await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            await cloud.sweep(OWNER, ["train"])
+            assert bed.list_leftovers() != [], "what a living cluster needs stays"
+            await bed.cloud.terminate_nodes([node.id for node in created])
+            await wait_state(bed, request.token, NodeState.TERMINATED, 2)
+            await cloud.sweep(OWNER, [])
+            assert bed.list_leftovers() == []
+            assert await cloud.sweep(OWNER, []) == 0
+
+        bed.run(act())
+
+    def test_machine_that_dies_at_birth_is_told_with_its_reason(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            created = await bed.cloud.create_nodes(request)
+            await settle(bed)
+            why = await bed.kill_newborn(min(created, key=lambda node: node.rank))
+            nodes = await wait_for(bed, request.token, lambda nodes: nodes[0].state is NodeState.TERMINATED)
+            assert why in nodes[0].reason
 
         bed.run(act())
 

@@ -15,11 +15,13 @@ from broker.jobs.deadline import (
     advise_every_s,
     arrange,
     estimate_hazard,
+    estimate_start_hazard,
     follows_deadline,
     is_voluntary,
     read_situation,
     say_decision,
 )
+from broker.jobs.sightings import Sighting
 from broker.optimizer.planner import make_plan
 from broker.spot.hazard import PRIOR_NODE_HOURS, Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
@@ -107,6 +109,9 @@ def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
     assert "on-demand in simulated" in text and "0.5 h to the deadline" in text and "(why)" in text
     assert not is_voluntary(situation, Move(target=target)), "leaving spot for on-demand cannot wait"
     assert "hold no machines" in say_decision(situation, Wait(reason="ahead"))
+    weighed = (("spot now", 3.0), ("on-demand now", 9.5), ("waiting", 4.25))
+    text = say_decision(situation, Move(target=target, weighed=weighed))
+    assert "expected to the end 3.00 USD by spot now, 9.50 USD by on-demand now and 4.25 USD by waiting" in text
 
 
 def test_a_plan_is_arranged_round_the_target_and_keeps_to_its_pricing_model() -> None:
@@ -139,6 +144,32 @@ def test_a_checkpoint_is_advised_by_hazard_and_deadline() -> None:
     assert advise_every_s(free, 0.0) is None
     assert advise_every_s(replace(free, checkpoint=CheckpointSpec(every_s=77.0)), 0.0) == 77.0
     assert advise_every_s(TASK, 1e-6) == pytest.approx(best_interval_s(1.0, 0.1)), "a deadline makes careful"
+
+
+def test_with_a_deadline_saves_are_as_frequent_as_the_market_is_young_and_has_been_short_lived() -> None:
+    place = ("simulated", "east1", "east1a", "big")
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+    now_s = 100 * DAY_S
+
+    def advise(task: Task, stays: list[SpotStay], *, since_s: float | None = None) -> float:
+        seen = {} if since_s is None else {place: Sighting(is_open=True, since_s=since_s, met_s=since_s)}
+        hazard = estimate_start_hazard(
+            task, placement, history=weigh_stays(stays, now_s=now_s), spells=gather_spells(stays, now_s=now_s),
+            sightings=seen, now_s=now_s,
+        )  # fmt: skip
+        every_s = advise_every_s(task, hazard)
+        assert every_s is not None
+        return every_s
+
+    met, young, old = advise(TASK, []), advise(TASK, [], since_s=now_s), advise(TASK, [], since_s=now_s - 2 * DAY_S)
+    assert young < met <= old == pytest.approx(best_interval_s(1.0, 0.1))
+    stays = [
+        SpotStay(place=place, node_count=2, begin_s=end_s - 600.0, end_s=end_s, is_preempted=True)
+        for end_s in (now_s - 3600.0, now_s - 7200.0, now_s - 10800.0)
+    ]
+    assert advise(TASK, stays) < 0.7 * met
+    assert advise(replace(TASK, goal=None), stays) < 0.1 * advise(replace(TASK, goal=None), []), "a band of months"
+    assert advise(replace(TASK, checkpoint=CheckpointSpec(every_s=77.0)), stays) == 77.0
 
 
 class Stage:

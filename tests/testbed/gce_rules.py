@@ -147,6 +147,11 @@ def _check_disk(body: Json, machine: str, zone: str, is_bulk: bool) -> None:
     kind = _last(parameters["diskType"], f"zones/{zone}/diskTypes/", is_bulk, "diskType")
     if machine.startswith(HYPERDISK_ONLY) != kind.startswith("hyperdisk-"):
         raise invalid("resource.disks.initializeParams.diskType", kind)
+    iops, throughput = int(parameters.get("provisionedIops", 0)), int(parameters.get("provisionedThroughput", 0))
+    if (iops or throughput) and not kind.startswith("hyperdisk-"):
+        raise invalid("resource.disks.initializeParams.provisionedIops", iops)
+    if iops > 500 * int(parameters["diskSizeGb"]) or throughput > iops // 4:
+        raise invalid("resource.disks.initializeParams.provisionedThroughput", throughput)
     if not disk.get("boot") or not disk.get("autoDelete") or int(parameters["diskSizeGb"]) < 10:
         raise invalid("resource.disks", disk)
     if not re.fullmatch(r"projects/[^/]+/global/images/(family/)?[^/]+", parameters["sourceImage"]):

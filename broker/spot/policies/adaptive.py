@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from broker.spot.forecast import Market, expect_second_chance, read_market
@@ -100,31 +100,32 @@ class _Scale:
     def choose(self, current: Candidate | None) -> Decision:
         if current is not None and current.is_spot:
             return self._choose_on_spot(current)
-        options, age = list[tuple[float, Decision]](), self._age_class()
+        options, age = list[tuple[float, str, Decision]](), self._age_class()
         look = self._look_hours()
         target, is_open = self.best.candidate, self.best.candidate.is_open
         can_enter = is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start
         if can_enter:
             outlived = target.seen.count_reached(target.age_hours, target.age_hours + target.start_hours)
             worth = self.outlook.enter_usd(age, self.work, self.spare, seen=outlived) + self.best.move_price
-            options.append((worth, Move(target=target, reason="spot is worth its start")))
+            options.append((worth, "spot now", Move(target=target, reason="spot is worth its start")))
         table = self.outlook.sure_open if is_open else self.outlook.sure_closed
         if current is not None:
             worth = table.read(age, self.work, self.spare)
-            options.append((worth, Stay(hours=look, reason="on-demand saves time for later")))
+            options.append((worth, "on-demand now", Stay(hours=look, reason="on-demand saves time for later")))
         else:
             start = self.outlook.terms.start_hours
             after = self.spare - start
             worth = start + (table.read(age, self.work, after) if after >= 0 else self.work)
             move = Move(target=self.refuge, hours=look, reason="time is worth more than waiting saves")
-            options.append((worth, move))
-        if self.spare > EPSILON_HOURS and (
-            target.is_watched or not can_enter
-        ):  # to wait shows nothing of unwatched spot
+            options.append((worth, "on-demand now", move))
+        # Machines that run are not given up for none, and waiting shows nothing of spot that is not watched.
+        if current is None and self.spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = self.outlook.wait_open if is_open else self.outlook.wait_closed
             worth = table.read(age, self.work, self.spare)
-            options.append((worth, Wait(hours=min(self.spare, look), reason="spot is worth waiting for")))
-        return min(options, key=lambda option: option[0])[1]
+            wait = Wait(hours=min(self.spare, look), reason="spot is worth waiting for")
+            options.append((worth, "waiting", wait))
+        weighed = tuple((name, worth * self.refuge.usd_work_hour) for worth, name, _ in options)
+        return replace(min(options, key=lambda option: option[0])[2], weighed=weighed)
 
     def _choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move on to a place that is better by more than the move costs."""

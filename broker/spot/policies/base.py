@@ -71,12 +71,17 @@ class JobView:
     deadline_hours: float | None = None  # from submission
 
 
+# What each way to go on is expected to cost to the end: (a word or two, USD).
+Weighed = tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stay:
     """Go on as it is. Every decision is asked for again after `hours` at the latest."""
 
     hours: float = math.inf
     reason: str = ""
+    weighed: Weighed = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +91,7 @@ class Move:
     target: Candidate
     hours: float = math.inf
     reason: str = ""
+    weighed: Weighed = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +100,7 @@ class Wait:
 
     hours: float = math.inf
     reason: str = ""
+    weighed: Weighed = ()
 
 
 Decision = Stay | Move | Wait

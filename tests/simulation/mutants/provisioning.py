@@ -32,9 +32,9 @@ def effect_before_intent() -> Patches:
     """The record is written when the nodes are there."""
     create = Asker._create
 
-    def open_intent(self: Any, wanted: Any, placement: Any, **named: Any) -> Any:
+    def open_intent(self: Any, wanted: Any, placement: Any, **more: Any) -> Any:
         with patch.object(IntentRows, "put_intent"):
-            return open_as_usual(self, wanted, placement, **named)
+            return open_as_usual(self, wanted, placement, **more)
 
     async def create_then_write(self: Any, one: Any, wanted: Any) -> Any:
         made = await create(self, one, wanted)
