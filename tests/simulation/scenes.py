@@ -224,7 +224,7 @@ SCENES: tuple[Scene, ...] = (
         name="taken down while its call hangs",
         mix=make_mix(make_job(hedge=1), cloud=FaultRates(stuck=0.7), market=LONG_HANGING, heal_s=300.0),
         acts=((5.0, take_down),),
-        seed=1,
+        seed=10,
     ),
     Scene(
         name="stuck calls, three asked",

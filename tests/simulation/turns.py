@@ -129,14 +129,18 @@ def _note_written(universe: Universe, turns: Turns, now_s: float) -> None:
     rows = universe.read("SELECT region, zone, is_spot, expires_s FROM refusals")
     written = {(region, zone, bool(is_spot)): expires_s for region, zone, is_spot, expires_s in rows}
     for place, expires_s in written.items():
-        if turns.written.get(place) != expires_s and place in turns.refused:
-            _rest(turns, place, FULL_S if place[1] else QUOTA_S, now_s, is_new=False)
+        region, zone, is_spot = place
+        was_refused = place in turns.refused if zone else any(each[::2] == (region, is_spot) for each in turns.refused)
+        if (
+            turns.written.get(place) != expires_s and was_refused
+        ):  # a quota's intent may be closed as one that was ended
+            _rest(turns, place, FULL_S if zone else QUOTA_S, now_s, is_new=False)
     turns.written = written
 
 
 def _rest(turns: Turns, place: Place, rest_s: float, now_s: float, *, is_new: bool) -> None:
     until_s, count = turns.refused.get(place, (0.0, 0))
-    count += is_new
+    count = max(1, count + is_new)
     turns.refused[place] = max(until_s, now_s + min(REST_S_MAX, rest_s * 2.0 ** (count - 1))), count
 
 
