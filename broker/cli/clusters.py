@@ -15,7 +15,7 @@ from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
 from broker.cli.uploads import fill_buckets
-from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
+from broker.errors import NoOfferError, RunFailedError, TransientError, UnreachedError, UsageError
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, RunStatus, Task
 
 POLL_S = 0.3
@@ -184,10 +184,27 @@ async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
         except TransientError as error:
             cluster = await context.provisioner.refresh(cluster)
             is_lost = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
-            if is_lost or context.clock.now_s() >= give_up_s:
+            if is_lost:
                 raise
-            print_note(f"{error.message}; trying again")
+            if context.clock.now_s() >= give_up_s:
+                raise give_up_waiting(context, cluster, error) from error
+            print_note(
+                f"{error.message}; {'it may still boot' if isinstance(error, UnreachedError) else 'trying again'}"
+            )
             await context.clock.sleep(POLL_S)
+
+
+def give_up_waiting(context: Context, cluster: Cluster, error: TransientError) -> TransientError:
+    """What to look at, and that it costs money until somebody decides."""
+    console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
+    price = show_usd(cluster.placement.usd_hour)
+    return TransientError(
+        f"{error.message}, for {BOOT_S_MAX / 60:g} minutes; cluster `{cluster.name}` is up at {price} USD/h",
+        hints=[
+            *([console] if console else []),
+            f"`broker down {cluster.name}` ends it, the same launch with `-c {cluster.name}` goes on waiting",
+        ],
+    )
 
 
 def exec_(

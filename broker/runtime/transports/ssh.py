@@ -13,7 +13,7 @@ from typing import IO
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import StateError, TransientError
+from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.base import Completed, Shell
 from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh_call import call, explain, find_program
@@ -121,6 +121,8 @@ class SshTransport:
             look_s = FIRST_LOOK_S
             while (problem := await self._try_connect(node, route)) is not None:
                 if self._clock.now_s() >= give_up_s:
+                    if node.id not in self._reached:
+                        raise UnreachedError(f"node `{node.id}` cannot be reached{problem}", node_id=node.id)
                     raise TransientError(f"node `{node.id}` cannot be reached{problem}")
                 await self._clock.sleep(look_s)
                 look_s = min(LOOK_S_MAX, look_s * 1.5)
