@@ -64,6 +64,10 @@ def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
     with pytest.raises(TransientError, match="cannot be reached") as caught:
         asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
     assert clock.waits == waits and not isinstance(caught.value, UnreachedError)
+    later = SshTransport(keys, clock=clock)  # as in the next process, which a daemon that was killed leaves behind
+    with pytest.raises(TransientError, match="cannot be reached"):
+        asyncio.run(later.run(sshd.node, ["true"], timeout_s=30))
+    assert clock.waits == waits, "it takes nobody else for one that boots either"
 
 
 def test_host_that_never_comes_up_is_told_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:
