@@ -15,7 +15,7 @@ from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
 from broker.cli.uploads import fill_buckets
-from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
+from broker.errors import NoOfferError, RunFailedError, TransientError, UnreachedError, UsageError
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, RunStatus, Task
 
 POLL_S = 0.3
@@ -185,19 +185,29 @@ async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
             cluster = await context.provisioner.refresh(cluster)
             lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
             if lost or context.clock.now_s() >= give_up_s:
-                raise _explain_unreachable(cluster, lost, error) from error
-            print_note(f"{error.message}; trying again")
+                raise explain_unreachable(context, cluster, lost, error) from error
+            print_note(
+                f"{error.message}; {'it may still boot' if isinstance(error, UnreachedError) else 'trying again'}"
+            )
             await context.clock.sleep(POLL_S)
 
 
-def _explain_unreachable(cluster: Cluster, lost: Sequence[Node], error: TransientError) -> TransientError:
-    """What goes on costing, and how it is ended."""
-    message = f"{len(lost)} of {len(cluster.nodes)} nodes ended ({lost[0].reason})" if lost else error.message
+def explain_unreachable(
+    context: Context, cluster: Cluster, lost: Sequence[Node], error: TransientError
+) -> TransientError:
+    """What to look at, what goes on costing, and how it is ended."""
     usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
-    hints = [f"`broker down {cluster.name}` ends the cluster; until then it costs {usd_hour:.2f} USD/h"]
-    if not lost:
-        hints.append("A node lets in by ssh who launched it, from the address of that moment: is this another network?")
-    return TransientError(message, hints=[*hints, *error.hints])
+    end = f"`broker down {cluster.name}` ends the cluster; until then it costs {show_usd(usd_hour)} USD/h"
+    if lost:
+        message = f"{len(lost)} of {len(cluster.nodes)} nodes ended ({lost[0].reason})"
+        return TransientError(message, hints=[end, *error.hints])
+    console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
+    hints = [
+        *([console] if console else []),
+        "a node lets in by ssh who launched it, from the address of that moment: is this another network?",
+        f"{end}; the same launch with `-c {cluster.name}` goes on waiting",
+    ]
+    return TransientError(f"{error.message}, for {BOOT_S_MAX / 60:g} minutes", hints=[*hints, *error.hints])
 
 
 def exec_(

@@ -89,6 +89,15 @@ class HandsOutHosts(Protocol):
 
 
 @runtime_checkable
+class ShowsConsole(Protocol):
+    """Clouds that keep what a machine prints while it boots."""
+
+    def name_console(self, node: Node) -> str:
+        """The command that shows it."""
+        ...
+
+
+@runtime_checkable
 class CanPreempt(Protocol):
     """Pretend clouds that can take a node away on demand, as a spot market does."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts
+from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
 from broker.errors import CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.backoff import draw_backoff_s
@@ -123,6 +123,14 @@ class Provisioner:
             ports=asked.ports,
             labels=asked.labels,
         )
+
+    def hint_console(self, cluster: Cluster, node_id: str) -> str | None:
+        """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
+        cloud = self._clouds.get(cluster.placement.offer.cloud)
+        node = next((each for each in cluster.nodes if each.id == node_id), None)
+        if node is None or not isinstance(cloud, ShowsConsole):
+            return None
+        return f"`{cloud.name_console(node)}` shows what it prints while it boots"
 
     async def finish(self) -> None:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""

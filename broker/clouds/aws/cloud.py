@@ -72,6 +72,9 @@ class AwsCloud:
     def user(self) -> str:
         return self._settings.user
 
+    def name_console(self, node: Node) -> str:
+        return f"aws ec2 get-console-output --region {node.region} --instance-id {node.id} --latest --output text"
+
     async def check(self) -> None:
         with translated():
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")

@@ -63,6 +63,13 @@ class GcpCloud:
     def user(self) -> str:
         return instances.SSH_USER
 
+    def name_console(self, node: Node) -> str:
+        where = NodeId.parse(node.id)
+        return (
+            f"gcloud compute instances get-serial-port-output {where.name} --project {where.project} "
+            f"--zone {where.zone}"
+        )
+
     def prepare(self) -> None:
         """Begin to import Google's library, which takes seconds; returns at once."""
         self._sdk.prepare()
