@@ -362,9 +362,10 @@ def status(
         lost = sum(1 for node in each.nodes if node.state == "TERMINATED")
         state = each.status.value + (f" ({lost} lost)" if lost else "")
         where = f"{offer.cloud} {offer.zone or offer.region}"
+        rate = "-" if each.status is ClusterStatus.STOPPED else show_usd(each.placement.usd_hour)
         rows.append(
             [each.name, state, f"{each.placement.node_count} x {offer.instance_type}", where,
-             show_duration(now_s - each.created_s), show_usd(each.placement.usd_hour), show_usd(spent[each.name])]
+             show_duration(now_s - each.created_s), rate, show_usd(spent[each.name])]
         )  # fmt: skip
     if rows:
         columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]

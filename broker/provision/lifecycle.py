@@ -207,11 +207,17 @@ class Provisioner:
         cluster, cloud = self._find_stoppable(name)
         await cloud.stop_nodes([node.id for node in cluster.nodes])
         await self._wait_all(cluster, NodeState.STOPPED)
-        self._change_status(name, ClusterStatus.STOPPED)
+        with self._store.transaction():
+            for node in cluster.nodes:
+                self._store.close_bill(node)
+            self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
         cluster, cloud = self._find_stoppable(name)
         await cloud.start_nodes([node.id for node in cluster.nodes])
+        with self._store.transaction():
+            for node in cluster.nodes:
+                self._store.reopen_bill(node)
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 

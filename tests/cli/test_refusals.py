@@ -49,8 +49,9 @@ def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shel
     assert error.count("--quota-code L-3819A6DF --region us-east-1 --desired-value 1004") == 1
     assert "describe-instance-type-offerings" in error
     assert count_launches(account) == 3 and account.instances == {}
-    shell.run(*ON_AWS, code=5)
+    again = shell.run(*ON_AWS, code=5).stderr
     assert count_launches(account) == 3, "what refused a moment ago is remembered by the next command"
+    assert again.count("(remembered, not asked again yet)") == 3
 
 
 @pytest.mark.parametrize(

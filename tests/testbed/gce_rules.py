@@ -82,6 +82,12 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("DELETE", r"global/firewalls/[^/]+", ("compute.firewalls.delete", "compute.networks.updatePolicy")),
 ]
 
+# Words of a path that say what it is about; the rest are names.
+KINDS = {
+    *("instances", "bulkInsert", "stop", "start", "setLabels", "aggregated", "machineTypes", "operations", "wait"),
+    *("regions", "global", "firewalls", "images", "family", "zones"),
+}
+
 
 class GceError(Exception):
     """An answer other than 200. `reason` as in `error.errors[].reason`."""
