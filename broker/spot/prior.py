@@ -14,7 +14,9 @@ from functools import cached_property
 from broker.spot.spells import AGES, Spells, class_of, hours_in_classes
 
 OLD = class_of(1.0)  # the class from which spells count as old
-SPLIT_WEIGHT = 2.0  # how many ended spells of an age one must see to believe in a pace of its own
+# Recorded markets change their pace from day to day: what a few spells say of tomorrow is mostly chance.
+DOUBT_WEIGHT = 6.0
+SPLIT_WEIGHT = 6.0  # how many ended spells of an age one must see to believe in a pace of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,8 @@ class Prior:
 
     open_hazards: tuple[float, ...]
     closed_hazards: tuple[float, ...]
-    open_weight: float = 1.5
-    closed_weight: float = 1.5
+    open_weight: float = DOUBT_WEIGHT
+    closed_weight: float = DOUBT_WEIGHT
 
     @cached_property
     def mean_open_hours(self) -> float:
@@ -83,7 +85,7 @@ def _learn(
     return young, old
 
 
-def fit_prior(recordings: Sequence[Spells], *, weight: float = 1.5) -> Prior:
+def fit_prior(recordings: Sequence[Spells], *, weight: float = DOUBT_WEIGHT) -> Prior:
     """The shape that recordings have in common, each weighing the same however long it is."""
     assert recordings
     opened, closed = (

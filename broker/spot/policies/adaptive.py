@@ -110,7 +110,8 @@ class _Scale:
             options.append((worth, "spot now", Move(target=target, reason="spot is worth its start")))
         table = self.outlook.sure_open if is_open else self.outlook.sure_closed
         if current is not None:
-            worth = table.read(age, self.work, self.spare)
+            begun = self.view.starting_hours  # its start is not over: the rest is still to be paid
+            worth = begun + table.read(age, self.work, max(self.spare - begun, 0.0))
             options.append((worth, "on-demand now", Stay(hours=look, reason="on-demand saves time for later")))
         else:
             start = self.outlook.terms.start_hours
