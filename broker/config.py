@@ -116,3 +116,8 @@ def _draw_owner(identity: Path) -> None:
 def read_aws_environment() -> dict[str, str]:
     """The variables that steer AWS's tools."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def read_r2_environment() -> dict[str, str]:
+    """The variables that name a login for Cloudflare's R2."""
+    return {name: value for name, value in os.environ.items() if name.startswith("R2_")}

@@ -15,6 +15,7 @@ BrokerError                     exit code
     ├── ThrottledError              back off, then retry
     ├── InvalidRequestError         stop: asking again gives the same answer
     ├── TransientError              retry
+    │   └── UnreachedError          a machine that has never answered: it may still boot
     └── UnknownOutcomeError         the call may have worked: look before trying again
 """
 
@@ -122,6 +123,14 @@ class InvalidRequestError(CloudError):
 
 class TransientError(CloudError):
     pass
+
+
+class UnreachedError(TransientError):
+    """`node_id` names the machine."""
+
+    def __init__(self, message: str, *, node_id: str) -> None:
+        super().__init__(message)
+        self.node_id = node_id
 
 
 class UnknownOutcomeError(CloudError):

@@ -42,6 +42,7 @@ BANNED_CALLS: dict[str, set[str]] = {
 NODE_PROGRAMS = {
     "broker/runtime/agent.py",
     "broker/runtime/agent_bucket.py",
+    "broker/runtime/agent_container.py",
     "broker/runtime/agent_files.py",
     "broker/runtime/agent_gang.py",
     "broker/runtime/agent_notice.py",

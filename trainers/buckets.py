@@ -6,6 +6,7 @@ A bucket has no rename, and needs none: a file appears whole or not at all, and 
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import urllib.error
@@ -239,9 +240,23 @@ def open_bucket(url: str) -> BucketStorage:
     parts = urlsplit(url)
     if not parts.netloc:
         raise TrainerError(f"`{url}` names no bucket")
-    options: dict[str, Any] = find_s3_options(parts.netloc) if parts.scheme == "s3" else {}
+    options: dict[str, Any] = find_s3_options(parts.netloc) if parts.scheme == "s3" else find_emulator(parts.scheme)
     store = from_url(url.rstrip("/"), **options)
     return BucketStorage(store, url)
+
+
+def find_emulator(scheme: str) -> dict[str, Any]:
+    """Options for a stand-in of Google's or Azure's service, where the variable that their own tools read names one."""
+    name = "STORAGE_EMULATOR_HOST" if scheme == "gs" else "AZURE_STORAGE_ENDPOINT"
+    address = os.environ.get(name, "")
+    if not address.startswith("http://"):
+        return {}
+    options: dict[str, Any] = {"client_options": {"allow_http": True}}
+    if scheme == "gs":  # told not to sign alone, the library still asks the metadata server for a token (obstore 0.12)
+        nobody = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        key = {**nobody, "gcs_base_url": address, "disable_oauth": True}
+        options["service_account_key"] = json.dumps(key)
+    return options
 
 
 def find_s3_options(bucket: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_session(config, partial(bring, config)) if code is None else code
 
 
-def bring(config: ImageConfig, device: "torch.device", may_be_empty: bool = False) -> Study:
+def bring(config: ImageConfig, device: "torch.device", is_spread: bool = False) -> Study:
     """The pictures, the network, and the loss."""
     from trainers.losses import class_loss
     from trainers.models.resnet import ResNet, count_flops

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_session(config, partial(bring, config)) if code is None else code
 
 
-def bring(config: Config, device: "torch.device", may_be_empty: bool = False) -> Study:
+def bring(config: Config, device: "torch.device", is_spread: bool = False) -> Study:
     """The text, the network, and the loss."""
     import torch
 
@@ -40,8 +40,8 @@ def bring(config: Config, device: "torch.device", may_be_empty: bool = False) ->
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
         raise TrainerError(f"the data has {tokens.vocabulary} token ids, `--model.vocabulary {vocabulary}` too few")
-    # One tied weight would become two when each gets its memory.
-    is_empty = may_be_empty and not config.model.tie_embeddings
+    # Without memory until it is known to suffice. Only a tied weight, once spread over ranks, cannot be tied again.
+    is_empty = not (is_spread and config.model.tie_embeddings)
     with torch.device("meta") if is_empty else device:
         model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))
     return Study(

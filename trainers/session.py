@@ -51,7 +51,7 @@ class Study:
     fill: "Callable[[torch.device], None] | None" = None  # of a model made without memory: takes it, and draws weights
 
 
-# The device, and whether the model may come without memory, to be filled when it is wrapped.
+# The device, and whether the model gets its memory only when a strategy has spread it over ranks.
 Bring = Callable[["torch.device", bool], Study]
 
 
@@ -123,8 +123,14 @@ def train(
     random_numbers = RandomNumbers(ranks.device)
     random_numbers.seed(config.train.seed)  # equal on all ranks: they draw equal weights
     strategy = create_strategy(config.strategy, ranks, config)
-    study = bring(ranks.device, strategy.TAKES_EMPTY and ranks.world_size > 1)
-    model = study.model
+    is_spread = strategy.TAKES_EMPTY and ranks.world_size > 1
+    study = bring(ranks.device, is_spread)
+    model, fill = study.model, study.fill
+    if not is_spread:
+        check_memory(model.parameters(), ranks.device, config)
+        if fill is not None:
+            fill(ranks.device)
+            fill = None
     prepare_blocks(model, recompute=config.recompute, is_compiled=config.compile)
     # Unequal: they drop different activations, and others again in another world.
     generation = member.world.generation if member else 1
@@ -133,8 +139,8 @@ def train(
     wrapped = strategy.wrap(model)
     check_shared(model, tied, config.strategy)
     check_memory(model.parameters(), ranks.device, config)
-    if study.fill is not None:
-        study.fill(ranks.device)
+    if fill is not None:
+        fill(ranks.device)
     optimizer = AdamW(model.named_parameters(), config.train)
     position = Position(study.training.fingerprint)
     shared = {**strategy.shared_state(model, optimizer), "position": position}

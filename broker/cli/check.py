@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from broker.cli.context import Context
-from broker.cli.render import print_json, print_line, print_table
+from broker.cli.render import print_json, print_line, print_table, print_wrapped
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.findings import CanGlance
-from broker.errors import CloudError, UsageError
+from broker.errors import AuthError, CloudError, UsageError
 
 if TYPE_CHECKING:
     from broker.clouds.findings import Finding, Inspector
@@ -29,7 +30,7 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
 ) -> None:
-    """Say which clouds can be used and how to enable the others."""
+    """Say which clouds can be used and how to enable the others. With a cloud: exit code 5 where something is wrong."""
     context = Context()
     if policy is not None:
         print_line(_find_inspector(policy).write_policy(context.config).rstrip("\n"))
@@ -40,52 +41,67 @@ def check(
 
 
 def _show_all(context: Context, *, as_json: bool) -> None:
+    listed = list(context.book.count_offers())
+    asked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
+    unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]
+    answers = asyncio.run(_ask_all([*asked, *unlisted], context))
     rows = [("local", True, "this machine, pretend prices")]
-    for name in context.book.count_offers():
-        if name in CHECKS and (name in context.clouds or _can_glance(name)):
-            rows.append((name, *_sum_up(name, context)))
+    for name in listed:
+        if name in answers:
+            rows.append((name, *answers[name]))
         elif name not in CLOUDS or name not in context.clouds:
             rows.append((name, False, _explain(name)))
-    listed = {name for name, _, _ in rows}
-    unlisted = [(name, *_sum_up(name, context)) for name in CHECKS if name not in listed and _can_glance(name)]
-    rows += [row for row in unlisted if row[1]]
+    rows += [(name, *answers[name]) for name in unlisted if answers[name][0]]
     if as_json:
         print_json([{"cloud": name, "can_launch": can, "note": note} for name, can, note in rows])
         return
     print_table(["CLOUD", "LAUNCH", "NOTE"], [[name, "yes" if can else "no", note] for name, can, note in rows])
+    print_line("`broker check CLOUD` looks closely and says what to do")
     print_line("Every cloud listed can be planned on: `broker plan`, `broker launch --dryrun`")
 
 
-def _sum_up(name: str, context: Context) -> tuple[bool, str]:
+async def _ask_all(names: Sequence[str], context: Context) -> Mapping[str, tuple[bool, str]]:
+    """Those behind SkyPilot one after the other, as the first one's answer serves all; the others meanwhile."""
+    behind = [name for name in names if _can_glance(name)]
+
+    async def ask_behind() -> list[tuple[bool, str]]:
+        return [await _sum_up(name, context) for name in behind]
+
+    own = [name for name in names if name not in behind]
+    asking = asyncio.ensure_future(ask_behind())
+    answers = await asyncio.gather(*(_sum_up(name, context) for name in own))
+    return {**dict(zip(own, answers, strict=True)), **dict(zip(behind, await asking, strict=True))}
+
+
+async def _sum_up(name: str, context: Context) -> tuple[bool, str]:
+    inspector = _find_inspector(name)
+    look = inspector.glance if isinstance(inspector, CanGlance) else inspector.inspect
     try:
-        findings = _inspect(name, context, is_glance=True)
+        findings = await look(context.config, clock=context.clock)
     except CloudError as error:
         return False, error.message
     wrong = next((each for each in findings if each.is_needed and not each.is_ok), None)
-    if wrong is None:
-        return True, f"{findings[0].note}; more: `broker check {name}`"
-    return False, f"{wrong.name}: {wrong.note}; more: `broker check {name}`"
+    return (True, findings[0].note) if wrong is None else (False, f"{wrong.name}: {wrong.note}")
 
 
 def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
-    findings = _inspect(name, context)
+    findings = asyncio.run(_find_inspector(name).inspect(context.config, clock=context.clock))
     if as_json:
         keys = ("name", "is_ok", "note", "command", "is_needed")
         print_json([{key: getattr(each, key) for key in keys} for each in findings])
-        return
-    for each in findings:
-        word = "ok" if each.is_ok else "wrong" if each.is_needed else "none"
-        print_line(f"{word:5}  {each.name}: {each.note}")
-        if each.command:
-            print_line(f"       mend: {each.command}")
+    else:
+        for each in findings:
+            _show_finding(each)
+    if any(each.is_needed and not each.is_ok for each in findings):
+        raise typer.Exit(AuthError.exit_code)
 
 
-def _inspect(name: str, context: Context, *, is_glance: bool = False) -> Sequence[Finding]:
-    import asyncio
-
-    inspector = _find_inspector(name)
-    look = inspector.glance if is_glance and isinstance(inspector, CanGlance) else inspector.inspect
-    return asyncio.run(look(context.config, clock=context.clock))
+def _show_finding(finding: Finding) -> None:
+    """Commands stay on one line, to be copied."""
+    word = "ok" if finding.is_ok else "wrong" if finding.is_needed else "none"
+    print_wrapped(f"{word:5}  {finding.name}: {finding.note}", indent=7)
+    if finding.command:
+        print_line(f"       mend: {finding.command}")
 
 
 def _find_inspector(name: str) -> Inspector:

@@ -14,8 +14,9 @@ from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
-from broker.errors import NoOfferError, RunFailedError, TransientError, UsageError
-from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, RunStatus, Task
+from broker.cli.uploads import fill_buckets
+from broker.errors import NoOfferError, RunFailedError, TransientError, UnreachedError, UsageError
+from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, RunStatus, Task
 
 POLL_S = 0.3
 BOOT_S_MAX = 300.0  # large GPU machines and images take minutes until somebody answers
@@ -105,6 +106,7 @@ def launch(
     if known is None or known.status is not ClusterStatus.UP:
         note_copies(context, [plan])
         confirm_price([plan], yes=yes)
+    (one,) = fill_buckets([one])
     try:
         asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
     except KeyboardInterrupt:
@@ -181,11 +183,31 @@ async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
             return
         except TransientError as error:
             cluster = await context.provisioner.refresh(cluster)
-            is_lost = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
-            if is_lost or context.clock.now_s() >= give_up_s:
-                raise
-            print_note(f"{error.message}; trying again")
+            lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
+            if lost or context.clock.now_s() >= give_up_s:
+                raise explain_unreachable(context, cluster, lost, error) from error
+            print_note(
+                f"{error.message}; {'it may still boot' if isinstance(error, UnreachedError) else 'trying again'}"
+            )
             await context.clock.sleep(POLL_S)
+
+
+def explain_unreachable(
+    context: Context, cluster: Cluster, lost: Sequence[Node], error: TransientError
+) -> TransientError:
+    """What to look at, what goes on costing, and how it is ended."""
+    usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
+    end = f"`broker down {cluster.name}` ends the cluster; until then it costs {show_usd(usd_hour)} USD/h"
+    if lost:
+        message = f"{len(lost)} of {len(cluster.nodes)} nodes ended ({lost[0].reason})"
+        return TransientError(message, hints=[end, *error.hints])
+    console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
+    hints = [
+        *([console] if console else []),
+        "a node lets in by ssh who launched it, from the address of that moment: is this another network?",
+        f"{end}; the same launch with `-c {cluster.name}` goes on waiting",
+    ]
+    return TransientError(f"{error.message}, for {BOOT_S_MAX / 60:g} minutes", hints=[*hints, *error.hints])
 
 
 def exec_(
@@ -340,9 +362,10 @@ def status(
         lost = sum(1 for node in each.nodes if node.state == "TERMINATED")
         state = each.status.value + (f" ({lost} lost)" if lost else "")
         where = f"{offer.cloud} {offer.zone or offer.region}"
+        rate = "-" if each.status is ClusterStatus.STOPPED else show_usd(each.placement.usd_hour)
         rows.append(
             [each.name, state, f"{each.placement.node_count} x {offer.instance_type}", where,
-             show_duration(now_s - each.created_s), show_usd(each.placement.usd_hour), show_usd(spent[each.name])]
+             show_duration(now_s - each.created_s), rate, show_usd(spent[each.name])]
         )  # fmt: skip
     if rows:
         columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]

@@ -13,7 +13,9 @@ from broker.cli.render import plain, print_json, print_line
 
 
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be ended, and end nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dryrun", "--dry-run", help="Say what would be ended, and end nothing.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """End machines that nobody needs: left by a crash, or of clusters whose end was cut short."""

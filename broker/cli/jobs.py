@@ -55,6 +55,7 @@ def launch(
     """Promise a task: it runs until it succeeds or fails by itself."""
     from broker.cli.clusters import confirm_price, plan_launch
     from broker.cli.copies import note_copies
+    from broker.cli.uploads import fill_buckets
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
@@ -79,6 +80,7 @@ def launch(
         print_note(sentence)
     note_copies(context, plans)
     confirm_price(plans, yes=yes)
+    tasks = fill_buckets(tasks)
     jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
     context.ensure_daemon()
     if as_json:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up
 from broker.cli.context import Context
 from broker.cli.render import print_line
@@ -19,7 +20,7 @@ from broker.errors import RunFailedError, UsageError
 from broker.types import Autostop
 
 
-def stop(cluster: ClusterName) -> None:
+def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster's machines and keep their disks."""
     context = Context()
     find_up(context, cluster)
@@ -27,7 +28,7 @@ def stop(cluster: ClusterName) -> None:
     print_line(f"cluster `{cluster}` is stopped; `broker start {cluster}` goes on")
 
 
-def start(cluster: ClusterName) -> None:
+def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Start a stopped cluster again."""
     context = Context()
     rule = context.find_cluster(cluster).autostop

@@ -37,6 +37,7 @@ EnvFile = Annotated[Path | None, typer.Option("--env-file", help="A file of KEY=
 Secret = Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`; KEY as with --env.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")]
+Agreed = Annotated[bool, typer.Option("--yes", "-y", help="For scripts written for SkyPilot: nothing is asked here.")]
 Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As data.")]
 Output = Annotated[Format, typer.Option("--output", "-o", help="`json` is what --json gives.")]

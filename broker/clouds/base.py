@@ -57,6 +57,13 @@ class CanPrepare(Protocol):
 
 
 @runtime_checkable
+class CanExtend(Protocol):
+    """Clouds where a node that is made later is reached by all of the same cluster and attempt, and reaches them."""
+
+    extends_gangs: ClassVar[bool]
+
+
+@runtime_checkable
 class CanSweep(Protocol):
     """Clouds where a cluster leaves more behind than nodes: firewall groups, templates, disks."""
 
@@ -79,6 +86,15 @@ class HandsOutHosts(Protocol):
 
     @property
     def user(self) -> str: ...
+
+
+@runtime_checkable
+class ShowsConsole(Protocol):
+    """Clouds that keep what a machine prints while it boots."""
+
+    def name_console(self, node: Node) -> str:
+        """The command that shows it."""
+        ...
 
 
 @runtime_checkable

@@ -58,6 +58,7 @@ class LocalCloud:
 
     name: ClassVar[str] = "local"
     settle_s: ClassVar[float] = 0.0
+    extends_gangs: ClassVar[bool] = True
 
     def __init__(self, root: Path, *, clock: Clock) -> None:
         self._root = root.absolute()

@@ -58,6 +58,7 @@ class RehearsedCloud:
 
     name: ClassVar[str] = "rehearsed"
     settle_s: ClassVar[float] = 0.0
+    extends_gangs: ClassVar[bool] = True
 
     root: Path
     pace: Pace

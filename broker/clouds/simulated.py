@@ -89,6 +89,7 @@ class SimulatedCloud:
 
     name: ClassVar[str] = "simulated"
     settle_s: ClassVar[float] = 10.0
+    extends_gangs: ClassVar[bool] = True
 
     clock: Clock
     market: Market = field(default_factory=Market)

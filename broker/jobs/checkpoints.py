@@ -67,7 +67,7 @@ def check_checkpoints(plans: Sequence[Plan]) -> Sequence[str]:
     for plan in plans:
         task = plan.task
         clouds = sorted({each.placement.offer.cloud for each in plan.estimates} - {HERE})
-        if not clouds or task.checkpoint.to:
+        if not clouds or task.checkpoint.to or keeps_its_own(task):
             continue
         name = f"`{task.name}`" if task.name else "the task"
         if is_saving(task):
@@ -87,6 +87,14 @@ def check_checkpoints(plans: Sequence[Plan]) -> Sequence[str]:
 
 def is_saving(task: Task) -> bool:
     """Whether the task counts on BROKER_CHECKPOINT_DIR, as far as its file shows."""
-    if replace(task.checkpoint, to=None) != CheckpointSpec():
-        return True
+    return replace(task.checkpoint, to=None) != CheckpointSpec() or names_our_folder(task)
+
+
+def names_our_folder(task: Task) -> bool:
     return any(SAVES.search(text) for text in (task.setup, task.run) if text)
+
+
+def keeps_its_own(task: Task) -> bool:
+    """SkyPilot's way: the program writes into a bucket that it sees as a folder."""
+    is_mounted = any(each.mode in ("MOUNT", "MOUNT_CACHED") for each in task.storage_mounts)
+    return is_mounted and not names_our_folder(task)

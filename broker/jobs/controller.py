@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError
+from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError, UnreachedError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
@@ -38,6 +38,7 @@ LEASE_S = 900.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
+BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until somebody answers
 GRACE_S = 30.0  # for a program that is stopped at its budget
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 T = TypeVar("T")
@@ -200,7 +201,10 @@ class JobController:
         cluster = await self._provisioner.refresh(cluster)
         if list_lost_ranks(cluster.nodes):
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
-        if not watch.note_silence(self._clock.now_s()):
+        now_s = self._clock.now_s()
+        is_silent = watch.note_silence(now_s)
+        is_booting = isinstance(error, UnreachedError) and now_s - attempt.started_s < BOOT_S_MAX
+        if is_booting or not is_silent:
             return POLL_S
         tries = 1 + sum(1 for old in job.attempts if old.outcome == NOT_STARTED_OUTCOME)
         if tries >= START_TRIES_MAX:

@@ -68,7 +68,9 @@ def judge(signs: Signs) -> Verdict:
 
 def can_go_on(signs: Signs) -> bool:
     """Whether an elastic program goes on without the nodes that are lost."""
-    lost = list_lost_ranks(signs.nodes)
+    lost = [node.rank for node in signs.nodes if node.state is NodeState.TERMINATED]
+    if len(lost) < len(list_lost_ranks(signs.nodes)):
+        return False  # one is stopped: it holds its place, and cannot be replaced
     is_enough = signs.nodes_min is not None and len(signs.nodes) - len(lost) >= signs.nodes_min
     return is_enough and 0 not in lost and signs.status is RunStatus.RUNNING
 

@@ -14,6 +14,7 @@ from broker.jobs.order import get_recovery
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
+from broker.storage.mounts import add_mounts
 from broker.types import Cluster, Job, Node
 
 RETRY_BASE_S = 15.0
@@ -38,18 +39,21 @@ class Mender:
         """One step: tell of a loss, ask for a node, take one in. Returns soon; a node takes minutes to come."""
         if get_recovery(job.task).nodes_min is None:
             return
-        lost = list_lost_ranks(cluster.nodes)
-        for node in cluster.nodes:
+        await self._take_in(job, cluster, envs, lease_s)
+        self._hear(job)
+        current = self._store.get_cluster(cluster.name)  # a node may just have been replaced
+        lost = list_lost_ranks(current.nodes) if current else []
+        if current is None or not lost:
+            return
+        for node in current.nodes:
             if node.rank in lost and node.id not in self._told:
                 self._told.add(node.id)
-                left = len(cluster.nodes) - len(lost)
-                self._tell(job, "shrunk", f"node {node.rank} gone: going on with {left} of {len(cluster.nodes)}")
-        self._hear(job)
-        await self._take_in(job, cluster, envs, lease_s)
-        if lost and self._doing is None and self._clock.now_s() >= self._next_try_s:
+                left = len(current.nodes) - len(lost)
+                self._tell(job, "shrunk", f"node {node.rank} gone: going on with {left} of {len(current.nodes)}")
+        if self._doing is None and self._clock.now_s() >= self._next_try_s:
             self._doing = asyncio.ensure_future(
                 self._provisioner.replace_node(
-                    cluster,
+                    current,
                     job.task,
                     rank=lost[0],
                     check_budget=lambda: check_budget(job, self._store, self._clock),
@@ -60,6 +64,7 @@ class Mender:
         """The attempt is over: what is on its way ends with the cluster."""
         if self._doing is not None:
             self._doing.cancel()
+            self._doing.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._doing = None
 
     def _hear(self, job: Job) -> None:
@@ -83,9 +88,10 @@ class Mender:
         live = frozenset(node.id for node in list_live(cluster))
         if live <= self._taking_part:
             return
+        task = add_mounts(job.task)
         try:
-            await self._gang.prepare(cluster, job.task)
-            await self._gang.start(cluster, job.task, run_id=RUN_ID, envs=envs, lease_s=lease_s)
+            await self._gang.prepare(cluster, task)
+            await self._gang.start(cluster, task, run_id=RUN_ID, envs=envs, lease_s=lease_s)
         except CloudError:
             return  # one does not answer yet, or another is just being lost: at the next look
         self._taking_part = live

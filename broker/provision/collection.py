@@ -148,4 +148,5 @@ class Collector:
 
 
 def _is_recorded(node: Node, cluster: Cluster | None) -> bool:
-    return cluster is not None and (not cluster.nodes or any(known.id == node.id for known in cluster.nodes))
+    """A cluster that still comes up records none: its nodes are known by their open intents, and others are lost."""
+    return cluster is not None and any(known.id == node.id for known in cluster.nodes)

@@ -104,6 +104,7 @@ class _Race:
         self._tries: list[Try] = []
         self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud or place
         self._refused: dict[tuple[str, str], list[Placement]] = {}  # cloud and why -> where
+        self._remembered: set[tuple[str, str]] = set()  # of those, what nobody was asked for
         self._hints: dict[str, None] = {}
         self._has_temporary = False
         self._last_resort: list[tuple[int, Placement]] = []
@@ -168,6 +169,8 @@ class _Race:
             return False
         covering = self._memory.list_covering(placement, self._memory.list_active())
         if covering:
+            if (name, covering[0].reason) not in self._refused:
+                self._remembered.add((name, covering[0].reason))
             self._note_reason(placement, covering[0].reason)
             self._keep_in_mind(rank, placement)
         return not covering
@@ -213,9 +216,11 @@ class _Race:
             self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
         elif isinstance(error, InvalidRequestError):
             self._lasting[where] = error
+            self._refused.setdefault((one.cloud.name, error.message), []).append(one.placement)
             self._wanted.on_event(f"{where} skipped: {error.message}")
         else:
             self._note_reason(one.placement, error.message)
+            self._remembered.discard((one.cloud.name, error.message))
             self._hints.update(dict.fromkeys(error.hints))
             self._memory.refuse(one.placement, error)
             self._keep_in_mind(one.rank, one.placement)
@@ -242,8 +247,9 @@ class _Race:
     def _explain(self) -> BrokerError:
         if self._lasting and not self._has_temporary:
             return next(iter(self._lasting.values()))
-        details = [f"{_join(places)} ({cloud}): {reason}" for (cloud, reason), places in self._refused.items()]
-        details += [f"{where}: {error.message}" for where, error in self._lasting.items()]
+        told = {key: " (remembered, not asked again yet)" if key in self._remembered else "" for key in self._refused}
+        details = [f"{_join(places)} ({key[0]}): {key[1]}{told[key]}" for key, places in self._refused.items()]
+        details += [f"{name}: {error.message}" for name, error in self._lasting.items() if isinstance(error, AuthError)]
         if len(details) > REASONS_MAX:
             details[REASONS_MAX - 1 :] = [f"and {len(details) - REASONS_MAX + 1} more reasons"]
         hints = [*self._hints, *(hint for error in self._lasting.values() for hint in error.hints)]

@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanStop, Cloud
+from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
 from broker.errors import CapacityError, TransientError, UsageError
+from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
@@ -31,7 +32,6 @@ from broker.types import (
     NodeState,
     Placement,
     Plan,
-    Resources,
     Task,
 )
 
@@ -101,13 +101,36 @@ class Provisioner:
             )
             wanted = Wanted(
                 cluster=cluster,
-                spec=make_spec(plan.task.resources[0]),
+                make_spec=lambda placement: self._make_spec(plan.task, placement),
                 timeout_s=timeout_s,
                 on_event=on_event or (lambda message: None),
                 hedge=hedge,
                 check_budget=check_budget or (lambda: None),
             )
             return await self._search(wanted, plan, is_patient=retry_until_up)
+
+    def _make_spec(self, task: Task, placement: Placement) -> MachineSpec:
+        """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
+        no matter of the machine: it is run on one that boots as usual."""
+        asked = find_asked(task, placement)
+        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
+        is_container = (asked.image_id or "").startswith(CONTAINER)
+        return MachineSpec(
+            disk_size_gib=asked.disk_size_gib,
+            disk_tier=asked.disk_tier,
+            network_tier=asked.network_tier,
+            image_id=None if is_container and is_host else asked.image_id,
+            ports=asked.ports,
+            labels=asked.labels,
+        )
+
+    def hint_console(self, cluster: Cluster, node_id: str) -> str | None:
+        """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
+        cloud = self._clouds.get(cluster.placement.offer.cloud)
+        node = next((each for each in cluster.nodes if each.id == node_id), None)
+        if node is None or not isinstance(cloud, ShowsConsole):
+            return None
+        return f"`{cloud.name_console(node)}` shows what it prints while it boots"
 
     async def finish(self) -> None:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
@@ -131,13 +154,16 @@ class Provisioner:
                     self._store.put_cluster(refreshed)
         return refreshed
 
+    def can_replace_node(self, cluster: Cluster) -> bool:
+        return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
+
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600
     ) -> Cluster:
         """A new node in the place of one that is confirmed gone, beside what the others do; see `replacement.py`."""
         wanted = Wanted(
             cluster=cluster,
-            spec=make_spec(task.resources[0]),
+            make_spec=lambda placement: self._make_spec(task, placement),
             timeout_s=timeout_s,
             on_event=lambda message: None,
             check_budget=check_budget,
@@ -181,11 +207,17 @@ class Provisioner:
         cluster, cloud = self._find_stoppable(name)
         await cloud.stop_nodes([node.id for node in cluster.nodes])
         await self._wait_all(cluster, NodeState.STOPPED)
-        self._change_status(name, ClusterStatus.STOPPED)
+        with self._store.transaction():
+            for node in cluster.nodes:
+                self._store.close_bill(node)
+            self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
         cluster, cloud = self._find_stoppable(name)
         await cloud.start_nodes([node.id for node in cluster.nodes])
+        with self._store.transaction():
+            for node in cluster.nodes:
+                self._store.reopen_bill(node)
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 
@@ -297,15 +329,3 @@ class Provisioner:
         changed = replace(cluster, status=status)
         self._store.put_cluster(changed)
         return changed
-
-
-def make_spec(resources: Resources) -> MachineSpec:
-    """What a task's resources ask of each node besides its instance type."""
-    return MachineSpec(
-        disk_size_gib=resources.disk_size_gib,
-        disk_tier=resources.disk_tier,
-        network_tier=resources.network_tier,
-        image_id=resources.image_id,
-        ports=resources.ports,
-        labels=resources.labels,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from broker.errors import CapacityError, CloudError, QuotaError
+from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError
 from broker.state.store import Refusal, Store
 from broker.types import Placement
 
@@ -49,6 +49,8 @@ class RefusalMemory:
         region, zone, lasts_s, reask_s = offer.region, offer.zone, REFUSAL_S_SHORT, REASK_S
         if isinstance(error, QuotaError):
             zone, lasts_s, reask_s = None, QUOTA_REFUSAL_S, math.inf
+        elif isinstance(error, ThrottledError):
+            zone = None  # clouds count calls by account and region
         elif isinstance(error, CapacityError):
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region

@@ -48,7 +48,7 @@ class Wanted:
     """
 
     cluster: Cluster
-    spec: MachineSpec
+    make_spec: Callable[[Placement], MachineSpec]
     timeout_s: float
     on_event: Callable[[str], None]
     hedge: int = HEDGE
@@ -160,8 +160,8 @@ class Asker:
         refusal = await self._hear_out(one, one.call) if one.call is not None else None
         is_asked = one.call is not None or one.is_resumed
         if one.is_resumed or one.nodes or (is_asked and refusal is None):
-            is_open = self._store.is_intent_open(one.request.token)
-            return await self.bury(one.cloud, one.request, known=one.nodes) if is_open else ()
+            is_left = one.nodes or self._store.is_intent_open(one.request.token)
+            return await self.bury(one.cloud, one.request, known=one.nodes) if is_left else ()
         self._store.close_intent(one.request.token, f"refused: {refusal.message}" if refusal else "never asked")
         return ()
 
@@ -206,7 +206,7 @@ class Asker:
             attempt=cluster.attempt,
             token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
             placement=placement,
-            spec=wanted.spec,
+            spec=wanted.make_spec(placement),
         )
         with self._store.transaction():
             current = self._store.get_cluster(cluster.name)
@@ -224,9 +224,7 @@ class Asker:
         one.nodes = tuple(await self._create(one, wanted))
         one.created_s = self._clock.now_s()
         self.record(one.nodes)
-        if not self._store.is_intent_open(one.request.token):  # whoever closed it did not see what was on its way
-            await self.bury(one.cloud, one.request, known=one.nodes)
-            raise _make_down_error(one.request.cluster)
+        await self._end_unless_open(one)
         if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
             await self.bury(one.cloud, one.request, known=one.nodes)
             raise CapacityError(f"only {len(one.nodes)} of {one.placement.node_count} nodes were given", scope="zone")
@@ -245,9 +243,16 @@ class Asker:
         if nodes is None:
             gone = await self.bury(one.cloud, one.request, known=one.nodes)
             raise CapacityError(f"the gang did not come up whole: {_find_cause(gone, wanted.timeout_s)}", scope="zone")
+        await self._end_unless_open(one)
         if not one.is_resumed:
             self._patience.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
         return nodes
+
+    async def _end_unless_open(self, one: Try) -> None:
+        """Whoever took the cluster down, and closed this intent, may not have seen what was on its way."""
+        if not self._store.is_intent_open(one.request.token):
+            await self.bury(one.cloud, one.request, known=one.nodes)
+            raise _make_down_error(one.request.cluster)
 
     async def _create(self, one: Try, wanted: Wanted) -> Sequence[Node]:
         """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.
@@ -269,10 +274,11 @@ class Asker:
                 except (ThrottledError, TransientError) as error:
                     last = error
                     self._memory.note_failed_call(one.cloud.name)
-                    if tries + 1 == CREATE_TRIES_MAX or self._memory.measure_wait_s(one.cloud.name):
-                        break  # enough, or all jobs together have asked too often
+                    if self._memory.measure_wait_s(one.cloud.name):
+                        break  # all jobs together have asked too often
                     wait_s = draw_backoff_s(tries)
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; asking again in {wait_s:.1f} s")
+                    then = f"asking again in {wait_s:.1f} s" if tries + 1 < CREATE_TRIES_MAX else "asked often enough"
+                    wanted.on_event(f"{describe(request.placement)}: {error.message}; {then}")
                     await self._clock.sleep(wait_s)
                 except UnknownOutcomeError as error:
                     last = error
@@ -284,7 +290,8 @@ class Asker:
                         return adopted
                     if self._clock.now_s() - one.begun_s >= ANSWER_S_MAX:
                         break  # it hangs
-            raise TransientError(
+            kind = ThrottledError if isinstance(last, ThrottledError) else TransientError
+            raise kind(
                 f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
             )
         except CloudError as error:

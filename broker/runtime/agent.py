@@ -35,6 +35,10 @@ def main(verb: str, *arguments: str) -> None:
         import agent_run  # type: ignore[import-not-found]  # beside us on the node; only the runner needs it
 
         agent_run.run(int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else None)
+    elif verb == "_contain":
+        import agent_container  # type: ignore[import-not-found]
+
+        agent_container.main(*arguments)
     elif verb == "_watch":
         watch()
     elif verb == "log":
@@ -82,11 +86,20 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         spec = {**spec, "head": {**spec["head"], **ports}}
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
-    files.write_json(folder / "spec.json", spec)
+    files.write_json(folder / "spec.json", {**spec, "image": remember_image(spec.get("image"))})
     start_detached("_run", arguments, inherited)
     for fd in inherited[:1]:
         os.close(fd)
     return spec
+
+
+def remember_image(image: str | None) -> str | None:
+    """A run that names no image is run in the one before it, as by `exec` on a cluster that was launched with one."""
+    path = files.STATE / "image.json"
+    if image:
+        files.write_json(path, {"image": image})
+        return image
+    return (files.read_json(path) or {}).get("image")
 
 
 def pick_port() -> int:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_files, agent_gang
+    from broker.runtime import agent_container, agent_files, agent_gang
 else:
+    import agent_container
     import agent_files
     import agent_gang
 
@@ -35,6 +36,7 @@ class Runner:
         assert spec is not None, "submit wrote the spec"
         self._spec = spec
         self._id = run_id
+        self._container = agent_container.find_container(spec, agent_files.HOME)
         self._listener = listener
         self._link: agent_gang.Link | None = None
         self._coordinator: agent_gang.Coordinator | None = None
@@ -65,7 +67,7 @@ class Runner:
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
         for phase in PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
-            kill_marked(self._mark(phase))
+            self._kill_marked(phase)
         if self._coordinator:
             self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
@@ -134,17 +136,23 @@ class Runner:
         self._send("exit", returncode=returncode)
 
     def _run_phase(self, phase: str) -> int:
-        script = self._spec.get(phase)
+        script = str(self._spec.get(phase) or "")
         if self._verdict:
             return RETURNCODE_OF_KILL
-        if not script:
+        if not script and not (self._container and phase == "setup"):
             return 0
         workdir = agent_files.HOME / "sky_workdir"
         workdir.mkdir(exist_ok=True)
+        argv, env = ["bash", "-c", script], {**os.environ, **self._make_env(phase)}
+        if self._container:  # made in `setup`, so that all nodes have it when the gang is told to go
+            (self._folder / "progress.jsonl").touch(mode=0o600)
+            agent_container.write_script(self._folder / f"{phase}.sh", script or "true", self._make_env(phase))
+            agent = str(Path(__file__).resolve().with_name("agent.py"))
+            argv, env = [sys.executable, "-I", "-S", agent, "_contain", str(self._folder), phase], dict(os.environ)
         process = subprocess.Popen(
-            ["bash", "-c", script],
+            argv,
             cwd=str(workdir),
-            env=self._make_env(phase),
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -159,7 +167,7 @@ class Runner:
             self._pause()
         returncode = process.wait()
         if phase == "run":
-            kill_marked(self._mark(phase))
+            self._kill_marked(phase)
         pump.join(GRACE_S)  # a daemon of setup may hold the pipe open for as long as it lives
         return returncode if returncode >= 0 else 128 - returncode
 
@@ -179,7 +187,12 @@ class Runner:
         return kill_s
 
     def _signal(self, pid: int, phase: str, number: int) -> None:
-        """To the process group, and to whoever left it but still carries our mark."""
+        """To the process group, and to whoever left it but still carries our mark. A container's client passes no
+        signal on, and takes the last words with it when it ends: it is spared until all must go."""
+        if self._container:
+            self._container.signal(self._mark(phase), number)
+            if number != signal.SIGKILL:
+                return
         try:
             os.killpg(pid, number)
         except OSError:
@@ -190,6 +203,11 @@ class Runner:
                     os.kill(stray, number)
             except OSError:
                 pass
+
+    def _kill_marked(self, phase: str) -> None:
+        if self._container:
+            self._container.signal(self._mark(phase), signal.SIGKILL)
+        kill_marked(self._mark(phase))
 
     def _pause(self) -> None:
         """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
@@ -234,11 +252,14 @@ class Runner:
         return make_mark(self._id, phase)
 
     def _make_env(self, phase: str) -> dict[str, str]:
+        """What we set ourselves, over what the node or the container has."""
         spec = self._spec
         ips: list[str] = spec["node_ips"]
-        env = dict(os.environ)
+        env: dict[str, str] = {}
+        if self._container:
+            env["HOME"] = str(agent_files.HOME)
         if not float(spec["gpus_per_node"]):
-            env.setdefault("OMP_NUM_THREADS", "1")
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if all(ip.startswith("127.") for ip in ips):
             env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
         env.update(spec["envs"])
@@ -275,7 +296,11 @@ def kill_marked(mark: str) -> None:
 
 def bury(run_id: int) -> None:
     """The runner was killed from outside: end what it ran and write the outcome it could not."""
+    spec = agent_files.read_json(agent_files.run_folder(run_id) / "spec.json") or {}
+    container = agent_container.find_container(spec, agent_files.HOME)
     for phase in PHASES:
+        if container:
+            container.signal(make_mark(run_id, phase), signal.SIGKILL)
         kill_marked(make_mark(run_id, phase))
     outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
     agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import secrets
+import tarfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
+from broker.optimizer.asked import find_container
 from broker.runtime.base import Completed, Transport
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
-AGENT_FILES = ("agent.py", "agent_bucket.py", "agent_files.py", "agent_gang.py", "agent_notice.py", "agent_run.py")
+AGENT_FILES = (
+    "agent.py",
+    "agent_bucket.py",
+    "agent_container.py",
+    "agent_files.py",
+    "agent_gang.py",
+    "agent_notice.py",
+    "agent_run.py",
+)
 AGENT_FOLDER = ".broker/agent"
 CALL_S = 30.0
+# One call for all files, and nothing is touched where they are there: an agent may be starting from them.
+UNPACK = f"""\
+cd && mkdir -p {AGENT_FOLDER} && cd {AGENT_FOLDER} || exit 1
+if [ "$(cat digest 2>/dev/null)" = "$1" ]; then exec cat >/dev/null; fi
+new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir "$new" && echo "$1" >digest"""
 
 
 @noun
@@ -43,9 +61,11 @@ class Gang:
         await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
-        here = Path(__file__).parent
-        for name in AGENT_FILES:
-            await self._transport.put(node, here / name, f"{AGENT_FOLDER}/{name}")
+        digest, archive = pack_agent()
+        done = await self._transport.run(node, ["sh", "-c", UNPACK, "sh", digest], timeout_s=CALL_S, stdin=archive)
+        if done.returncode:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
         if task.workdir:
             await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
         for target, source in task.file_mounts.items():
@@ -66,6 +86,8 @@ class Gang:
         recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
         gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
         offer = cluster.placement.offer
+        # What SkyPilot has put up is in the container already.
+        image = None if nodes[0].handle.startswith("sky://") else find_container(task, cluster.placement)
         spec: dict[str, Any] = {
             "run_id": run_id,
             "name": task.name or "",
@@ -75,6 +97,8 @@ class Gang:
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],
+            "image": image,
+            "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
             "nodes_min": recovery.nodes_min if recovery else None,
@@ -167,6 +191,19 @@ class Gang:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent on node `{node.id}` failed at `{verb}`: {last[:200]}")
         return done
+
+
+@cache
+def pack_agent() -> tuple[str, bytes]:
+    """The agent's files as an archive, and a digest of it."""
+    here, packed = Path(__file__).parent, io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in AGENT_FILES:
+            content = (here / name).read_bytes()
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return hashlib.sha256(packed.getvalue()).hexdigest(), packed.getvalue()
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:

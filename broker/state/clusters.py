@@ -8,7 +8,7 @@ import msgspec
 
 from broker.nouns import noun
 from broker.state.database import Database
-from broker.types import Cluster, Node, NodeRequest
+from broker.types import Cluster, Node, NodeRequest, NodeState
 
 
 @noun
@@ -118,14 +118,40 @@ class BillRows(Database):
         return [Bill(**dict(row)) for row in rows]
 
     def record_node(self, node: Node) -> None:
-        """An end once seen stays: a lagging list cannot reopen a bill."""
+        """An end once seen stays: a lagging list cannot reopen a bill. Nor can it close one that a start has opened
+        anew: a node that is still shown to stand still since before then costs something."""
         self._write(
             "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s) "
             "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, ?6) "
             "ON CONFLICT (cloud, id) DO UPDATE SET usd_hour = excluded.usd_hour, "
-            "ended_s = COALESCE(nodes.ended_s, excluded.ended_s), job_id = COALESCE(nodes.job_id, excluded.job_id)",
-            (node.cloud, node.id, node.cluster, node.usd_hour, node.created_s, node.ended_s),
+            "ended_s = CASE WHEN nodes.ended_s IS NULL AND (?7 OR excluded.ended_s >= nodes.created_s) "
+            "THEN excluded.ended_s ELSE nodes.ended_s END, job_id = COALESCE(nodes.job_id, excluded.job_id)",
+            (
+                *(node.cloud, node.id, node.cluster, node.usd_hour, node.created_s, node.ended_s),
+                node.state is NodeState.TERMINATED,
+            ),
         )
+
+    def close_bill(self, node: Node) -> None:
+        """The node stands still from now on, whatever its cloud says of when that began."""
+        self._write(
+            "UPDATE nodes SET ended_s = COALESCE(ended_s, ?) WHERE cloud = ? AND id = ?",
+            (self.clock.now_s(), node.cloud, node.id),
+        )
+
+    def reopen_bill(self, node: Node) -> None:
+        """The node runs again from now on: what it has cost until it was stopped stands in a row of its own. Twice in
+        a row does nothing."""
+        with self.transaction():
+            self._write(
+                "UPDATE nodes SET id = id || '@' || created_s WHERE cloud = ? AND id = ? AND ended_s IS NOT NULL",
+                (node.cloud, node.id),
+            )
+            self._write(
+                "INSERT OR IGNORE INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s) "
+                "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL)",
+                (node.cloud, node.id, node.cluster, node.usd_hour, self.clock.now_s()),
+            )
 
     def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:
         """What the nodes of a cluster name, of a job, or of everything have cost up to now."""

@@ -13,6 +13,7 @@ BUCKETS: dict[str, str] = {
     "file": "broker.storage.folder:make_bucket",
     "s3": "broker.storage.s3:make_bucket",
     "gs": "broker.storage.gcs:make_bucket",
+    "r2": "broker.storage.r2:make_bucket",
     "az": "broker.storage.azure:make_bucket",
 }
 

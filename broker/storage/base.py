@@ -15,6 +15,7 @@ class StoredKey:
 
     key: str
     size_bytes: int
+    modified_s: float = 0.0  # epoch
 
 
 class Bucket(Protocol):

@@ -23,7 +23,12 @@ class FolderBucket:
         files = [place] if place.is_file() else place.rglob("*")
         found = [each for each in files if each.is_file() and not each.name.endswith(PARTIAL)]
         keys = (
-            StoredKey(key=each.relative_to(self._root).as_posix(), size_bytes=each.stat().st_size) for each in found
+            StoredKey(
+                key=each.relative_to(self._root).as_posix(),
+                size_bytes=each.stat().st_size,
+                modified_s=each.stat().st_mtime,
+            )
+            for each in found
         )
         return sorted(keys, key=lambda each: each.key)
 

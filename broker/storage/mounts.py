@@ -18,8 +18,8 @@ from broker.types import StorageMount, Task
 
 PROGRAM = "~/.broker/node_mount.py"
 # SkyPilot's names of stores -> schemes that a node can be given; `gcs://` is `gs://`.
-STORE_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az"}
-SCHEMES = ("s3", "gs", "az", "file")
+STORE_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az", "r2": "r2"}
+SCHEMES = ("s3", "gs", "az", "r2", "file")
 MODES = ("COPY", "MOUNT", "MOUNT_CACHED")
 GIB = 2**30
 
@@ -31,6 +31,7 @@ class MountStep:
     target: str
     url: str
     mode: str
+    uploads: tuple[str, ...] | None = None  # local paths to put there first; empty: only the bucket is to be there
 
 
 @noun
@@ -45,7 +46,8 @@ class MountPrice:
 def plan_mounts(task: Task) -> tuple[MountStep, ...]:
     """The steps in the order they were written. Raises InvalidRequestError for what no node can be given."""
     return tuple(
-        MountStep(target=mount.target, url=_find_url(mount), mode=_find_mode(mount)) for mount in task.storage_mounts
+        MountStep(target=mount.target, url=_find_url(mount), mode=_find_mode(mount), uploads=find_uploads(mount))
+        for mount in task.storage_mounts
     )
 
 
@@ -76,8 +78,11 @@ def read_program() -> str:
 
 
 def measure_mounts(steps: Sequence[MountStep]) -> Mapping[str, float]:
-    """GiB that each copied URL holds, by asking the buckets. Raises what `Bucket.list_keys` raises."""
-    urls = {step.url for step in steps if step.mode == "COPY"}
+    """GiB that each copied URL holds, by asking the buckets. Raises what `Bucket.list_keys` raises.
+
+    What is still to be put there is left out: who puts it there says how much it is.
+    """
+    urls = {step.url for step in steps if step.mode == "COPY" and step.uploads is None}
     return {url: sum(each.size_bytes for each in _list(url)) / GIB for url in sorted(urls)}
 
 
@@ -106,20 +111,25 @@ def _list(url: str) -> Sequence[StoredKey]:
     return open_bucket(f"{scheme}://{place}").list_keys(prefix)
 
 
+def find_uploads(mount: StorageMount) -> tuple[str, ...] | None:
+    """Local paths that are to be put into the mount's bucket; None for a bucket that is used as it is."""
+    return None if mount.source and "://" in mount.source[0] else mount.source
+
+
 def _find_url(mount: StorageMount) -> str:
-    if len(mount.source) > 1:
-        raise _refuse(mount, "several sources", "write one mount for each")
     if mount.source and "://" in mount.source[0]:
+        if len(mount.source) > 1:
+            raise _refuse(mount, "several buckets", "write one mount for each")
         scheme, _, rest = mount.source[0].partition("://")
         scheme = {"gcs": "gs"}.get(scheme, scheme)
         if scheme not in SCHEMES:
-            raise _refuse(mount, f"`{scheme}://`", "copy the data in `setup`, or move it to s3://, gs:// or az://")
+            raise _refuse(
+                mount, f"`{scheme}://`", "copy the data in `setup`, or move it to s3://, gs://, az:// or r2://"
+            )
         return f"{scheme}://{rest}"
-    if mount.source:
-        raise _refuse(mount, "local files put into a bucket", "upload them once and name `source: s3://...`")
     scheme = STORE_SCHEMES.get((mount.store or "").lower(), "")
-    if not scheme or not mount.name:
-        raise _refuse(mount, "a bucket to be made", "make it once and name `source: s3://...`")
+    if not mount.name or not scheme:
+        raise _refuse(mount, "a bucket without `name` and `store`", "write `name: MY-BUCKET` and `store: s3`")
     return f"{scheme}://{mount.name}"
 
 

@@ -5,6 +5,7 @@ short goes on. Exit code 69 where the node lacks a tool.
 """
 
 import concurrent.futures
+import configparser
 import os
 import pathlib
 import shutil
@@ -20,7 +21,12 @@ PART_BYTES = 8 << 20
 ATTEMPTS_MAX = 3
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of who sells a bucket, with the machine's own login.
-RCLONE = {"s3": ":s3,provider=AWS,env_auth=true:", "gs": ":gcs,env_auth=true:", "az": ":azureblob,env_auth=true:"}
+RCLONE = {
+    "s3": ":s3,provider=AWS,env_auth=true:",
+    "r2": ":s3,provider=Cloudflare,env_auth=true:",
+    "gs": ":gcs,env_auth=true:",
+    "az": ":azureblob,env_auth=true:",
+}
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
 CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
 
@@ -172,16 +178,57 @@ def open_store(url: str) -> tuple[Any, str]:
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL")
-    if scheme == "s3" and endpoint:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "r2":
+        names = {"endpoint": "endpoint", "access_key_id": "key", "secret_access_key": "secret"}
+        login = find_r2_login()
+        options = {name: login[short] for name, short in names.items()}
+        options.update(region="auto", client_options={"allow_http": login["endpoint"].startswith("http://")})
+        scheme = "s3"
+    elif scheme == "s3" and endpoint:
         options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
     return obstore.store.from_url(f"{scheme}://{bucket}", **options), path.strip("/")
+
+
+def find_r2_login() -> dict[str, str]:
+    """Of variables, or of SkyPilot's files for Cloudflare in the home folder."""
+    folder = pathlib.Path.home() / ".cloudflare"
+    account = os.environ.get("R2_ACCOUNT_ID") or read_text(folder / "accountid")
+    endpoint = os.environ.get("R2_ENDPOINT_URL") or (f"https://{account}.r2.cloudflarestorage.com" if account else "")
+    file = configparser.ConfigParser()
+    file.read_string(read_text(folder / "r2.credentials") or "[r2]")
+    profile = file["r2"] if file.has_section("r2") else {}
+    key = os.environ.get("R2_ACCESS_KEY_ID") or profile.get("aws_access_key_id", "")
+    secret = os.environ.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
+    if not (endpoint and key and secret):
+        raise Failure(
+            "no login for r2:// on this node: give it R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY"
+        )
+    return {"endpoint": endpoint, "key": key, "secret": secret}
+
+
+def read_text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def use_r2_login() -> None:
+    """For tools that speak S3: whom they reach, and as whom."""
+    login = find_r2_login()
+    os.environ.update(AWS_ACCESS_KEY_ID=login["key"], AWS_SECRET_ACCESS_KEY=login["secret"], AWS_REGION="auto")
+    os.environ.update(AWS_ENDPOINT_URL=login["endpoint"], RCLONE_S3_ENDPOINT=login["endpoint"])
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:
     """With what the image brings."""
     scheme, _, rest = url.partition("://")
     place.mkdir(parents=True, exist_ok=True)
+    if scheme == "r2":
+        use_r2_login()
+        if shutil.which("aws"):
+            scheme, url = "s3", f"s3://{rest}"
     if scheme == "s3" and shutil.which("aws"):
         run(["aws", "s3", "sync", "--no-progress", url, str(place)])
     elif scheme == "gs" and shutil.which("gcloud"):
@@ -198,6 +245,8 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
     place.mkdir(parents=True, exist_ok=True)
     bucket, _, path = rest.partition("/")
     path = path.strip("/")
+    if scheme == "r2":
+        use_r2_login()
     own = MOUNTERS.get(scheme)
     if own and not is_cached and shutil.which(own):
         if own == "mount-s3":

@@ -52,7 +52,11 @@ class ObjectBucket:
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
         def look() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)
-            return [StoredKey(key=each["path"], size_bytes=each["size"]) for page in pages for each in page]
+            return [
+                StoredKey(key=each["path"], size_bytes=each["size"], modified_s=each["last_modified"].timestamp())
+                for page in pages
+                for each in page
+            ]
 
         found = self._ask("list", look)
         if not found and prefix and (size := self._ask("look into", lambda: self._measure(prefix))) is not None:

@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from broker.config import read_aws_environment
-from broker.storage.objects import ObjectBucket, open_store
+from broker.errors import AuthError, InvalidRequestError
+from broker.storage.objects import CODES, ObjectBucket, open_store
 
 LOGIN = "log in with `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 REGION_TIMEOUT_S = 10.0
@@ -53,3 +54,37 @@ def find_region(bucket: str) -> str | None:
         return None
     region: str | None = headers.get("x-amz-bucket-region")
     return region
+
+
+def create_bucket(name: str) -> None:
+    """An empty one, private as S3 makes them, in the login's region. One of ours that is there already will do.
+
+    Raises AuthError, InvalidRequestError.
+    """
+    variables = read_aws_environment()
+    create_with(name, region=variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION"))
+
+
+def create_with(name: str, *, region: str | None, **login: str) -> None:
+    """By boto3, with a login of its own where one is given."""
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError as error:
+        hints = ("pip install 'intercloud-broker[aws]', or make the bucket yourself",)
+        raise InvalidRequestError(f"to make the bucket `{name}` takes the package boto3", hints=hints) from error
+    session = boto3.Session()
+    region = region or session.region_name or "us-east-1"
+    # Other regions must be named, us-east-1 must not be (S3 API, CreateBucket).
+    place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+    try:
+        session.client("s3", region_name=region, **login).create_bucket(Bucket=name, **place)
+    except ClientError as error:
+        code = str(error.response.get("Error", {}).get("Code"))
+        if code == "BucketAlreadyOwnedByYou":
+            return
+        kind = AuthError if CODES.get(code) is AuthError else InvalidRequestError
+        hints = (LOGIN,) if kind is AuthError else ("bucket names are shared by all accounts: choose another",)
+        raise kind(f"the bucket `{name}` cannot be made: {code}", hints=hints) from error
+    except BotoCoreError as error:
+        raise AuthError(f"the bucket `{name}` cannot be made: {error}", hints=(LOGIN,)) from error

@@ -11,10 +11,10 @@ from broker.task.yaml_reader import Marked
 from broker.types import StorageMount
 
 # What nodes can be given (`storage/mounts.py`), as a URL or as the store of a named bucket.
-SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "file://")
-SERVED_STORES = ("s3", "gcs", "azure")
+SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "r2://", "file://")
+SERVED_STORES = ("s3", "gcs", "azure", "r2")
 _FETCH = "give a local path, or fetch the data in `setup`"
-_MAKE = "make the bucket once and write `source: s3://...`, `gs://...` or `az://...`"
+_NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
 _FROM_HERE = "paths count from the current folder"
 
 
@@ -63,7 +63,14 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
         _warn(reader, section.marked, "`file_mounts`: volumes are not mounted", "use `disk_size`, or a bucket")
     else:
         if not _is_served(sources, name, store):
-            _warn(reader, section.marked, "`file_mounts`: this storage is not mounted", _MAKE)
+            _warn(reader, section.marked, "`file_mounts`: this storage is not mounted", _NAME)
+        for each in sources:
+            if "://" not in each and not _exists(each, is_folder=False):
+                _warn(reader, section.marked, f"`file_mounts` names a path that does not exist: `{each}`", _FROM_HERE)
+        if section.get("persistent") is False:
+            place = (section.marked.line, section.marked.column)
+            hint = "delete it yourself when it is not needed any more"
+            reader.warn(place, "file_mounts", "`persistent: false`: the bucket is kept", hint, blocks_launch=False)
         if not name and not sources:  # also where a variable that stands for it is still empty
             _warn(reader, section.marked, "`file_mounts`: storage needs `name` or `source`", "write `source: s3://...`")
     return StorageMount(
@@ -78,8 +85,8 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
 
 
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:
-    """A bucket that exists; local files are not put into one, and none is made."""
-    if sources:
+    """A bucket that exists, or one by name, which is made where it is missing and gets the local files of `source`."""
+    if any("://" in each for each in sources):
         return len(sources) == 1 and sources[0].startswith(SERVED_SCHEMES)
     return bool(name) and (store or "").lower() in SERVED_STORES
 

@@ -14,7 +14,8 @@ from broker.types import Autostop, JobRecovery, Quantity, Resources
 
 IDLE_MINUTES = 5  # SkyPilot's, for `autostop: true`
 ALTERNATIVES_MAX = 1_000  # each is planned by itself
-DOCKER = "docker:"
+DOCKER, SKYPILOT = "docker:", "skypilot:"
+IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
 _Pairs = list[tuple[str, float]]
 
@@ -156,23 +157,23 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
 
 
 def _read_images(reader: Reader, section: Section) -> dict[str, str]:
-    """Image by region; an image for every region has the key "". Containers are said not to be started, and machines
-    of one's own to be as they are."""
+    """Image by region; an image for every region has the key "". What is not booted, or not on local, is said."""
     value = section.get("image_id")
     if value is None:
         return {}
     images = {"": value} if isinstance(value, str) else dict(value)
-    is_container = "docker" in images or any(each.startswith(DOCKER) for each in images.values())
-    place, hint = section.find_key("image_id"), "remove `image_id`, and install what you need in `setup`"
-    if is_container:
-        reader.warn(place, "image_id", "`image_id`: containers are not started", hint, blocks_launch=True)
-    else:
-        message = "`image_id` on local: no machine is made that could start from it"
-        reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
+    place = section.find_key("image_id")
     if "docker" in images:  # SkyPilot: a container inside a machine image
-        images = {region: image for region, image in images.items() if region != "docker"} or {
-            "": DOCKER + images["docker"]
-        }
+        hint = "write `image_id: docker:IMAGE`, which runs on broker's own image"
+        reader.warn(place, "image_id", "`image_id`: the machine image is not booted", hint, blocks_launch=True)
+        return {"": DOCKER + images["docker"]}
+    if any(each.startswith(SKYPILOT) for each in images.values()):
+        hint = "remove `image_id`: broker picks an image that suits the machine"
+        reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not booted", hint, blocks_launch=True)
+    elif not all(each.startswith(DOCKER) for each in images.values()):
+        message = "`image_id` on local: no machine is made that could start from it"
+        hint = "remove `image_id`, and install what you need in `setup`"
+        reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
     return images
 
 
@@ -185,7 +186,12 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
         return tuple(found)
     fitting = {region: image for region, image in images.items() if not region or base.region in (None, region)}
     return tuple(
-        replace(each, image_id=image, region=region or each.region)
+        replace(each, image_id=image, region=region or each.region, cloud=each.cloud or _find_cloud(image))
         for each in found
         for region, image in (fitting or images).items()
     )
+
+
+def _find_cloud(image: str) -> str | None:
+    """Whose image it is by its form; None for a container, which any cloud runs."""
+    return next((cloud for start, cloud in IMAGE_CLOUDS.items() if image.startswith(start)), None)

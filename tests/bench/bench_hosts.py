@@ -3,36 +3,47 @@ tests.bench.bench_hosts` (Linux, root). Printed as a table; nothing is asserted,
 
 from __future__ import annotations
 
+import asyncio
+import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from broker.types import RunStatus
 from tests.testbed.metadata import MetadataServer
 from tests.testbed.stage import BUCKET_LOGIN, HELLO, TRAIN, Stage, open_stage
+from tests.testbed.test_hosts import Bed, follow, start
 from tests.testbed.world import build
 
 ROUNDS = 5
+WIDE = 64
 PLACES = (("us-east-1a", "m5.large"), ("us-east-1b", "m5.large"), ("us-west-2a", "m5.large"))
 
 
 def main() -> None:
     build()
     metadata = MetadataServer()
+    sys.stdout.write(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors\n")
     show("bar s", "median s", "worst s", "what")
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         with open_stage(make(Path(folder) / "launch"), metadata) as stage:
-            plain = [measure_launch(stage, f"plain{number}") for number in range(ROUNDS)]
-            show_times(plain, 3.0, "launch on 2 hosts to the first line of output, boot included")
+            launches = [measure_launch(stage, f"plain{number}") for number in range(ROUNDS)]
+            plain, apart = [each[1] for each in launches], [each[1] - each[0] for each in launches]
+            show_times(plain, 3.0, "launch on 2 hosts to the last rank's first line of output, boot included")
+            show_times(apart, 1.0, "between the first lines of the two ranks")
             stage.account.full.update(PLACES[:2])
-            refused = [measure_launch(stage, f"refused{number}") for number in range(ROUNDS)]
+            refused = [measure_launch(stage, f"refused{number}")[1] for number in range(ROUNDS)]
             each = (statistics.median(refused) - statistics.median(plain)) / 2
             show_times([each], 1.0, "each place that refuses")
         with open_stage(make(Path(folder) / "jobs"), metadata) as stage:
             started, stepped = measure_recoveries(stage)
             show_times(started, 3.0, "preemption of a DDP job until its program runs again, on new hosts")
             show_times(stepped, 12.0, "preemption of a DDP job until its next step, imports of torch included")
+        took_s, apart_s = measure_wide(make(Path(folder) / "wide"), metadata)
+        show_times([took_s], 10.0, f"a task put on {WIDE} hosts at once")
+        show_times([apart_s], 1.0, f"between the first lines of {WIDE} ranks")
     metadata.close()
 
 
@@ -41,14 +52,40 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def measure_launch(stage: Stage, name: str) -> float:
-    """Seconds from the command's start until the program printed, by its own clock. Refusals are forgotten before."""
-    (stage.home / "state.db").unlink(missing_ok=True)
+def measure_launch(stage: Stage, name: str) -> tuple[float, float]:
+    """Seconds from the command's start until the program printed on its first and on its last node, by its own clock.
+
+    Refusals are forgotten before: nobody has the store open, for `down` has ended and no job ever started a daemon.
+    """
+    for path in stage.home.glob("state.db*"):  # with its log, which belongs to no other database
+        path.unlink()
     start_s = time.time()
     done = stage.run("launch", stage.write("hello.yaml", HELLO), "-c", name, "--yes")
     stamps = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines() if "hello from" in line]
     stage.run("down", name, "--yes")
-    return max(stamps) - start_s
+    assert len(stamps) == 2, done.stdout
+    return min(stamps) - start_s, max(stamps) - start_s
+
+
+def measure_wide(folder: Path, metadata: MetadataServer) -> tuple[float, float]:
+    """Seconds to put a task on `WIDE` hosts that have booted, and between its first and its last rank's first line."""
+
+    async def act() -> tuple[float, float]:
+        cluster = await bed.make_cluster(WIDE)
+        await asyncio.gather(*(bed.transport.run(node, ["true"], timeout_s=60) for node in cluster.nodes))
+        start_s = time.monotonic()
+        await start(bed, cluster, 'echo "at $(date +%s.%N)"')
+        took_s = time.monotonic() - start_s
+        status, log = await follow(bed, cluster)
+        stamps = [float(line.rsplit(" ", 1)[1]) for line in log.splitlines() if "at " in line]
+        assert status is RunStatus.SUCCEEDED and len(stamps) == WIDE, log
+        return took_s, max(stamps) - min(stamps)
+
+    bed = Bed(folder, metadata, shared=make(folder / "shared"))
+    try:
+        return asyncio.run(act())
+    finally:
+        bed.cloud.end_all()
 
 
 def measure_recoveries(stage: Stage) -> tuple[list[float], list[float]]:

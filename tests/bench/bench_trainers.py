@@ -127,31 +127,43 @@ def measure_stall() -> None:
     from trainers.checkpoint import CheckpointManager
     from trainers.config import TrainConfig
     from trainers.optimizer import AdamW
-    from trainers.ranks import Ranks
+    from trainers.ranks import Ranks, _keep_freed_memory
     from trainers.storage import FolderStorage
 
+    _keep_freed_memory()
     torch.set_num_threads(1)  # as the trainers do, so that a core is left for the copy
     model = nn.Sequential(*(nn.Linear(LAYER_WIDTH, LAYER_WIDTH, bias=False) for _ in range(LAYER_COUNT)))
     optimizer = AdamW(model.named_parameters(), TrainConfig(learning_rate=1e-5, learning_rate_min=1e-5))
     alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     shared = {"model": model, "optimizer": optimizer}
     stalls, copies, whole, synchronous, passes = [], [], [], [], []
+    beside: list[list[float]] = []
+    written_s: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         manager = CheckpointManager(FolderStorage(Path(folder)), alone, attempt=1, keep=1, shared=shared, own={})
         for step in range(1, 6):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             model(torch.randn(SAMPLE_COUNT, LAYER_WIDTH)).square().mean().backward()
-            passes.append(time.perf_counter() - begin)
+            passes.append(time.thread_time() - begin)
             optimizer.step()
             begin = time.perf_counter()
             manager.save(step)
+            pass_begin = time.thread_time()
             model(torch.randn(SAMPLE_COUNT, LAYER_WIDTH)).square().mean().backward()
+            copies.append(time.thread_time() - pass_begin)
             manager.settle()
-            copies.append(time.perf_counter() - begin)
             stalls.append(manager.stall_s)
             optimizer.step()
+            beside.append([])
+            training_s, all_s = time.thread_time(), time.process_time()
+            while manager.step_committed != step:  # it is written while training goes on
+                pass_begin = time.thread_time()
+                model(torch.randn(SAMPLE_COUNT, LAYER_WIDTH)).square().mean().backward()
+                beside[-1].append(time.thread_time() - pass_begin)
+            written_s.append(time.process_time() - all_s - (time.thread_time() - training_s))
             manager.wait()
             whole.append(time.perf_counter() - begin)
+            model.zero_grad()
             begin = time.perf_counter()
             writer = FileSystemWriter(Path(folder) / f"plain-{step}", sync_files=True)
             state = {name: each.state_dict() for name, each in shared.items()}
@@ -160,12 +172,23 @@ def measure_stall() -> None:
             shutil.rmtree(Path(folder) / f"plain-{step}")
     stall, plain = statistics.median(stalls[1:]), statistics.median(synchronous[1:])
     slower = statistics.median(copy - alone for copy, alone in zip(copies[1:], passes[1:], strict=True))
+    usual = statistics.median(passes)
+    # The wait, and what it takes from the passes beside which it is copied and written: in the training thread's own
+    # time, for other programs' share of the cores is not the checkpoint's doing. Who has no core to spare adds the
+    # writer's.
+    overhead = stall + max(0.0, slower) + statistics.median(sum(each) - len(each) * usual for each in beside[1:])
     million = LAYER_COUNT * LAYER_WIDTH**2 / 1e6
     print(
         f"checkpoint of {million:.0f} M parameters with moments: training waits {stall:.3f} s "
         f"for it, torch's synchronous save takes {plain:.3f} s, ours until committed "
         f"{statistics.median(whole[1:]):.3f} s; stall over synchronous {stall / plain:.3f}; the step in which it is "
-        f"copied takes {slower:.3f} s longer than one of {statistics.median(passes):.3f} s without",
+        f"copied takes {slower:.3f} s longer than one of {usual:.3f} s without",
+        flush=True,
+    )
+    print(
+        f"one such checkpoint a minute costs training {overhead:.3f} s, {100 * overhead / 60:.2f} % "
+        f"of a minute with a core to spare (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores); writing it takes "
+        f"another thread {statistics.median(written_s[1:]):.2f} s of a core",
         flush=True,
     )
 

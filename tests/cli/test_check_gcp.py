@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,19 @@ def test_a_login_is_looked_at_closely(shell: Shell) -> None:
     assert found["project"]["note"] == "pretend"
 
 
+def test_what_is_wrong_comes_with_its_command_and_fails_the_command(shell: Shell) -> None:
+    gce = FakeGce(allowed={"compute.regions.list"}, limits={("us-central1", "NVIDIA_T4_GPUS"): 0.0})
+    with serve(gce) as url:
+        shell.environment |= {"BROKER_GCP_ENDPOINT": url, "GOOGLE_CLOUD_PROJECT": gce.project}
+        done = shell.run("check", "gcp", code=5)
+        rows = {row["cloud"]: row for row in shell.read_json("check")}
+    assert "wrong  permissions: missing: compute.instances.create" in done.stdout
+    assert "       mend: broker check --policy gcp > broker-role.yaml && gcloud iam roles create broker" in done.stdout
+    notes = [line for line in done.stdout.splitlines() if "mend:" not in line]
+    assert max(map(len, notes)) <= 80
+    assert not rows["gcp"]["can_launch"] and rows["gcp"]["note"].startswith("permissions: missing: ")
+
+
 def test_the_role_is_printed_as_a_file(shell: Shell) -> None:
     text = shell.run("check", "--policy", "gcp").stdout
     assert "compute.instances.create" in yaml.safe_load(text)["includedPermissions"]
@@ -33,5 +47,5 @@ def test_the_role_is_printed_as_a_file(shell: Shell) -> None:
 
 
 def test_without_a_login_the_way_to_one_is_shown(shell: Shell) -> None:
-    (finding,) = shell.read_json("check", "gcp")
+    (finding,) = json.loads(shell.run("check", "gcp", "--json", code=5).stdout)
     assert not finding["is_ok"] and finding["command"] == "gcloud auth application-default login"

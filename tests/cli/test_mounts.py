@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import boto3
 
 from tests.cli.conftest import Shell
@@ -38,3 +40,28 @@ def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell)
         refused = shell.run("launch", wrong, "-c", "other", *flags, code=5)
         assert "cannot list in `s3://no-such-bucket`: NoSuchBucket" in refused.stderr
         assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]
+
+
+def test_local_files_are_put_into_a_bucket_that_is_made_for_them(shell: Shell) -> None:
+    (shell.folder / "set" / "deep").mkdir(parents=True)
+    (shell.folder / "set" / "deep" / "words").write_text("from here\n")
+    (shell.folder / "set" / ".skyignore").write_text("*.tmp\n")
+    (shell.folder / "set" / "x.tmp").write_text("no")
+    for path in (shell.folder / "set").rglob("*"):
+        os.utime(path, (1e9, 1e9))  # older than the upload by more than S3's whole seconds
+    task = """\
+resources: {infra: local}
+file_mounts:
+  ~/data: {name: made-for-the-test, source: ./set, store: s3, mode: COPY}
+run: cat ~/data/deep/words; ls ~/data
+"""
+    with serve_s3() as server:
+        shell.environment |= server.variables
+        flags = [each for name, value in server.variables.items() for each in ("--env", f"{name}={value}")]
+        done = shell.run("launch", shell.write("task.yaml", task), "-c", "dev", *flags)
+        assert "bucket `s3://made-for-the-test` is made: 2 of 2 files sent" in done.stderr
+        assert "from here\n" in done.stdout and "x.tmp" not in done.stdout
+        again = shell.run("launch", shell.write("task.yaml", task), "-c", "dev", *flags)
+        assert "bucket `s3://made-for-the-test`: 0 of 2 files sent" in again.stderr and "from here" in again.stdout
+        wrong = shell.write("wrong.yaml", task.replace("./set", "./gone"))
+        assert "a path that does not exist: `./gone`" in shell.run("launch", wrong, "-c", "other", code=2).stderr

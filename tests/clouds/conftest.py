@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.clouds.jumping import count_calls
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 from local_gang import Rig
+
+
+@pytest.fixture(autouse=True)
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_calls(monkeypatch)
 
 
 @pytest.fixture

@@ -7,96 +7,44 @@ A cloud's test file makes a `Bed` (a cloud with somebody to play its provider) i
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
 
 import pytest
 
-from broker.clock import Clock
-from broker.clouds.base import CanStop, Cloud
-from broker.errors import AuthError, CapacityError, InvalidRequestError, QuotaError, UnknownOutcomeError, UsageError
-from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Placement
+from broker.clouds.base import CanSweep
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    UnknownOutcomeError,
+    UsageError,
+)
+from broker.types import MachineSpec, NodeState
+from tests.clouds.beds import (
+    OWNER,
+    Bed,
+    count_living,
+    find_stopper,
+    list_of,
+    make_request,
+    settle,
+    wait_for,
+    wait_state,
+)
 
-OWNER = "0123456789ab"
-TOKENS = itertools.count(1)
-LOOKS_MAX = 2000
-
-
-class Bed:
-    """A cloud under test. `offer` has a zone and both prices; `clock` is the one that the cloud was given."""
-
-    cloud: Cloud
-    clock: Clock
-    offer: Offer
-    look_s = 0.05  # between two looks, by `clock`
-    has_machines = True  # False: nodes on paper, with no address
-
-    def reopen(self) -> Cloud:
-        """The adapter as another process makes it, over the same machines."""
-        pytest.skip("this bed has one process only")
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run(work)
-
-    def fill(self) -> None:
-        """From now on the offer's zone has no machine left."""
-        pytest.skip("this provider never runs out")
-
-    def exhaust_quota(self) -> None:
-        """From now on the account may have no more such machines in the region."""
-        pytest.skip("this provider has no quotas")
-
-    def log_out(self) -> None:
-        pytest.skip("this provider needs no login")
-
-    def lose_next_answer(self) -> None:
-        """The next create is carried out and its answer never arrives."""
-        pytest.skip("this provider's answers are never lost")
-
-    async def preempt(self, node: Node) -> None:
-        pytest.skip("this provider takes nothing back")
-
-    async def end_from_inside(self, node: Node) -> None:
-        """The machine switches itself off, as its agent does when the lease runs out."""
-        pytest.skip("machines of this bed have no inside")
-
-
-def make_request(bed: Bed, *, token: str = "", cluster: str = "train", **more: Any) -> NodeRequest:
-    """`node_count`, `is_spot`, and any field of NodeRequest."""
-    placement = Placement(offer=bed.offer, is_spot=more.pop("is_spot", False), node_count=more.pop("node_count", 1))
-    fields = {"owner": OWNER, "attempt": 1, "placement": placement, **more}
-    return NodeRequest(cluster=cluster, token=token or f"{next(TOKENS):032x}", **fields)
-
-
-async def list_of(bed: Bed, token: str, owner: str = OWNER) -> Sequence[Node]:
-    found = [node for node in await bed.cloud.list_nodes(owner) if node.token == token]
-    return sorted(found, key=lambda node: node.rank)
-
-
-async def wait_for(bed: Bed, token: str, is_so: Callable[[Sequence[Node]], bool]) -> Sequence[Node]:
-    """Nodes of this token, once they are as wanted."""
-    nodes: Sequence[Node] = ()
-    for _ in range(LOOKS_MAX):
-        nodes = await list_of(bed, token)
-        if nodes and is_so(nodes):
-            return nodes
-        await bed.clock.sleep(bed.look_s)
-    raise AssertionError(f"never came true of {nodes}")
-
-
-async def wait_state(bed: Bed, token: str, state: NodeState, count: int = 1) -> Sequence[Node]:
-    return await wait_for(bed, token, lambda nodes: len(nodes) == count and all(node.state is state for node in nodes))
-
-
-async def settle(bed: Bed) -> None:
-    """After this a list has everything."""
-    await bed.clock.sleep(bed.cloud.settle_s)
-
-
-async def count_living(bed: Bed) -> int:
-    await settle(bed)
-    return sum(node.state is not NodeState.TERMINATED for node in await bed.cloud.list_nodes(OWNER))
+__all__ = [
+    "OWNER",
+    "Bed",
+    "CloudContract",
+    "count_living",
+    "find_stopper",
+    "list_of",
+    "make_request",
+    "settle",
+    "wait_for",
+    "wait_state",
+]
 
 
 class CloudContract:
@@ -263,6 +211,83 @@ class CloudContract:
 
         bed.run(act())
 
+    def test_throttled_create_has_made_nothing_and_may_be_asked_again(self, bed: Bed) -> None:
+        bed.throttle_next_create()
+
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            with pytest.raises(ThrottledError):
+                await bed.cloud.create_nodes(request)
+            assert await count_living(bed) == 0
+            assert len(await bed.cloud.create_nodes(request)) == 2
+
+        bed.run(act())
+
+    def test_zone_with_room_for_a_part_gives_none(self, bed: Bed) -> None:
+        bed.leave_room(2)
+
+        async def act() -> None:
+            with pytest.raises(CapacityError):
+                await bed.cloud.create_nodes(make_request(bed, node_count=3))
+            assert await count_living(bed) == 0
+            assert len(await bed.cloud.create_nodes(make_request(bed, node_count=2))) == 2
+
+        bed.run(act())
+
+    def test_lost_login_does_not_make_a_list_look_empty(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed)
+            await bed.cloud.create_nodes(request)
+            await settle(bed)
+            bed.log_out()
+            try:
+                found = await bed.reopen().list_nodes(OWNER)
+            except AuthError as error:
+                assert error.hints
+            else:
+                assert [node.token for node in found] == [request.token]
+
+        bed.run(act())
+
+    def test_everything_that_is_made_says_whose_it_is(self, bed: Bed) -> None:
+        async def act() -> None:
+            spec = MachineSpec(ports=("8080",), labels={"team": "vision"})
+            await bed.cloud.create_nodes(make_request(bed, node_count=2, spec=spec))
+
+        bed.run(act())
+        assert bed.list_untagged() == []
+
+    def test_sweep_leaves_nothing_of_a_cluster_that_is_gone(self, bed: Bed) -> None:
+        cloud = bed.cloud
+        if not isinstance(cloud, CanSweep):
+            pytest.skip(f"{cloud.name} leaves nothing behind")
+
+        async def act() -> None:
+            spec = MachineSpec(ports=("8080",))
+            request = make_request(bed, node_count=2, spec=spec)
+            created = await bed.cloud.create_nodes(request)
+            await wait_state(bed, request.token, NodeState.RUNNING, 2)
+            await cloud.sweep(OWNER, ["train"])
+            assert bed.list_leftovers() != [], "what a living cluster needs stays"
+            await bed.cloud.terminate_nodes([node.id for node in created])
+            await wait_state(bed, request.token, NodeState.TERMINATED, 2)
+            await cloud.sweep(OWNER, [])
+            assert bed.list_leftovers() == []
+            assert await cloud.sweep(OWNER, []) == 0
+
+        bed.run(act())
+
+    def test_machine_that_dies_at_birth_is_told_with_its_reason(self, bed: Bed) -> None:
+        async def act() -> None:
+            request = make_request(bed, node_count=2)
+            created = await bed.cloud.create_nodes(request)
+            await settle(bed)
+            why = await bed.kill_newborn(min(created, key=lambda node: node.rank))
+            nodes = await wait_for(bed, request.token, lambda nodes: nodes[0].state is NodeState.TERMINATED)
+            assert why in nodes[0].reason
+
+        bed.run(act())
+
     def test_preempted_node_is_told_apart(self, bed: Bed) -> None:
         async def act() -> None:
             request = make_request(bed, node_count=2, is_spot=True)
@@ -344,9 +369,3 @@ class CloudContract:
             await wait_state(bed, request.token, NodeState.RUNNING)
 
         bed.run(act())
-
-
-def find_stopper(bed: Bed) -> CanStop:
-    if not isinstance(bed.cloud, CanStop):
-        pytest.skip(f"{bed.cloud.name} cannot stop nodes")
-    return bed.cloud

@@ -40,6 +40,14 @@ class SimulatedBed(Bed):
         self.simulated.faults = FaultRates(unknown_after=1.0)
         self.simulated.on_fault = lambda fault, cluster: setattr(self.simulated, "faults", FaultRates())
 
+    def throttle_next_create(self) -> None:
+        self.simulated.faults = FaultRates(throttled=1.0)
+        self.simulated.on_fault = lambda fault, cluster: setattr(self.simulated, "faults", FaultRates())
+
+    async def kill_newborn(self, node: Node) -> str:
+        self.simulated.end_by_itself(node.id, reason="no disk")
+        return "no disk"
+
     async def preempt(self, node: Node) -> None:
         self.simulated.preempt([node.id])
 

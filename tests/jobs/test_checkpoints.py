@@ -13,7 +13,18 @@ from broker.errors import UsageError
 from broker.jobs.checkpoints import check_checkpoints, find_checkpoint_dir, has_left_success, settle_tasks
 from broker.optimizer.planner import make_plan
 from broker.runtime.agent_bucket import leave_outcome
-from broker.types import CheckpointSpec, Cluster, ClusterStatus, Node, NodeState, Placement, Plan, Resources, Task
+from broker.types import (
+    CheckpointSpec,
+    Cluster,
+    ClusterStatus,
+    Node,
+    NodeState,
+    Placement,
+    Plan,
+    Resources,
+    StorageMount,
+    Task,
+)
 from tests.simulation.world import make_offer
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 
@@ -71,6 +82,14 @@ def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task
     assert settled.checkpoint.to == "gs://b" and check_checkpoints([plan(settled, "aws")]) == []
     (kept,) = settle_tasks([settled], "s3://other")
     assert kept is settled, "what the task says goes before the default"
+
+
+def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_word() -> None:
+    own = StorageMount(target="/ckpt", source=("s3://mine",))
+    task = Task(name="t", run="python x.py --out /ckpt", checkpoint=CheckpointSpec(stall_s=9), storage_mounts=(own,))
+    assert check_checkpoints([plan(task, "aws")]) == []
+    with pytest.raises(UsageError):
+        check_checkpoints([plan(replace(task, storage_mounts=(replace(own, mode="COPY"),)), "aws")])
 
 
 def test_task_that_saves_nothing_is_launched_with_a_word() -> None:

@@ -87,6 +87,7 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, status=RunStatus.FAILED, failed_s=9.0, nodes=GONE), Verdict.LOST),
         (replace(WELL, nodes=GONE, nodes_min=1), Verdict.RUNNING),
         (replace(WELL, nodes=GONE, nodes_min=2), Verdict.LOST),
+        (replace(WELL, nodes=(node(0), node(1, NodeState.STOPPED)), nodes_min=1), Verdict.LOST),
         (replace(WELL, nodes=(node(0, NodeState.TERMINATED), node(1)), nodes_min=1), Verdict.LOST),
         (replace(WELL, nodes=GONE, nodes_min=1, status=RunStatus.FAILED, returncode=1), Verdict.LOST),
         (replace(WELL, nodes=GONE, nodes_min=1, status=RunStatus.SETTING_UP), Verdict.LOST),

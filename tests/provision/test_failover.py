@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from broker.clouds.simulated import FaultRates
-from broker.errors import AuthError, CapacityError, QuotaError, UsageError
+from broker.errors import AuthError, CapacityError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
+from broker.provision.tries import CREATE_TRIES_MAX
 from broker.types import Cluster, Node, NodeRequest, NodeState, Task
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
@@ -109,6 +110,26 @@ def test_a_wide_refusal_covers_the_other_zones_of_its_region(world: World, error
     world.cloud.create_nodes = refuse_east  # type: ignore[method-assign]
     assert up(world).placement.offer.zone == "west1a"
     assert asked == ["east1a", "west1a"]
+
+
+def test_a_region_that_throttles_is_left_as_a_whole(world: World) -> None:
+    """Its zones count calls together: each would be asked in vain for as long as the first."""
+    asked: dict[str, int] = {}
+    create = world.cloud.create_nodes
+
+    async def throttle_east(request: NodeRequest) -> Sequence[Node]:
+        zone = str(request.placement.offer.zone)
+        asked[zone] = asked.get(zone, 0) + 1
+        if request.placement.offer.region == "east1":
+            raise ThrottledError("slow down")
+        return await create(request)
+
+    world.cloud.create_nodes = throttle_east  # type: ignore[method-assign]
+    provisioner, heard = world.make_provisioner(), list[str]()
+    world.clock.run(lambda: provisioner.up("c", make_plan(world.task), on_event=heard.append, hedge=1))
+    assert asked == {"east1a": CREATE_TRIES_MAX, "west1a": 1}
+    waits = [line for line in heard if "slow down; asking again in" in line]
+    assert len(waits) == CREATE_TRIES_MAX - 1
 
 
 def test_what_each_place_said_and_what_mends_it_are_told_once(world: World) -> None:

@@ -12,7 +12,7 @@ import pytest
 from sshd import REASON, SSHD, Sshd
 
 from broker.clock import SystemClock
-from broker.errors import StateError, TransientError
+from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.keys import HOST, LOGIN, Keys
 from broker.runtime.transports.ssh import SshTransport
 from broker.runtime.transports.ssh_options import parse_handle
@@ -61,9 +61,20 @@ def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
     asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
     waits = clock.waits
     sshd.stop()
-    with pytest.raises(TransientError, match="cannot be reached"):
+    with pytest.raises(TransientError, match="cannot be reached") as caught:
         asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
-    assert clock.waits == waits
+    assert clock.waits == waits and not isinstance(caught.value, UnreachedError)
+    later = SshTransport(keys, clock=clock)  # as in the next process, which a daemon that was killed leaves behind
+    with pytest.raises(TransientError, match="cannot be reached"):
+        asyncio.run(later.run(sshd.node, ["true"], timeout_s=30))
+    assert clock.waits == waits, "it takes nobody else for one that boots either"
+
+
+def test_host_that_never_comes_up_is_told_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:
+    transport = SshTransport(keys, clock=Clock(), patience_s=5)
+    with pytest.raises(UnreachedError, match="cannot be reached") as caught:
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+    assert caught.value.node_id == sshd.node.id
 
 
 def test_stranger_with_another_host_key_learns_nothing(tmp_path: Path, keys: Keys) -> None:

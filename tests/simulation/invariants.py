@@ -6,6 +6,7 @@ S1-S13 are safety: looked at whenever something happens. L1-L3 are liveness: loo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,23 +57,37 @@ class Event:
 
 
 def check_s1_intent_first(universe: Universe, event: Event) -> None:
-    """No node is made unless its intent is on disk, open. A process that was stopped may be late with its call."""
+    """No node is made unless its intent is on disk, open; who was stopped, or whose call hung, may come too late."""
     assert event.request is not None
     rows = universe.read("SELECT outcome FROM intents WHERE token = ?", (event.request.token,))
     if not rows:
         raise Violation("S1", f"{event.request.cluster} is made and no intent was written")
-    was_stopped = event.process is None or event.process.was_stopped
-    if rows[0][0] is not None and not was_stopped:
+    may_be_late = event.process is None or event.process.was_stopped or event.request.cluster in universe.stuck
+    if rows[0][0] is not None and not may_be_late:
         raise Violation("S1", f"{event.request.cluster} is made by an intent closed as `{rows[0][0]}`")
+    if rows[0][0] is not None:
+        universe.memory.setdefault("late", {})[event.request.token] = event.process
 
 
 def check_s2_no_twins(universe: Universe, event: Event) -> None:
     """Of each cluster, attempt, rank and zone one live node at most, whatever is collected later."""
     assert event.request is not None
     live: dict[tuple[object, ...], str] = {}
-    for node in universe.list_live_nodes():
+    job_id = universe.get_job_id(event.request.cluster)
+    whole = universe.tasks[job_id].num_nodes if job_id else 1
+    gang = [each for each in universe.list_live_nodes() if each.cluster == event.request.cluster]
+    # Made too late, by a process that was killed before it could end them: the collector does.
+    late = universe.memory.get("late", {})
+    orphans = {token for token, process in late.items() if process is None or not process.is_alive}
+    counts = Counter((node.attempt, node.zone, node.is_spot) for node in gang if node.token not in orphans)
+    if job_id and max(counts.values(), default=0) > whole:
+        raise Violation("S2", f"{event.request.cluster} has more than {whole} live nodes in one zone: {counts}")
+    replacements = universe.list_replacement_tokens(event.request.cluster, whole)
+    for node in gang:
+        if node.token in replacements or node.token in orphans:
+            continue
         key = (node.cluster, node.attempt, node.rank, node.zone, node.is_spot)
-        if node.cluster == event.request.cluster and live.setdefault(key, node.id) != node.id:
+        if live.setdefault(key, node.id) != node.id:
             raise Violation("S2", f"{live[key]} and {node.id} are both rank {node.rank} of {node.cluster}")
 
 

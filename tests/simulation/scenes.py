@@ -172,6 +172,7 @@ def check_end(universe: Universe, scene: Scene) -> str:
 
 SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
 HANGING = replace(MARKET, hang_s=120.0)
+LONG_HANGING = replace(MARKET, hang_s=200.0)
 NEVER = replace(MARKET, hang_s=math.inf)
 CHEAPEST = JobRecovery(strategy="cheapest")
 FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
@@ -218,6 +219,12 @@ SCENES: tuple[Scene, ...] = (
         name="mute calls and no hedge",
         mix=make_mix(make_job(hedge=1), cloud=FaultRates(mute=0.7), market=NEVER),
         seed=1,
+    ),
+    Scene(
+        name="taken down while its call hangs",
+        mix=make_mix(make_job(hedge=1), cloud=FaultRates(stuck=0.7), market=LONG_HANGING, heal_s=300.0),
+        acts=((5.0, take_down),),
+        seed=10,
     ),
     Scene(
         name="stuck calls, three asked",

@@ -39,6 +39,7 @@ class Turns:
     refused: dict[Place, tuple[float, int]] = field(default_factory=dict)  # until when at most, how often
     poor_s: float = -math.inf  # when the budget of failed calls was last low
     searched_s: dict[str, float] = field(default_factory=dict)  # cluster -> when the search began
+    written: dict[Place, float] = field(default_factory=dict)  # what the product remembers, and until when
 
 
 def get_turns(universe: Universe) -> Turns:
@@ -60,6 +61,8 @@ def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
     if "retry_budgets" in event.written:
         tokens = universe.read("SELECT min(tokens) FROM retry_budgets")[0][0]
         turns.poor_s = event.time_s if tokens < TOKENS_LOW else turns.poor_s
+    if "refusals" in event.written:
+        _note_written(universe, turns, event.time_s)
     if "intents" not in event.written:
         return
     _note_closed(universe, turns, event.time_s)
@@ -118,10 +121,27 @@ def _note_refusal(turns: Turns, placement: Placement, outcome: str, now_s: float
         zone, rest_s = "", QUOTA_S
     elif "no clear answer" in outcome:
         rest_s = UNCLEAR_S
-    place = (offer.region, zone, placement.is_spot)
+    _rest(turns, (offer.region, zone, placement.is_spot), rest_s, now_s, is_new=True)
+
+
+def _note_written(universe: Universe, turns: Turns, now_s: float) -> None:
+    """A refusal is noted when its try is over: later than its intent was closed, where somebody else did that."""
+    rows = universe.read("SELECT region, zone, is_spot, expires_s FROM refusals")
+    written = {(region, zone, bool(is_spot)): expires_s for region, zone, is_spot, expires_s in rows}
+    for place, expires_s in written.items():
+        region, zone, is_spot = place
+        was_refused = place in turns.refused if zone else any(each[::2] == (region, is_spot) for each in turns.refused)
+        if (
+            turns.written.get(place) != expires_s and was_refused
+        ):  # a quota's intent may be closed as one that was ended
+            _rest(turns, place, FULL_S if zone else QUOTA_S, now_s, is_new=False)
+    turns.written = written
+
+
+def _rest(turns: Turns, place: Place, rest_s: float, now_s: float, *, is_new: bool) -> None:
     until_s, count = turns.refused.get(place, (0.0, 0))
-    held_s = min(REST_S_MAX, rest_s * 2.0**count)
-    turns.refused[place] = max(until_s, now_s + held_s), count + 1
+    count = max(1, count + is_new)
+    turns.refused[place] = max(until_s, now_s + min(REST_S_MAX, rest_s * 2.0 ** (count - 1))), count
 
 
 def _find_passed_over(
@@ -132,6 +152,8 @@ def _find_passed_over(
     searched_s = turns.searched_s.get(cluster, now_s)
     if job_id is None or not math.isinf(universe.mix.jump_every_s) or turns.poor_s >= searched_s - PROBE_S:
         return None
+    if placement.node_count < universe.tasks[job_id].num_nodes:
+        return None  # for a gang that stands: where that is
     order = _list_places(universe, job_id)
     # Whoever asks a place again that has just refused has nowhere else to go: then all others count as better.
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]

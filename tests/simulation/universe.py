@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 import random as global_random
 from collections import Counter
@@ -122,6 +123,7 @@ class Universe:
         self.side_tasks: list[asyncio.Task[Any]] = []
         self.unowned_since_s: dict[str, float] = {}
         self.asked_down: set[str] = set()  # clusters that a user took down
+        self.stuck: set[str] = set()  # clusters of which a create call got nowhere for a while
         self.requests: set[str] = set()
         self.retries = 0
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
@@ -172,6 +174,8 @@ class Universe:
 
     def note_fault(self, fault: str, cluster: str = "") -> None:
         self.say(f"fault {fault} {cluster}")
+        if fault == "create:stuck":
+            self.stuck.add(cluster)
         rows = self.read("SELECT 'job-' || id || '-%' AS pattern, status FROM jobs")
         for pattern, status in rows:
             if not cluster or cluster.startswith(pattern[:-1]):
@@ -240,6 +244,11 @@ class Universe:
     def make_whole_plan(self, job_id: int) -> Plan:
         """Whatever is left of its budget."""
         return make_plan(replace(self.tasks[job_id], goal=None))
+
+    def list_replacement_tokens(self, cluster: str, node_count: int) -> set[str]:
+        """Of requests for fewer nodes than the gang has: for those that an elastic one lost."""
+        rows = self.read("SELECT token, body FROM intents WHERE cluster = ?", (cluster,))
+        return {token for token, body in rows if json.loads(body)["placement"]["node_count"] < node_count}
 
     def get_job_id(self, cluster: str) -> int | None:
         kind, _, rest = cluster.partition("-")

@@ -131,4 +131,4 @@ def test_unknown_scheme_and_a_way_out_of_the_folder_are_refused(tmp_path: Path) 
         open_bucket("ftp://host/x")
     with pytest.raises(InvalidRequestError, match="leads out of"):
         open_bucket(f"file://{tmp_path}/in").write("../out", b"")
-    assert set(BUCKETS) == {"file", "s3", "gs", "az"}
+    assert set(BUCKETS) == {"file", "s3", "gs", "az", "r2"}

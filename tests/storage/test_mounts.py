@@ -96,9 +96,26 @@ def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url:
     assert done.returncode == 1 and "`s3://no-such-bucket/x` was not brought to `~/in`" in done.stderr
 
 
+def test_r2_bucket_is_copied_with_its_own_login(node: Node, url: str, server: S3Server) -> None:
+    """Moto's server in Cloudflare's place; the login is that of SkyPilot's files, or of variables."""
+    step = copy_to("~/in", url.replace("s3://", "r2://") + "/data")
+    bare = replace(node, environment={"PATH": node.environment["PATH"]})
+    refused = bare.run(step)
+    assert refused.returncode == 69 and "no login for r2://" in refused.stderr
+    keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ENDPOINT_URL": server.url}
+    assert replace(bare, environment={**bare.environment, **keys}).run(step).returncode == 0
+    assert node.files("in") == {"a": 3, "deep/b": 3_000_000, "c d": 0}
+    (node.home / ".cloudflare").mkdir()
+    login = "[r2]\naws_access_key_id = key\naws_secret_access_key = secret\n"
+    (node.home / ".cloudflare" / "r2.credentials").write_text(login)
+    again = replace(bare, environment={**bare.environment, "R2_ENDPOINT_URL": server.url})
+    assert again.run(replace(step, target="~/again")).returncode == 0 and node.files("again")["a"] == 3
+
+
 @pytest.mark.parametrize(
     ("mode", "url", "tools", "expected"),
     [
+        ("MOUNT", "r2://b/x", ["mount-s3", "rclone"], "rclone mount :s3,provider=Cloudflare,env_auth=true:b/x"),
         (
             "MOUNT",
             "s3://b/deep/x/",
@@ -118,7 +135,8 @@ def test_mount_takes_the_tool_that_the_node_has(
     for tool in tools:
         (tmp_path / "bin" / tool).write_text(f'#!/bin/sh\necho {tool} "$@" >> "$HOME/calls"\n')
         (tmp_path / "bin" / tool).chmod(0o755)
-    with_tools = replace(node, environment={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
+    keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ACCOUNT_ID": "me"}
+    with_tools = replace(node, environment={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **keys})
     done = with_tools.run(MountStep(target="~/see", url=url, mode=mode))
     assert done.returncode == 0, done.stderr
     call = (node.home / "calls").read_text().strip()
@@ -166,11 +184,11 @@ def test_task_is_given_the_script_before_its_own_setup() -> None:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (mount("r2://b"), "`r2://`"),
-        (mount("./local", name="b"), "local files put into a bucket"),
-        (mount(name="b"), "a bucket to be made"),
+        (mount("oci://b"), "`oci://`"),
+        (mount("./local", name="b"), "a bucket without `name` and `store`"),
+        (mount(name="b"), "a bucket without `name` and `store`"),
         (mount("s3://b", mode="LINK"), "mode `LINK`"),
-        (Task(storage_mounts=(StorageMount(target="/d", source=("s3://a", "s3://b")),)), "several sources"),
+        (Task(storage_mounts=(StorageMount(target="/d", source=("s3://a", "s3://b")),)), "several buckets"),
     ],
 )
 def test_what_no_node_can_be_given_is_refused_with_its_place(task: Task, words: str) -> None:
@@ -179,6 +197,8 @@ def test_what_no_node_can_be_given_is_refused_with_its_place(task: Task, words: 
         plan_mounts(replace(task, storage_mounts=(placed,)))
     assert str(caught.value) == f"t.yaml:4:3: `file_mounts: /d`: {words} is not supported" and caught.value.hints
     assert plan_mounts(mount(name="b", store="gcs"))[0].url == "gs://b"
+    (step,) = plan_mounts(mount("./local", name="b", store="R2"))
+    assert (step.url, step.uploads) == ("r2://b", ("./local",))
 
 
 def test_copies_cost_what_leaves_the_bucket_once_a_node(url: str) -> None:

@@ -26,7 +26,7 @@ def load(text: str) -> Task:
         ("service: {readiness_probe: /health, replicas: 2}", "service", True),
         ("pool: {workers: 2}", "pool", True),
         ("volumes: {/mnt: pvc0, /new: {size: 1Gi}}", "volumes", True),
-        ("file_mounts: {/data: 'r2://bucket/x'}", "file_mounts", True),
+        ("file_mounts: {/data: 'oci://bucket/x'}", "file_mounts", True),
         ("file_mounts: {/data: {name: bucket, source: ./here, store: GCS}}", "file_mounts", True),
         ("file_mounts: {/data: {name: bucket}}", "file_mounts", True),
         ("file_mounts: {/data: {store: volume, config: {disk_size: 10}}}", "file_mounts", True),
@@ -43,7 +43,7 @@ def load(text: str) -> Task:
         ("config: {hooks: [{run: save, events: [down]}]}", "hooks", True),
         ("event_callback: notify", "event_callback", False),
         ("api_server_access: true", "api_server_access", False),
-        ("resources: {image_id: 'docker:ubuntu'}", "image_id", True),
+        ("resources: {image_id: 'skypilot:gpu-ubuntu-2004'}", "image_id", True),
         ("resources: {image_id: {us-east-1: ami-1, docker: ubuntu}}", "image_id", True),
         ("resources: {local_disk: nvme}", "local_disk", True),
         ("resources: {priority: 10}", "priority", False),
@@ -112,7 +112,7 @@ def test_given_value_takes_the_notice_away() -> None:
 
 
 def test_flag_takes_the_notice_of_its_field_away() -> None:
-    task = load("resources: {infra: gcp, image_id: 'docker:x'}\nrun: x")
+    task = load("resources: {infra: gcp, image_id: 'skypilot:x'}\nrun: x")
     notice = replace(task.notices[0], field="infra")
     task = replace(task, notices=(notice, *task.notices))
     assert [each.field for each in override_resources(task, infra="aws").notices] == ["image_id"]

@@ -81,6 +81,7 @@ class Account:
     disabled_regions: set[str] = field(default_factory=set)
     bare_zones: set[str] = field(default_factory=set)  # the VPC has no subnet there
     full: set[tuple[str, str]] = field(default_factory=set)  # (zone, instance type)
+    room: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, instance type) -> machines; else many
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, quota code) -> vCPUs
     scores: dict[str, int] = field(default_factory=dict)  # zone -> spot placement score
     on_started: Callable[[Instance], None] = lambda instance: None

@@ -67,7 +67,8 @@ def _count_available(account: Account, region: str, zone: str, kind: str, count:
         used = sum(TYPES[each.type]["vcpus"] for each in mine if each.is_spot is is_spot)
         if used + TYPES[kind]["vcpus"] * count > account.quotas.get((region, code), QUOTA_VCPUS):
             raise ApiError("MaxSpotInstanceCountExceeded" if is_spot else "VcpuLimitExceeded")
-    return 0 if (zone, kind) in account.full else count
+    standing = sum((each.zone, each.type) == (zone, kind) for each in account.list_living(region))
+    return 0 if (zone, kind) in account.full else min(count, account.room.get((zone, kind), 10**6) - standing)
 
 
 def _launch(

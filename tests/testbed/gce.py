@@ -16,6 +16,7 @@ from typing import Protocol
 from tests.testbed.gce_operations import Fault, LostAnswer, Operations, stamp
 from tests.testbed.gce_rules import (
     IMAGE_FAMILIES,
+    KINDS,
     MACHINES,
     METRICS,
     NAME,
@@ -388,12 +389,6 @@ class FakeGce(Operations):
         }
         self.firewalls[body["name"]] = rule
         return self._operate("", "insert", rule, lambda: None, fault)
-
-
-KINDS = {
-    *("instances", "bulkInsert", "stop", "start", "setLabels", "aggregated", "machineTypes", "operations", "wait"),
-    *("regions", "global", "firewalls", "images", "family", "zones"),
-}
 
 
 def _group(kind: str, items: list[Json]) -> Json:

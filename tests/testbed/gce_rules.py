@@ -82,6 +82,12 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("DELETE", r"global/firewalls/[^/]+", ("compute.firewalls.delete", "compute.networks.updatePolicy")),
 ]
 
+# Words of a path that say what it is about; the rest are names.
+KINDS = {
+    *("instances", "bulkInsert", "stop", "start", "setLabels", "aggregated", "machineTypes", "operations", "wait"),
+    *("regions", "global", "firewalls", "images", "family", "zones"),
+}
+
 
 class GceError(Exception):
     """An answer other than 200. `reason` as in `error.errors[].reason`."""
@@ -147,6 +153,11 @@ def _check_disk(body: Json, machine: str, zone: str, is_bulk: bool) -> None:
     kind = _last(parameters["diskType"], f"zones/{zone}/diskTypes/", is_bulk, "diskType")
     if machine.startswith(HYPERDISK_ONLY) != kind.startswith("hyperdisk-"):
         raise invalid("resource.disks.initializeParams.diskType", kind)
+    iops, throughput = int(parameters.get("provisionedIops", 0)), int(parameters.get("provisionedThroughput", 0))
+    if (iops or throughput) and not kind.startswith("hyperdisk-"):
+        raise invalid("resource.disks.initializeParams.provisionedIops", iops)
+    if iops > 500 * int(parameters["diskSizeGb"]) or throughput > iops // 4:
+        raise invalid("resource.disks.initializeParams.provisionedThroughput", throughput)
     if not disk.get("boot") or not disk.get("autoDelete") or int(parameters["diskSizeGb"]) < 10:
         raise invalid("resource.disks", disk)
     if not re.fullmatch(r"projects/[^/]+/global/images/(family/)?[^/]+", parameters["sourceImage"]):

@@ -10,6 +10,7 @@ import pytest
 
 from broker.types import JobStatus
 from tests.testbed.metadata import MetadataServer
+from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, CANARY, HELLO, TRAIN, Stage, open_stage
 
 
@@ -63,6 +64,33 @@ def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_
     kept = stage.s3.list_keys(f"runs/{stage.owner}-job-1/outcomes")
     assert kept[-1].endswith("/3.json"), "the outcome lies beside the checkpoints"
     assert not list((stage.home / "keys").glob("job-1-1-*")), "keys go with their clusters"
+
+
+def test_success_that_nobody_was_there_to_see_counts_when_the_machines_have_ended(stage: Stage) -> None:
+    """The daemon is gone when the program ends, and the machines are gone before the next one looks."""
+    task = f"""\
+name: unseen
+resources: {{infra: aws/us-east-1/us-east-1a, instance_type: m5.large, use_spot: true}}
+checkpoint: {{to: s3://{BUCKET}/unseen}}
+secrets: {{AWS_ACCESS_KEY_ID: null, AWS_SECRET_ACCESS_KEY: null}}
+envs: {{AWS_ENDPOINT_URL_S3: null, AWS_REGION: us-east-1}}
+run: |
+  echo '{{"step": 1}}' >> $BROKER_PROGRESS_FILE
+  until [ -e stop ]; do sleep 0.1; done
+"""
+    stage.run("jobs", "launch", stage.write("unseen.yaml", task), *BUCKET_LOGIN, "--yes", "-d")
+    stage.wait_for_step(1)
+    stage.kill_daemon()
+    (name,) = stage.list_living()
+    stage.bridge.hosts[name].execute("touch", "/home/ubuntu/sky_workdir/stop")
+    assert stage.s3
+    place, s3 = f"unseen/{stage.owner}-job-1/outcomes", stage.s3
+    stage.wait_until(lambda: s3.list_keys(place) == [f"{place}/1.json"], "the head leaves word in the bucket")
+    stage.bridge.hosts[name].execute("/usr/local/sbin/shutdown", "-h", "now")
+    stage.wait_until(lambda: not stage.list_living(), "the machine has ended itself")
+    stage.run("status")  # brings a daemon back
+    job = stage.finish()
+    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.tell()
 
 
 def test_secret_is_seen_by_the_program_and_by_nobody_else(stage: Stage) -> None:

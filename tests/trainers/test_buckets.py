@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.testbed.objects import Objects, serve_azure, serve_google
 from tests.testbed.s3 import BUCKET, S3Server, Wire, serve_s3
 from trainers import buckets
 from trainers.checkpoint import FAILURES_MAX, CheckpointManager, find_newest, list_checkpoints
@@ -28,8 +29,32 @@ def server() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def google() -> Iterator[tuple[Objects, dict[str, str]]]:
+    with serve_google() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def azure() -> Iterator[tuple[Objects, dict[str, str]]]:
+    with serve_azure() as served:
+        yield served
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of its own in a bucket of each kind."""
+    if request.param == "s3":
+        variables = request.getfixturevalue("server").variables
+    else:
+        _, variables = request.getfixturevalue("google" if request.param == "gs" else "azure")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return f"{request.param}://{BUCKET}/{uuid.uuid4().hex}/checkpoints"
+
+
 @pytest.fixture
-def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/{uuid.uuid4().hex}/checkpoints"
@@ -103,6 +128,22 @@ def test_manifest_seals_what_lies_in_the_bucket(url: str) -> None:
     assert found is not None and found[0].step == 5
 
 
+def test_large_file_travels_in_parts_and_is_there_whole_or_not_at_all(
+    google: tuple[Objects, dict[str, str]],
+    azure: tuple[Objects, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buckets, "PART_BYTES", 6 * 2**20)
+    for scheme, (objects, variables) in (("gs", google), ("az", azure)):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        before = objects.part_count
+        storage = open_storage(f"{scheme}://{BUCKET}/parts")
+        save_steps(storage, 5, count=5_000_000)  # 19 MiB
+        assert objects.part_count - before >= 3
+        assert restore(open_storage(f"{scheme}://{BUCKET}/parts"), count=5_000_000) == 5
+
+
 def test_stale_attempt_is_refused_at_start_and_at_commit(url: str) -> None:
     storage = open_storage(url)
     old = open_manager(storage, Weights(), attempt=1)
@@ -127,18 +168,18 @@ def test_manifest_that_someone_else_wrote_is_not_overwritten(url: str) -> None:
 
 
 def test_connection_cut_in_the_middle_of_an_upload_is_made_again(
-    url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+    s3_url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire = Wire(target=server.port, cuts_left=2)
     wire.open()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{wire.port}")
     try:
-        save_steps(open_storage(url), 5, count=500_000)
+        save_steps(open_storage(s3_url), 5, count=500_000)
     finally:
         wire.close()
     assert wire.cuts_made == 2
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-    assert restore(open_storage(url), count=500_000) == 5
+    assert restore(open_storage(s3_url), count=500_000) == 5
 
 
 class Refusing(buckets.BucketStorage):
@@ -180,7 +221,7 @@ def test_last_step_is_saved_again_where_it_failed(url: str) -> None:
     assert manager.step_committed == 5
 
 
-def test_bucket_that_is_not_there_is_told_in_one_line(url: str) -> None:
+def test_bucket_that_is_not_there_is_told_in_one_line(s3_url: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"checkpoints cannot be reached: could not write in `s3://no-such-one/x`"
     ):

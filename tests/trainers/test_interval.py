@@ -31,9 +31,11 @@ def test_interval_heeds_slow_writes_and_caution() -> None:
     assert find_interval_s(9000.0, 0.0, 1.0) == INTERVAL_S_MAX
 
 
-def list_saves(pacer: Pacer, clock: list[float], steps: int, step_s: float, stall_s: float) -> list[int]:
+def list_saves(
+    pacer: Pacer, clock: list[float], steps: int, step_s: float, stall_s: float, *, begin: int = 0
+) -> list[int]:
     saves = []
-    for step in range(1, steps + 1):
+    for step in range(begin + 1, begin + steps + 1):
         clock[0] += step_s
         if pacer.is_due(step):
             pacer.note(step, stall_s=stall_s, write_s=0.1)
@@ -84,6 +86,24 @@ def test_flag_fixes_the_steps(clock: list[float]) -> None:
     for every_steps, expected in ((7, [7, 14, 21, 28]), (0, [])):
         pacer = Pacer(every_steps, Environment(checkpoint_every_s=1.0), lambda value: value)
         assert list_saves(pacer, clock, 30, step_s=5.0, stall_s=0.1) == expected
+
+
+def test_next_attempt_follows_what_it_is_told_then_whatever_the_last_one_did(clock: list[float]) -> None:
+    """The broker tells each attempt what suits the place where it runs now; the flag stays above, the hazard below."""
+    told = {"BROKER_HAZARD_PER_HOUR": "16", "BROKER_CHECKPOINT_EVERY_S": "50"}
+    first = Pacer(AUTOMATIC, read_environment(told), lambda value: value)
+    saves = list_saves(first, clock, 300, step_s=0.5, stall_s=2.0)
+    assert saves[-1] - saves[-2] == 100
+    second = Pacer(
+        AUTOMATIC, read_environment({**told, "BROKER_CHECKPOINT_EVERY_S": "5"}), lambda value: value, step=205
+    )
+    saves = list_saves(second, clock, 60, step_s=0.5, stall_s=2.0, begin=205)
+    assert saves[:4] == [210, 215, 225, 235]
+    third = Pacer(AUTOMATIC, read_environment({"BROKER_HAZARD_PER_HOUR": "16"}), lambda value: value)
+    saves = list_saves(third, clock, 300, step_s=0.5, stall_s=2.0)
+    assert saves[-1] - saves[-2] == round(find_interval_s(2.0, 0.1, 16.0) / 0.5)
+    fixed = Pacer(7, read_environment(told), lambda value: value)
+    assert list_saves(fixed, clock, 21, step_s=0.5, stall_s=2.0) == [7, 14, 21]
 
 
 def test_environment_that_is_no_number_is_as_if_unset() -> None:

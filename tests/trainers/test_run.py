@@ -19,7 +19,7 @@ from trainers.config import Config, LogConfig, ModelConfig, ProfileConfig, Sampl
 from trainers.devices import advise, check_memory, find_peak_flops, is_out_of_memory
 from trainers.errors import TrainerError
 from trainers.generate import write_text
-from trainers.lm import count_flops
+from trainers.lm import count_flops, main
 from trainers.loop import Position, StepReport, Work, iterate_steps
 from trainers.losses import next_token_loss
 from trainers.metrics import Meter, MetricFiles
@@ -387,3 +387,18 @@ def test_hang_ends_the_process_and_shows_where_it_was(how: str, code: int, words
     assert done.stdout == "alive\n"
     assert done.returncode == code, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_model_that_does_not_fit_is_refused_before_it_takes_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Else the kernel ends the process without a word: eight thousand million weights of four bytes."""
+    monkeypatch.setenv("BROKER_CHECKPOINT_DIR", str(tmp_path))
+    for name in ("RANK", "SKYPILOT_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("trainers.preemption.PreemptionNotice.listen", lambda self: None)
+    monkeypatch.setattr("trainers.devices.find_memory", lambda device: 2**34)
+    assert main(["--preset", "llama3-8b", "--watchdog.timeout_s", "0"]) == 1
+    told = capsys.readouterr().err
+    assert "8,030 million parameters take 119.7 GiB a rank, and there are 16.0 GiB" in told
+    assert "hint: more ranks" in told

@@ -72,7 +72,10 @@ class Decoder(nn.Module):  # type: ignore[misc]
         By then it may be spread over ranks: each takes memory for its own part only, and one parameter at a time is
         drawn whole, so that the weights are those of a model that was never spread.
         """
+        is_tied = self.head is not None and self.head.weight is getattr(self.token_embedding, "weight", None)
         self.to_empty(device=device)
+        if is_tied:  # each of the two places was given memory of its own
+            self.head.weight = self.token_embedding.weight
         self.draw_weights()
 
     def draw_weights(self) -> None:

@@ -51,6 +51,7 @@ class AwsCloud:
 
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
+    extends_gangs: ClassVar[bool] = True
 
     def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
         self._settings = settings
@@ -70,6 +71,9 @@ class AwsCloud:
     @property
     def user(self) -> str:
         return self._settings.user
+
+    def name_console(self, node: Node) -> str:
+        return f"aws ec2 get-console-output --region {node.region} --instance-id {node.id} --latest --output text"
 
     async def check(self) -> None:
         with translated():

@@ -130,6 +130,9 @@ OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would se
     "InsufficientFreeAddressesInSubnet": (
         "Name a VPC with larger subnets in `aws.toml`, or end machines that are not used.",
     ),
+    "InvalidAMIID.NotFound": (
+        "An image belongs to one region: write `image_id: {us-east-1: ami-...}`, or leave it out.",
+    ),
     "OptInRequired": (
         "Sign the account up for EC2, or accept the terms of a Marketplace image: "
         "https://console.aws.amazon.com/marketplace.",

@@ -11,14 +11,15 @@ from broker.clouds.gcp.faults import DisabledError, MissingError
 from broker.clouds.gcp.firewall import find_network
 from broker.clouds.gcp.login import find_login
 from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
-from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, read_project_quotas
+from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, ask_for_more, read_project_quotas
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.config import Config
 from broker.errors import AuthError
 
 LOGIN_COMMAND = "gcloud auth application-default login"
-QUOTA_COMMAND = "gcloud alpha services quota list --service=compute.googleapis.com --consumer=projects/{project}"
+ASKED_GPUS = 8  # one machine of the large kinds
+HOME_REGION = "us-central1"  # for what no region has; Google's largest
 NAMED_MAX = 4  # so many regions or permissions are named in a note
 
 
@@ -111,7 +112,7 @@ def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> Finding:
     quota = quotas.get(ALL_REGIONS)
     limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
     note = f"{used:g} of {limit:g} in use" if limit else "none: on-demand GPUs cannot be had in any region"
-    name, command = "quota of all GPUs", "" if limit else QUOTA_COMMAND.format(project=project)
+    name, command = "quota of all GPUs", "" if limit else ask_for_more(project, ALL_REGIONS, "", ASKED_GPUS)
     return Finding(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
 
 
@@ -126,7 +127,8 @@ def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> lis
         best = sorted((region for region in limits if limits[region]), key=lambda region: (-limits[region], region))
         note = ", ".join(f"{region} {limits[region]:g}" for region in best[:NAMED_MAX])
         more = f" and {len(best) - NAMED_MAX} more regions" if best[NAMED_MAX:] else ""
-        command = QUOTA_COMMAND.format(project=project)
+        region = next((region for region, found in quotas.items() if metric in found), HOME_REGION)
+        command = ask_for_more(project, metric, region, ASKED_GPUS)
         findings.append(
             Finding(
                 name=f"quota {accelerator}",

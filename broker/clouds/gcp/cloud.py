@@ -43,6 +43,7 @@ class GcpCloud:
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0
+    extends_gangs: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -61,6 +62,13 @@ class GcpCloud:
     @property
     def user(self) -> str:
         return instances.SSH_USER
+
+    def name_console(self, node: Node) -> str:
+        where = NodeId.parse(node.id)
+        return (
+            f"gcloud compute instances get-serial-port-output {where.name} --project {where.project} "
+            f"--zone {where.zone}"
+        )
 
     def prepare(self) -> None:
         """Begin to import Google's library, which takes seconds; returns at once."""

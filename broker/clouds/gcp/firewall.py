@@ -13,7 +13,7 @@ from typing import Any
 from broker.clouds.gcp.faults import BusyError, ExistsError, MissingError
 from broker.clouds.gcp.instances import as_cloud_error
 from broker.clouds.gcp.machine import network_path
-from broker.clouds.gcp.names import gang_name, owner_prefix, read_description
+from broker.clouds.gcp.names import gang_name, owner_prefix, peers_tag, read_description
 from broker.clouds.gcp.operations import wait_global
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.types import NodeRequest
@@ -38,13 +38,14 @@ def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> li
         "ssh": {"source_ranges": list(callers), "allowed": [{"I_p_protocol": "tcp", "ports": ["22"]}]}
     }
     if request.placement.node_count > 1:
-        rules["nodes"] = {"source_tags": [gang], "allowed": [{"I_p_protocol": "all"}]}
+        peers = [peers_tag(request)]
+        rules["nodes"] = {"source_tags": peers, "target_tags": peers, "allowed": [{"I_p_protocol": "all"}]}
     if request.spec.ports:
         allowed = [{"I_p_protocol": "tcp", "ports": list(request.spec.ports)}]
         rules["ports"] = {"source_ranges": [ANYWHERE], "allowed": allowed}
     about = json.dumps({"broker": 1, "owner": request.owner, "cluster": request.cluster})
     own = {"priority": ALLOW_PRIORITY, "target_tags": [gang], "description": about}
-    bodies = [shut, *(rules[purpose] | own | {"name": f"{gang}-{purpose}"} for purpose in PURPOSES if purpose in rules)]
+    bodies = [shut, *(own | rules[purpose] | {"name": f"{gang}-{purpose}"} for purpose in PURPOSES if purpose in rules)]
     return [body | {"network": network, "direction": "INGRESS"} for body in bodies]
 
 

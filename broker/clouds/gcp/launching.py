@@ -94,7 +94,7 @@ class Launcher:
         works = [self._sdk.call(lambda clients: read_quotas(clients, region))]
         works += [self._sdk.call(read_project_quotas)] if needs else []
         quotas, *of_project = await asyncio.gather(*works)
-        check_quotas(list_needs(request), quotas, project=project, place=region)
+        check_quotas(list_needs(request), quotas, project=project, region=region)
         for found in of_project:
             check_quotas(needs, found, project=project)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix
+from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix, peers_tag
 from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
@@ -29,6 +29,10 @@ DISK_TYPES: dict[str | None, str] = {
 }
 # Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks
 HYPERDISK_MACHINES = ("c4-", "c4a-", "c4d-", "n4-", "n4a-", "n4d-", "a3-ultragpu-", "a4-", "a4x-", "g4-")
+# There a tier is IOPS and MiB/s of the one kind of disk; for others Google's own figures, which grow with the size.
+# 3000 and 140 cost nothing; limits: https://cloud.google.com/compute/docs/disks/hd-types/hyperdisk-balanced
+HYPERDISK_FIGURES = {"low": (3000, 140), "high": (7000, 500), "best": (16000, 1000), "ultra": (32000, 2000)}
+HYPERDISK_IOPS_PER_GIB, HYPERDISK_IOPS_PER_MIB = 500, 4
 # https://cloud.google.com/compute/docs/networking/configure-vm-with-high-bandwidth-configuration
 TIER_1_MACHINES, TIER_1_VCPUS_MIN = ("n2-", "n2d-", "c2-", "c2d-", "c3-", "c3d-"), 30
 STARTED = "/var/lib/broker-started"
@@ -40,7 +44,10 @@ def check_request(request: NodeRequest) -> None:
     if offer.instance_type.startswith(TPU_MACHINES):
         raise InvalidRequestError(
             f"`{offer.instance_type}` is a TPU machine, which this adapter does not make",
-            hints=("Choose a GPU with `--gpus`; TPUs are to be had through the engine `sky`.",),
+            hints=(
+                "SkyPilot makes TPUs: `pip install 'intercloud-broker[sky]'`, `sky check gcp`, then `broker check`.",
+                "Or choose a GPU with `--gpus`.",
+            ),
         )
     attached = read_attached(offer.instance_type)
     if attached is not None and attached[0] not in ATTACHED:
@@ -89,15 +96,14 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
     labels = make_labels(request)
     disk = {
         "source_image": image,
-        "disk_size_gb": spec.disk_size_gib,
-        "disk_type": _disk_type(request),
+        **_describe_disk(request),
         "labels": labels,
     }
     body: dict[str, Any] = {
         "description": describe(request),
         "machine_type": machine_type(offer),
         "labels": labels,
-        "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request)]},
+        "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request), peers_tag(request)]},
         "disks": [{"boot": True, "auto_delete": True, "initialize_params": disk}],
         "network_interfaces": [_make_interface(settings)],
         "scheduling": make_scheduling(request),
@@ -126,10 +132,16 @@ def make_scheduling(request: NodeRequest) -> dict[str, Any]:
     }
 
 
-def _disk_type(request: NodeRequest) -> str:
-    if request.placement.offer.instance_type.startswith(HYPERDISK_MACHINES):
-        return "hyperdisk-balanced"
-    return DISK_TYPES[request.spec.disk_tier]
+def _describe_disk(request: NodeRequest) -> dict[str, Any]:
+    tier, size_gib = request.spec.disk_tier, request.spec.disk_size_gib
+    if not request.placement.offer.instance_type.startswith(HYPERDISK_MACHINES):
+        return {"disk_type": DISK_TYPES[tier], "disk_size_gb": size_gib}
+    disk: dict[str, Any] = {"disk_type": "hyperdisk-balanced", "disk_size_gb": size_gib}
+    if tier in HYPERDISK_FIGURES:
+        iops = min(HYPERDISK_FIGURES[tier][0], HYPERDISK_IOPS_PER_GIB * size_gib)
+        disk["provisioned_iops"] = iops
+        disk["provisioned_throughput"] = min(HYPERDISK_FIGURES[tier][1], iops // HYPERDISK_IOPS_PER_MIB)
+    return disk
 
 
 def network_path(network: str) -> str:

@@ -61,6 +61,12 @@ def gang_name(request: NodeRequest) -> str:
     return owner_prefix(request.owner) + hashlib.sha256(request.token.encode()).hexdigest()[:16]
 
 
+def peers_tag(request: NodeRequest) -> str:
+    """Shared by all nodes of one attempt, those that were made later in place of lost ones too."""
+    text = f"{request.cluster}\0{request.attempt}"
+    return owner_prefix(request.owner) + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def instance_names(request: NodeRequest) -> list[str]:
     return [f"{gang_name(request)}-{rank}" for rank in range(request.placement.node_count)]
 

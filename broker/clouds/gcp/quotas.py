@@ -25,6 +25,16 @@ ALL_REGIONS = "GPUS_ALL_REGIONS"  # a project's limit for all GPUs; many new pro
 CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "m1", "m2", "m3", "n2", "n2a", "n2d", "t2a", "t2d"})
 
 
+def ask_for_more(project: str, metric: str, region: str, value: float) -> str:
+    """The command; `region` is empty for what counts in all of them. Ids as the Cloud Quotas API makes them of metrics:
+    https://cloud.google.com/docs/quotas/gcloud-cli-examples."""
+    identity = f"{metric.replace('_', '-')}-per-project{'-region' if region else ''}"
+    return (
+        f"gcloud quotas preferences create --service=compute.googleapis.com --project={project} "
+        f"--quota-id={identity} --preferred-value={value:g}{f' --dimensions=region={region}' if region else ''}"
+    )
+
+
 @noun
 class Quota:
     """One limit of a region."""
@@ -87,20 +97,16 @@ def list_project_needs(request: NodeRequest) -> list[Need]:
     return [Need(what="GPUs of any kind", metrics=(ALL_REGIONS,), amount=offer.accelerator_count * count)]
 
 
-def check_quotas(
-    needs: Sequence[Need], quotas: Mapping[str, Quota], *, project: str, place: str = "all regions together"
-) -> None:
+def check_quotas(needs: Sequence[Need], quotas: Mapping[str, Quota], *, project: str, region: str = "") -> None:
     """Raises QuotaError with the figures where no quota that may be drawn on has enough left."""
     for need in needs:
         known = [quotas[each] for each in need.metrics if each in quotas]
         if not known or any(quota.left >= need.amount for quota in known):
             continue
         best = max(known, key=lambda quota: quota.left)
+        command = ask_for_more(project, best.metric, region, best.usage + need.amount)
         raise QuotaError(
-            f"{need.amount:g} {need.what} wanted in {place}, {max(0.0, best.left):g} of {best.limit:g} left "
-            f"({best.metric})",
-            hints=(
-                f"Ask for more: https://console.cloud.google.com/iam-admin/quotas?project={project} (filter "
-                f"`{best.metric}`, {place}).",
-            ),
+            f"{need.amount:g} {need.what} wanted in {region or 'all regions together'}, {max(0.0, best.left):g} of "
+            f"{best.limit:g} left ({best.metric})",
+            hints=(f"Ask for more: `{command}`",),
         )

@@ -27,14 +27,19 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | TpuCloud | None:
 
 
 class TpuCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep. A node's id tells which way it was made."""
+    """Cloud, CanStop, CanPrepare, CanSweep, CanExtend, HandsOutHosts. A node's id tells which way it was made."""
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0  # the longer of both
+    extends_gangs: ClassVar[bool] = True
 
     def __init__(self, own: GcpCloud, behind: SkyCloud) -> None:
         self._own = own
         self._behind = behind
+
+    @property
+    def user(self) -> str:
+        return self._own.user
 
     def prepare(self) -> None:
         self._own.prepare()

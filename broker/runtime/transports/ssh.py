@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import shlex
 import signal
 import socket
@@ -13,7 +14,7 @@ from typing import IO
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import StateError, TransientError
+from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.base import Completed, Shell
 from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh_call import call, explain, find_program
@@ -117,14 +118,20 @@ class SshTransport:
         async with self._locks.setdefault(str(route.control), asyncio.Lock()):
             if is_listening(route.control):
                 return
-            give_up_s = self._clock.now_s() + (0.0 if node.id in self._reached else self._patience_s)
+            is_known = node.id in self._reached or (route.mark is not None and route.mark.exists())
+            give_up_s = self._clock.now_s() + (0.0 if is_known else self._patience_s)
             look_s = FIRST_LOOK_S
             while (problem := await self._try_connect(node, route)) is not None:
                 if self._clock.now_s() >= give_up_s:
+                    if not is_known:
+                        raise UnreachedError(f"node `{node.id}` cannot be reached{problem}", node_id=node.id)
                     raise TransientError(f"node `{node.id}` cannot be reached{problem}")
                 await self._clock.sleep(look_s)
                 look_s = min(LOOK_S_MAX, look_s * 1.5)
             self._reached.add(node.id)
+            if route.mark is not None:
+                with contextlib.suppress(OSError):  # the keys may have been forgotten meanwhile
+                    route.mark.touch(mode=0o600)
 
     async def _try_connect(self, node: Node, route: Route) -> str | None:
         """None once connected, else why not."""
@@ -145,7 +152,8 @@ class SshTransport:
             )
         place = parse_handle(node.handle)
         control = name_control(keys, place)
-        return Route(options=tuple(make_options(keys, place, control)), host=place.host, control=control)
+        options = tuple(make_options(keys, place, control))
+        return Route(options=options, host=place.host, control=control, mark=keys.folder / f"reached-{control.name}")
 
 
 def is_listening(control: Path) -> bool:

@@ -35,13 +35,15 @@ class Place:
 class Route:
     """How ssh gets there: its options, the host by the name that they know, the kept connection's socket.
 
-    `connect_s_max`: for a host that accepts and then says nothing.
+    `connect_s_max`: for a host that accepts and then says nothing. `mark`: a file that is there once the host was
+    reached, so that later processes do not take its silence for booting.
     """
 
     options: tuple[str, ...]
     host: str
     control: Path
     connect_s_max: float = CONNECT_S + 10.0
+    mark: Path | None = None
 
 
 def parse_handle(handle: str) -> Place:

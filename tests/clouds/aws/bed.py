@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,11 @@ from botocore.loaders import Loader
 
 from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.aws.settings import Settings
+from broker.clouds.aws.tags import CLUSTER, OWNER, TAGGED_AT_LAUNCH, read_tags
 from broker.clouds.base import Cloud
 from broker.types import Node, Offer
 from tests.clouds.contract import Bed
+from tests.clouds.jumping import JumpingClock
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
@@ -25,20 +26,6 @@ OFFER = Offer(
     cloud="aws", region="us-east-1", zone=ZONE, instance_type="p4d.24xlarge", vcpus=96, memory_gib=1152,
     accelerator="A100", accelerator_count=8, accelerator_memory_gib=40, ondemand_usd_hour=32.77, spot_usd_hour=11.5,
 )  # fmt: skip
-
-
-class JumpingClock:
-    """Nobody waits: a sleep moves the time on at once."""
-
-    def __init__(self) -> None:
-        self._now_s = START_S
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self._now_s += duration_s
-        await asyncio.sleep(0)
 
 
 LOADER = Loader()  # keeps AWS's service models, a second's reading, from one test to the next
@@ -73,6 +60,32 @@ class AwsBed(Bed):
     def lose_next_answer(self) -> None:
         self.account.lose_answer("RunInstances")
         self.account.lose_answer("CreateFleet")
+
+    def throttle_next_create(self) -> None:
+        self.account.fail("RunInstances", "RequestLimitExceeded", status=503)
+
+    def leave_room(self, count: int) -> None:
+        self.account.room[ZONE, self.offer.instance_type] = count
+
+    def list_leftovers(self) -> list[str]:
+        return [
+            *self.account.groups,
+            *(name for _, name in self.account.placement_groups),
+            *self.account.templates,
+            *self.account.volumes,
+        ]
+
+    def list_untagged(self) -> list[str]:
+        kept = (self.account.groups, self.account.placement_groups, self.account.templates)
+        things = {str(key): read_tags(each) for shelf in kept for key, each in shelf.items()}  # type: ignore[attr-defined]
+        for each in self.account.instances.values():
+            tagged = {one["ResourceType"]: read_tags(one) for one in each.parameters["TagSpecifications"]}
+            things |= {f"{kind} of {each.id}": tagged.get(kind, {}) for kind in TAGGED_AT_LAUNCH}
+        return [name for name, tags in things.items() if not {OWNER, CLUSTER} <= set(tags)]
+
+    async def kill_newborn(self, node: Node) -> str:
+        self.account.end(self.account.instances[node.id], "Client.VolumeLimitExceeded", "Client.VolumeLimitExceeded")
+        return "Client.VolumeLimitExceeded"
 
     async def preempt(self, node: Node) -> None:
         self.account.preempt(node.id)

@@ -124,6 +124,33 @@ def test_passing_fault_costs_no_second_gang_and_leaks_nothing(
     assert bed.account.fault_counts[code] >= 1
 
 
+def test_machines_that_stand_still_cost_nothing_until_they_run_again(world: World, bed: AwsBed) -> None:
+    """Their disks do, which is little."""
+    plan = make_plan(ZONES[0], is_spot=False)
+    usd_hour = plan.choice.placement.usd_hour
+
+    async def run_for(hours: float) -> None:
+        await bed.clock.sleep(hours * 3600)
+        cluster = world.store.get_cluster("train")
+        assert cluster
+        await world.provisioner().refresh(cluster)
+
+    async def act() -> None:
+        await world.provisioner().up("train", plan)
+        for _ in range(2):
+            await run_for(1)
+            await world.provisioner().stop("train")
+            await run_for(10)
+            await world.provisioner().start("train")
+        await run_for(1)
+        assert world.store.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(3 * usd_hour, rel=0.02)
+        await world.provisioner().down("train")
+        await bed.clock.sleep(36000)
+        assert world.store.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(3 * usd_hour, rel=0.02)
+
+    bed.run(act())
+
+
 def test_preempted_node_is_seen_with_its_reason(world: World, bed: AwsBed) -> None:
     async def act() -> None:
         provisioner = world.provisioner()

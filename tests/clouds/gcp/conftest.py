@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from broker.clouds.gcp.login import Login
 from broker.clouds.gcp.memory import Memory
 from broker.types import Node, NodeRequest, Offer, Placement
 from tests.clouds.contract import Bed
+from tests.clouds.jumping import JumpingClock
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 
@@ -35,20 +37,6 @@ class Bench:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
-
-
-class JumpingClock:
-    """Nobody waits: a sleep moves the time on at once."""
-
-    def __init__(self) -> None:
-        self._now_s = 1_790_000_000.0
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self._now_s += duration_s
-        await asyncio.sleep(0)
 
 
 class GcpBed(Bed):
@@ -74,6 +62,25 @@ class GcpBed(Bed):
 
     def lose_next_answer(self) -> None:
         self.gce.fail("POST", "/instances", has_effect=True)
+
+    def throttle_next_create(self) -> None:
+        self.gce.fail("POST", "/instances", code="rateLimitExceeded", status=403)
+
+    def leave_room(self, count: int) -> None:
+        self.gce.capacity["us-central1-a", "n1-standard-4"] = count
+
+    def list_leftovers(self) -> list[str]:
+        """All but the one rule of an owner that shuts others out, costs nothing and stays."""
+        return [name for name in self.gce.firewalls if not name.endswith("-shut")]
+
+    def list_untagged(self) -> list[str]:
+        told = {name: each["description"] for name, each in self.gce.firewalls.items()}
+        labels = {}
+        for (_, name), each in self.gce.instances.items():
+            labels[name] = each["labels"]
+            labels[f"disk of {name}"] = each["disks"][0]["initializeParams"].get("labels", {})
+        plain = [name for name, text in told.items() if json.loads(text).get("owner") != OWNER]
+        return plain + [name for name, each in labels.items() if not {"broker-owner", "broker-cluster"} <= set(each)]
 
     async def preempt(self, node: Node) -> None:
         self.gce.preempt(node.id.rpartition("/")[2])

@@ -69,7 +69,8 @@ def test_an_accelerator_without_quota_anywhere_stands_in_nobodys_way(bench: Any)
             bench.gce.limits[region, f"{kind}NVIDIA_V100_GPUS"] = 0
     finding = inspect(bench)["quota V100"]
     assert (finding.is_ok, finding.is_needed, finding.note) == (False, False, "none in any region")
-    assert "projects/pretend" in finding.command
+    wanted = "--project=pretend --quota-id=NVIDIA-V100-GPUS-per-project-region --preferred-value=8 --dimensions=region="
+    assert wanted in finding.command
     bench.run(bench.cloud.check())
 
 
@@ -77,7 +78,8 @@ def test_a_project_that_may_have_no_gpu_at_all_is_told_so(bench: Any) -> None:
     assert inspect(bench)["quota of all GPUs"].note == "0 of 1000 in use"
     bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 0
     finding = inspect(bench)["quota of all GPUs"]
-    assert not finding.is_ok and not finding.is_needed and "none" in finding.note and finding.command
+    assert not finding.is_ok and not finding.is_needed and "none" in finding.note
+    assert "--quota-id=GPUS-ALL-REGIONS-per-project --preferred-value=8" in finding.command
 
 
 def test_a_project_without_the_network_is_told_how_to_get_it(bench: Any) -> None:

@@ -186,7 +186,7 @@ def test_tpu_machines_are_refused_with_the_way_to_them(bench: Any, request_of: M
     offer = offer_of("ct5lp-hightpu-8t", accelerator="TPU-v5e", accelerator_count=8)
     with pytest.raises(InvalidRequestError) as caught:
         bench.run(bench.cloud.create_nodes(request_of(offer)))
-    assert "`sky`" in caught.value.hints[0] and not bench.gce.calls
+    assert "`sky check gcp`" in caught.value.hints[0] and not bench.gce.calls
 
 
 def test_lists_tell_a_preempted_node_from_one_that_was_ended(bench: Any, request_of: Make) -> None:

@@ -26,15 +26,26 @@ def test_ssh_is_for_the_caller_ports_for_all_and_nodes_are_among_themselves(benc
     assert rules.keys() == {"shut", "ssh", "nodes", "ports"}
     tags = set(bench.gce.find(nodes[0].id.rpartition("/")[2])["tags"]["items"])
     gang = rules["ssh"]["targetTags"]
-    assert set(rules["shut"]["targetTags"]) | set(gang) == tags
+    peers = rules["nodes"]["targetTags"]
+    assert set(rules["shut"]["targetTags"]) | set(gang) | set(peers) == tags
     assert rules["ssh"]["sourceRanges"] == ["127.0.0.1/32"]
     assert rules["ssh"]["allowed"] == [{"IPProtocol": "tcp", "ports": ["22"]}]
-    assert rules["nodes"]["sourceTags"] == gang == rules["nodes"]["targetTags"]
+    assert rules["nodes"]["sourceTags"] == peers != gang
     assert rules["ports"]["allowed"] == [{"IPProtocol": "tcp", "ports": ["8080", "9000-9010"]}]
     assert rules["shut"]["denied"] == [{"IPProtocol": "all"}]
     # The lower number wins, and the default network lets ssh in with 65534.
     assert {rules[each]["priority"] for each in ("ssh", "nodes", "ports")} == {900}
     assert 900 < rules["shut"]["priority"] < 65534
+
+
+def test_a_node_made_later_for_the_same_attempt_is_among_the_others(bench: Any, request_of: Make) -> None:
+    bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
+    (later,) = bench.run(bench.cloud.create_nodes(request_of(token="1" * 32)))
+    (other,) = bench.run(bench.cloud.create_nodes(request_of(token="2" * 32, attempt=2)))
+    rules = read_rules(bench)
+    (peers,) = rules["nodes"]["targetTags"]
+    has_tag = [peers in bench.gce.find(node.id.rpartition("/")[2])["tags"]["items"] for node in (later, other)]
+    assert has_tag == [True, False]
 
 
 def test_a_lone_node_without_ports_has_one_rule_of_its_own(bench: Any, request_of: Make) -> None:

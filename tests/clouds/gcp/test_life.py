@@ -64,6 +64,23 @@ def make_plan(offer: Offer, zones: Sequence[str], *, is_spot: bool = True, node_
     return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-09-01", reason="it is cheapest")
 
 
+def test_nodes_that_were_started_again_go_on_costing(life: Life) -> None:
+    plan = make_plan(life.bed.offer, ["us-central1-a"], is_spot=False)
+
+    async def act() -> None:
+        await life.provisioner.up("c", plan, hedge=1)
+        await life.bed.clock.sleep(3600)
+        await life.provisioner.stop("c")
+        await life.bed.clock.sleep(36000)
+        cluster = await life.provisioner.start("c")
+        await life.bed.clock.sleep(3600)
+        await life.provisioner.refresh(cluster)
+        spent_usd = life.store.spend_usd(cluster="c", now_s=life.bed.clock.now_s())
+        assert spent_usd == pytest.approx(2 * plan.choice.placement.usd_hour, rel=0.02)
+
+    life.run(act())
+
+
 def test_a_full_zone_is_passed_over_and_leaves_nothing(life: Life) -> None:
     life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # not enough for a gang of two
     plan = make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])

@@ -89,6 +89,26 @@ def test_a_disk_is_of_a_kind_that_its_machine_takes(
     assert gang["instance_properties"]["disks"][0]["initialize_params"]["disk_type"] == kind
 
 
+@pytest.mark.parametrize(
+    ("tier", "size_gib", "figures"),
+    [
+        (None, 256, None),
+        ("medium", 256, None),
+        ("low", 256, (3000, 140)),
+        ("best", 256, (16000, 1000)),
+        ("best", 10, (5000, 1000)),
+        ("ultra", 10, (5000, 1250)),
+    ],
+)
+def test_the_one_kind_of_disk_of_newer_machines_is_as_fast_as_its_tier(
+    request_of: Make, offer_of: MakeOffer, tier: str | None, size_gib: int, figures: tuple[int, int] | None
+) -> None:
+    request = request_of(offer_of("c4-standard-4"), spec=MachineSpec(disk_tier=tier, disk_size_gib=size_gib))
+    disk = machine.make_instance(request, "z", IMAGE, Settings())["disks"][0]["initialize_params"]
+    told = (disk["provisioned_iops"], disk["provisioned_throughput"]) if "provisioned_iops" in disk else None
+    assert told == figures
+
+
 @pytest.mark.parametrize("bad", ["n1-standard-4+1xH100", "ct5lp-hightpu-8t", "tpu-v4-8"])
 def test_what_cannot_be_made_is_refused_before_it_is_asked_for(request_of: Make, offer_of: MakeOffer, bad: str) -> None:
     with pytest.raises(InvalidRequestError):
@@ -160,5 +180,5 @@ def test_a_quota_that_google_does_not_tell_is_not_taken_for_nothing(request_of: 
     check_quotas(needs, {}, project="p")
     short = {"NVIDIA_T4_GPUS": Quota(metric="NVIDIA_T4_GPUS", limit=4, usage=4)}
     with pytest.raises(QuotaError) as caught:
-        check_quotas(needs, short, project="p", place="us-central1")
+        check_quotas(needs, short, project="p", region="us-central1")
     assert "0 of 4 left (NVIDIA_T4_GPUS)" in caught.value.message

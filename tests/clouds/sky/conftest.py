@@ -18,23 +18,10 @@ from broker.clouds.sky.memory import Memory
 from broker.errors import UnknownOutcomeError
 from broker.types import Node, Offer
 from tests.clouds.contract import Bed
+from tests.clouds.jumping import JumpingClock
 
 ACCEPT_S, BOOT_S, DOWN_S = 2.0, 180.0, 30.0  # a request waits for a worker; a cluster comes up; it goes
 IDS = itertools.count(1)
-
-
-class JumpingClock:
-    """Nobody waits: a sleep moves the time on at once."""
-
-    def __init__(self) -> None:
-        self._now_s = 1_790_000_000.0
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self._now_s += duration_s
-        await asyncio.sleep(0)
 
 
 @dataclass

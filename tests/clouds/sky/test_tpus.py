@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from broker.clouds import CLOUDS
-from broker.clouds.base import CanPrepare, CanStop, CanSweep
+from broker.clouds.base import CanExtend, CanPrepare, CanStop, CanSweep, HandsOutHosts
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.sky import tpus
 from broker.clouds.sky.cloud import SkyCloud
@@ -84,7 +84,9 @@ def test_half_a_list_is_no_list(cloud: TpuCloud, own: Own) -> None:
 
 
 def test_it_can_what_googles_adapter_can(cloud: TpuCloud) -> None:
-    assert isinstance(cloud, CanStop) and isinstance(cloud, CanPrepare) and isinstance(cloud, CanSweep)
+    """With SkyPilot beside it, Google's machines still boot with our script and are reached by ssh."""
+    for ability in (CanExtend, CanPrepare, CanStop, CanSweep, HandsOutHosts):
+        assert isinstance(cloud, ability), ability.__name__
     assert cloud.settle_s == max(GcpCloud.settle_s, SkyCloud.settle_s)
     assert CLOUDS["gcp"] == "broker.clouds.sky.tpus:make_cloud"
 

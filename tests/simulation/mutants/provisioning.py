@@ -32,9 +32,9 @@ def effect_before_intent() -> Patches:
     """The record is written when the nodes are there."""
     create = Asker._create
 
-    def open_intent(self: Any, wanted: Any, placement: Any, *, is_first: bool) -> Any:
+    def open_intent(self: Any, wanted: Any, placement: Any, **more: Any) -> Any:
         with patch.object(IntentRows, "put_intent"):
-            return open_as_usual(self, wanted, placement, is_first=is_first)
+            return open_as_usual(self, wanted, placement, **more)
 
     async def create_then_write(self: Any, one: Any, wanted: Any) -> Any:
         made = await create(self, one, wanted)
@@ -151,6 +151,15 @@ def late_call_unheard() -> Patches:
         return CapacityError("not needed any more", scope="zone")
 
     return (patch.object(Asker, "_hear_out", hear_nothing),)
+
+
+def late_nodes_of_a_closed_intent_kept() -> Patches:
+    """Whoever closed the intent has ended them, surely."""
+
+    async def do_nothing(self: Any, one: Any) -> None:
+        return
+
+    return (patch.object(Asker, "_end_unless_open", do_nothing),)
 
 
 def answer_awaited_for_ever() -> Patches:

@@ -54,6 +54,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=provisioning.refusal_for_ever, letters="S13", scene="a place that has room again"),
     Mutant(plant=provisioning.late_gang_kept, letters="L1", scene="mute calls and a long program"),
     Mutant(plant=provisioning.late_call_unheard, letters="S10", scene="mute calls"),
+    Mutant(
+        plant=provisioning.late_nodes_of_a_closed_intent_kept, letters="S2", scene="taken down while its call hangs"
+    ),
     Mutant(plant=provisioning.answer_awaited_for_ever, letters="L2", scene="mute calls and no hedge"),
     Mutant(plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", scene="lists that are empty for a while"),
     Mutant(

@@ -1,0 +1,163 @@
+"""Runs a phase in a container of the node's docker, as if it ran on the node itself. Standard library only.
+
+One container a node and image lives as long as the node, so that what `setup` installs is there for `run`. The node's
+home is at its own path inside, network and devices are the node's. Nothing secret is in any argument.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+EX_UNAVAILABLE = 69
+START_S = 60.0
+LOGIN = ("SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER")
+DEVICES = ("/dev/infiniband", "/dev/kfd", "/dev/dri", "/dev/fuse")  # of those, what the node has
+INSTALL = "sudo -n apt-get update -q && sudo -n apt-get install -y -q docker.io"
+# Ends all that carry a mark in their environment: those of the container are root's, and are seen from inside only.
+KILL = """\
+grep -lF -e "$1" /proc/[0-9]*/environ 2>/dev/null | while IFS=/ read -r _ _ pid _; do kill -"$2" "$pid"; done
+true"""
+# The main process of a container: it ends with the node's process that holds its input open.
+KEEP = "sleep 2147483647 | { @DOCKER@; kill -KILL 0; }"
+
+
+class Failure(Exception):
+    """Told in the run's log."""
+
+
+class Container:
+    """`image` on this node. `mounts`: what lies outside the home folder and is seen inside at the same path."""
+
+    def __init__(self, image: str, *, home: Path, mounts: list[str], has_gpus: bool) -> None:
+        self._image, self._home, self._mounts, self._has_gpus = image, home, mounts, has_gpus
+        text = "\0".join([str(home), image, *sorted(mounts), str(has_gpus)])
+        self.name = "broker-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._docker: list[str] | None = None
+
+    def prepare(self, variables: Mapping[str, str]) -> None:
+        """Have it running; what docker says of it goes to stdout. Asked again it changes nothing. Raises Failure."""
+        docker = self._find_docker()
+        if self._call("inspect", self.name).returncode == 0 and self._call("exec", self.name, "true").returncode == 0:
+            return
+        self._call("rm", "--force", self.name)
+        if self._call("image", "inspect", self._image).returncode:
+            self._log_in(docker, variables)
+            if subprocess.run([*docker, "pull", self._image], check=False, stdin=subprocess.DEVNULL).returncode:
+                raise Failure(f"docker cannot pull `{self._image}`")
+        argv = [*docker, "run", "--rm", "--interactive", "--name", self.name, *self._list_flags(), self._image, "cat"]
+        log = self._home / ".broker" / f"{self.name}.log"
+        with log.open("wb") as said:
+            keeper = subprocess.Popen(
+                ["sh", "-c", KEEP.replace("@DOCKER@", shlex.join(argv))],
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+            )  # fmt: skip
+        give_up_s = time.monotonic() + START_S
+        while self._call("exec", self.name, "true").returncode:
+            if keeper.poll() is not None or time.monotonic() >= give_up_s:
+                raise Failure(f"docker cannot run `{self._image}`: {log.read_text(errors='replace').strip()[-300:]}")
+            time.sleep(0.1)
+
+    def make_argv(self, script: Path, folder: Path) -> list[str]:
+        """What runs a file of commands inside, with its output and its exit code."""
+        return [*self._find_docker(), "exec", "--workdir", str(folder), self.name, "sh", str(script)]
+
+    def signal(self, mark: str, number: int) -> None:
+        """To every process inside that has this `NAME=value` in its environment."""
+        try:
+            self._call("exec", self.name, "sh", "-c", KILL, "sh", mark, signal.Signals(number).name[3:])
+        except Failure:
+            pass  # then nothing runs in it
+
+    def _list_flags(self) -> list[str]:
+        flags = ["--network", "host", "--ipc", "host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+        flags += ["--entrypoint", "", "--volume", f"{self._home}:{self._home}"]
+        for path in self._mounts:
+            flags += ["--volume", f"{path}:{path}"]
+        for path in DEVICES:
+            if Path(path).exists():
+                flags += ["--device", path]
+        if Path("/dev/fuse").exists():
+            flags += ["--cap-add", "SYS_ADMIN", "--security-opt", "apparmor:unconfined"]
+        return [*flags, "--gpus", "all"] if self._has_gpus and not Path("/dev/kfd").exists() else flags
+
+    def _find_docker(self) -> list[str]:
+        """As ourselves, else as root; installed where the node has none and knows how."""
+        if self._docker:
+            return self._docker
+        if not shutil.which("docker") and shutil.which("apt-get"):
+            print("this node has no docker: installing it", flush=True)
+            subprocess.run(["sh", "-c", INSTALL], check=False, stdin=subprocess.DEVNULL)
+        path = shutil.which("docker")
+        if path is None:
+            raise Failure("this node has no docker; an `image_id` with docker in it helps, or no `docker:` image")
+        said = ""
+        for argv in ([path], ["sudo", "-n", path]):
+            try:
+                done = subprocess.run([*argv, "info"], capture_output=True, check=False, stdin=subprocess.DEVNULL)
+            except FileNotFoundError:  # no sudo
+                continue
+            if done.returncode == 0:
+                self._docker = argv
+                return argv
+            said = said or done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise Failure(f"this node's docker does not answer: {said[:300]}")
+
+    def _log_in(self, docker: list[str], variables: Mapping[str, str]) -> None:
+        """SkyPilot's variables of a private registry."""
+        user, password, server = (variables.get(name, "") for name in LOGIN)
+        if user and password:
+            argv = [*docker, "login", "--username", user, "--password-stdin", *([server] if server else [])]
+            done = subprocess.run(argv, input=password.encode(), capture_output=True, check=False)
+            if done.returncode:
+                raise Failure(f"the registry refused the login of `{user}`")
+
+    def _call(self, *words: str) -> subprocess.CompletedProcess[bytes]:
+        argv = [*self._find_docker(), *words]
+        return subprocess.run(argv, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def find_container(spec: Mapping[str, Any], home: Path) -> Container | None:
+    """The one that a run's spec asks for."""
+    if not spec.get("image"):
+        return None
+    has_gpus = float(spec["gpus_per_node"]) > 0
+    return Container(str(spec["image"]), home=home, mounts=list(spec.get("mounts") or []), has_gpus=has_gpus)
+
+
+def write_script(path: Path, script: str, variables: Mapping[str, str]) -> None:
+    """The commands with their environment, to be read by us alone. What the image sets stays where we say nothing."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    lines.append('for shell in bash sh; do command -v "$shell" >/dev/null && break; done')
+    lines.append(f'exec "$shell" -c {shlex.quote(script)}')
+    fd = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def main(phase_folder: str, phase: str) -> None:
+    """`agent.py _contain FOLDER PHASE`: prepare, then become the command; both words go where ours do."""
+    import agent_files  # type: ignore[import-not-found]
+
+    folder = Path(phase_folder)
+    spec = agent_files.read_json(folder / "spec.json")
+    container = find_container(spec, agent_files.HOME)
+    assert container is not None, "only runs with an image come here"
+    try:
+        container.prepare({**spec["envs"], **spec["secrets"]})
+    except Failure as failure:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+        sys.exit(EX_UNAVAILABLE)
+    argv = container.make_argv(folder / f"{phase}.sh", agent_files.HOME / "sky_workdir")
+    os.execv(argv[0] if os.sep in argv[0] else str(shutil.which(argv[0])), argv)

@@ -1,0 +1,87 @@
+"""A launch that clouds refuse, as its user reads it: what happened where, why, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.clock import SystemClock
+from tests.testbed.ec2 import FakeAws
+from tests.testbed.ec2_account import Account
+from tests.testbed.gce import FakeGce
+from tests.testbed.gce_server import serve
+
+ASK = ("launch", "-y", "-c", "train", "--use-spot", "--hedge", "1")
+ON_AWS = (*ASK, "--infra", "aws/us-east-1", "-t", "g5.xlarge", "true")
+ON_GCP = (*ASK, "--infra", "gcp/us-central1", "-t", "e2-standard-4", "true")
+
+
+@pytest.fixture
+def account(shell: Any, tmp_path: Path) -> Iterator[Account]:
+    account = Account(clock=SystemClock())
+    aws = FakeAws(account)
+    shell.environment |= aws.environment
+    shell.home.mkdir()
+    (shell.home / "aws.toml").write_text('ssh_from = ["203.0.113.7/32"]\nregions = ["us-east-1"]\n')
+    yield account
+    aws.close()
+
+
+def count_launches(account: Account) -> int:
+    return sum(action == "ec2:RunInstances" for action, _, _ in account.calls)
+
+
+def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shell: Any, account: Account) -> None:
+    account.fail("RunInstances", "InsufficientInstanceCapacity", status=500)
+    account.fail("RunInstances", "Unsupported", status=400)
+    account.fail("RunInstances", "MaxSpotInstanceCountExceeded")
+    done = shell.run(*ON_AWS, code=5)
+    error = done.stderr.partition("error: ")[2]
+    first, *details = error.partition("\n\nhint: ")[0].splitlines()
+    assert first == "no place would give train its nodes now"
+    assert "  1 x g5.xlarge spot in us-east-1a (aws): InsufficientInstanceCapacity: " in details[0]
+    assert "  1 x g5.xlarge spot in us-east-1b (aws): Unsupported: " in details[1]
+    assert "us-east-1c" in details[2] and "quota of us-east-1: 1 x g5.xlarge spot takes 4 vCPUs" in details[2]
+    assert len(details) == 3, "zones that the quota covers share its line"
+    assert error.count("--quota-code L-3819A6DF --region us-east-1 --desired-value 1004") == 1
+    assert "describe-instance-type-offerings" in error
+    assert count_launches(account) == 3 and account.instances == {}
+    again = shell.run(*ON_AWS, code=5).stderr
+    assert count_launches(account) == 3, "what refused a moment ago is remembered by the next command"
+    assert again.count("(remembered, not asked again yet)") == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "hint"),
+    [
+        ("UnauthorizedOperation", 403, "`broker check --policy aws` prints the permissions that are needed."),
+        ("ExpiredToken", 400, "Log in with `aws configure` or `aws sso login`, then run `broker check`."),
+    ],
+)
+def test_aws_is_asked_no_further_where_the_login_is_at_fault(
+    shell: Any, account: Account, code: str, status: int, hint: str
+) -> None:
+    account.fail("RunInstances", code, status=status, times=9)
+    done = shell.run(*ON_AWS, code=5)
+    assert f"error: {code}: " in done.stderr and f"\nhint: {hint}\n" in done.stderr
+    assert count_launches(account) == 1
+    assert shell.read_json("status")["clusters"] == []
+
+
+def test_each_refusal_of_google_is_told_once_with_its_reason_and_what_mends_it(shell: Any) -> None:
+    gce = FakeGce()
+    gce.fail("POST", "instances", code="ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS")
+    gce.fail("POST", "instances", code="QUOTA_EXCEEDED")
+    with serve(gce) as url:
+        shell.environment |= {"BROKER_GCP_ENDPOINT": url, "GOOGLE_CLOUD_PROJECT": gce.project}
+        error = shell.run(*ON_GCP, code=5).stderr.partition("error: ")[2]
+    first, *details = error.partition("\n\nhint: ")[0].splitlines()
+    assert first == "no place would give train its nodes now"
+    assert "us-central1-a (gcp): injected ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS" in details[0]
+    assert "us-central1-b" in details[1] and "us-central1-c" in details[1] and "QUOTA_EXCEEDED" in details[1]
+    assert len(details) == 2 and url not in error
+    assert "hint: Ask for more: https://console.cloud.google.com/iam-admin/quotas" in error
+    assert gce.list_names() == [] and [name for name in gce.firewalls if not name.endswith("-shut")] == []

@@ -1,0 +1,63 @@
+"""A clock that jumps: nobody waits for it, and it stands still while a call to a cloud is under way in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from asyncio.base_events import BaseEventLoop
+from typing import Any
+
+import pytest
+
+START_S = 1_790_000_000.0
+QUIET_MIN = 25  # rounds of the event loop in which nobody has anything to do but to wait for the clock
+POLL_S = 0.0005
+
+
+class Calls:
+    """How many calls are under way in threads."""
+
+    count = 0
+
+
+def count_calls(patch: pytest.MonkeyPatch) -> None:
+    """For a fixture: without it a limit on a call's time would jump past the call itself."""
+    run = BaseEventLoop.run_in_executor
+
+    def counted(self: BaseEventLoop, executor: Any, function: Any, *arguments: Any) -> Any:
+        Calls.count += 1
+        future = run(self, executor, function, *arguments)
+        future.add_done_callback(_note_end)
+        return future
+
+    patch.setattr(BaseEventLoop, "run_in_executor", counted)
+    patch.setattr(Calls, "count", 0)
+
+
+def _note_end(future: asyncio.Future[Any]) -> None:
+    Calls.count -= 1
+
+
+class JumpingClock:
+    """Of all who sleep the one who is due first wakes up, as soon as nothing else can happen."""
+
+    def __init__(self) -> None:
+        self._now_s = START_S
+        self._sleepers: set[tuple[float, int]] = set()
+        self._serials = itertools.count()
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        mine = (self._now_s + duration_s, next(self._serials))
+        self._sleepers.add(mine)
+        try:
+            quiet, seen_s = 0, self._now_s
+            while quiet < QUIET_MIN or min(self._sleepers) != mine:
+                is_quiet = Calls.count == 0 and self._now_s == seen_s
+                quiet, seen_s = quiet + 1 if is_quiet else 0, self._now_s
+                await asyncio.sleep(POLL_S if Calls.count else 0)
+        finally:
+            self._sleepers.discard(mine)
+        self._now_s = max(self._now_s, mine[0])

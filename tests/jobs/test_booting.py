@@ -1,0 +1,104 @@
+"""Machines that boot for minutes are waited for, and those that never answer are given up with words that help."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.cli import clusters
+from broker.clouds.aws.cloud import AwsCloud
+from broker.clouds.gcp.cloud import GcpCloud
+from broker.errors import CloudError, TransientError, UnreachedError
+from broker.provision.lifecycle import Provisioner
+from broker.types import Cluster, ClusterStatus, JobStatus, Node, NodeState, Placement, Task
+from tests.simulation.test_crashes import check, run_to_end
+from tests.simulation.world import SimulatedGang, World, make_offer
+
+
+class SlowGang(SimulatedGang):
+    """Its nodes answer only `boot_s` after they were first asked; each question takes a minute to fail."""
+
+    def __init__(self, *arguments: Any, error: CloudError, boot_s: float) -> None:
+        super().__init__(*arguments, exit_codes=())
+        self._error, self._boot_s = error, boot_s
+        self._first_s: dict[str, float] = {}
+
+    async def prepare(self, cluster: Cluster, task: Task) -> None:
+        now_s = self._clock.now_s()
+        if now_s < self._first_s.setdefault(cluster.name, now_s) + self._boot_s:
+            await self._clock.sleep(60.0)
+            raise self._error
+        await super().prepare(cluster, task)
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (UnreachedError("node `n` cannot be reached", node_id="n"), 1),
+        (TransientError("the agent failed"), 3),
+    ],
+)
+def test_job_waits_for_machines_that_boot_and_not_for_agents_that_fail(
+    tmp_path: Path, error: CloudError, attempts: int
+) -> None:
+    world = World(tmp_path)
+    world.gang = SlowGang(world.cloud, world.clock, error=error, boot_s=300.0)
+    run_to_end(world, "none")
+    if attempts == 1:
+        check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == attempts
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.time_s += duration_s
+
+
+def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_costs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    offer = replace(make_offer("east1a"), cloud="aws", ondemand_usd_hour=2.0)
+    node = Node(
+        id="i-1", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, region="us-east-1"
+    )
+    placement = Placement(offer=offer, is_spot=False, node_count=1)
+    cluster = Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(node,))
+    clock = Clock()
+
+    async def prepare(cluster: Cluster, task: Task) -> None:
+        clock.time_s += 60
+        raise UnreachedError("node `i-1` cannot be reached: Connection timed out", node_id="i-1")
+
+    async def refresh(cluster: Cluster) -> Cluster:
+        return cluster
+
+    provisioner = SimpleNamespace(refresh=refresh, _clouds={"aws": AwsCloud.__new__(AwsCloud)})
+    provisioner.hint_console = lambda *asked: Provisioner.hint_console(provisioner, *asked)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(clock=clock, gang=SimpleNamespace(prepare=prepare), provisioner=provisioner)
+    with pytest.raises(TransientError) as caught:
+        asyncio.run(clusters._prepare(context, cluster, Task()))
+    assert "for 5 minutes; cluster `c` is up at 2.00 USD/h" in caught.value.message
+    console, end = caught.value.hints
+    assert "aws ec2 get-console-output --region us-east-1 --instance-id i-1" in console
+    assert "`broker down c` ends it" in end
+    assert capsys.readouterr().err.count("it may still boot") == 4
+
+
+def test_google_names_its_own_console() -> None:
+    node = Node(
+        id="proj/us-central1-a/broker-x-0", cloud="gcp", owner="me", cluster="c", attempt=1, rank=0,
+        state=NodeState.RUNNING,
+    )  # fmt: skip
+    command = GcpCloud.name_console(GcpCloud.__new__(GcpCloud), node)
+    assert command.endswith("get-serial-port-output broker-x-0 --project proj --zone us-central1-a")

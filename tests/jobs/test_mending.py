@@ -1,0 +1,137 @@
+"""An elastic job beset by losses, faults and crashes: one attempt while it can be, and never a node too many."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.simulated import FaultRates
+from broker.types import Cluster, JobRecovery, JobStatus, Node, NodeState, Resources, RunStatus, Task
+from tests.simulation.test_crashes import check, drive
+from tests.simulation.world import Crash, Report, SimulatedGang, World, _Run
+
+RATES = FaultRates(transient=0.05, throttled=0.03, unknown_before=0.1, unknown_after=0.1, full=0.2, forgotten=0.05)
+
+
+class ElasticGang(SimulatedGang):
+    """Its program goes on while the first node is there; nodes that the record calls gone are not asked."""
+
+    def _measure(self, run: _Run) -> tuple[int, RunStatus, int | None]:
+        return super()._measure(replace(run, ids=run.ids[:1]))
+
+    def _find_nodes(self, cluster: Cluster) -> list[Node]:
+        return super()._find_nodes(replace(cluster, nodes=live(cluster)))
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        report = await super().poll(cluster, run_id)
+        ranks = tuple(live(cluster)[place].rank for place in report.unreachable)
+        return replace(report, unreachable=ranks)
+
+
+def live(cluster: Cluster) -> tuple[Node, ...]:
+    return tuple(node for node in cluster.nodes if node.state is not NodeState.TERMINATED)
+
+
+def make_world(folder: Path, *, crash_at: int | None = None, **options: object) -> World:
+    world = World(folder, **options)  # type: ignore[arg-type]
+    world.gang = ElasticGang(world.cloud, world.clock, steps=150)
+    recovery = JobRecovery(nodes_min=1)
+    world.task = Task(name="train", run="train", num_nodes=2, resources=(Resources(job_recovery=recovery),))
+    world.job_id = world.store.add_job("train", world.task).id
+    world.points.crash_at = None if crash_at is None else world.points.count + crash_at
+    return world
+
+
+async def take_nodes(world: World, *losses: tuple[float, int]) -> None:
+    """At each time of the program, end the live node of a rank."""
+    while not (started := [each.running_s for each in world.store.list_attempts(world.job_id) if each.running_s]):
+        await world.clock.sleep(0.5)
+    for after_s, rank in losses:
+        await world.clock.sleep(max(0.0, min(started) + after_s - world.clock.now_s()))
+        (cluster,) = world.store.list_clusters()
+        world.cloud.preempt([node.id for node in cluster.nodes if node.rank == rank])
+
+
+async def act(world: World, *losses: tuple[float, int]) -> None:
+    outside = asyncio.ensure_future(take_nodes(world, *losses))
+    try:
+        await drive(world, "plain", set())
+    finally:
+        outside.cancel()
+
+
+def list_events(world: World) -> list[str]:
+    return [event.message for event in world.store.list_events(job_id=world.job_id)]
+
+
+def test_two_losses_cost_two_nodes_and_no_attempt(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.clock.run(lambda: act(world, (10, 1), (80, 1)))
+    check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == 1 and world.gang.starts == 1
+    nodes = [node for node in world.cloud.observe() if node.owner == "me"]
+    assert len(nodes) == 4, "each loss is made good once"
+    assert list_events(world).count("node 1 gone: going on with 1 of 2") == 2
+
+
+def test_loss_of_the_first_node_is_a_new_attempt_also_while_another_is_on_its_way(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.clock.run(lambda: act(world, (10, 1), (10.2, 0)))
+    check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == 2
+
+
+def test_place_that_is_full_is_asked_again_later_and_the_work_goes_on(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+
+    async def fill() -> None:
+        outside = asyncio.ensure_future(take_nodes(world, (10, 1)))
+        while not any("going on" in event for event in list_events(world)):
+            if any("started" in event for event in list_events(world)):
+                world.cloud.faults = FaultRates(full=1.0)
+            await world.clock.sleep(0.2)
+        outside.cancel()
+
+    async def both() -> None:
+        filling = asyncio.ensure_future(fill())
+        await drive(world, "plain", set())
+        filling.cancel()
+
+    world.clock.run(both)
+    check(world, JobStatus.SUCCEEDED)
+    refusals = [event for event in list_events(world) if "no node to replace the lost one" in event]
+    assert 1 <= len(refusals) <= 9, "it waits longer each time"
+    assert len(world.get_job().attempts) == 1
+
+
+def run_with_crashes(world: World, losses: tuple[tuple[float, int], ...], next_crash: Callable[[], int | None]) -> None:
+    for _ in range(30):
+        try:
+            world.clock.run(lambda: act(world, *losses))
+            return
+        except Crash:
+            world.reborn(next_crash())
+    world.reborn()
+    world.clock.run(lambda: act(world, *losses))
+
+
+@pytest.mark.parametrize("crash_at", range(1, 60, 2))
+def test_crash_at_any_deed_leaves_a_finished_job_and_no_node(tmp_path: Path, crash_at: int) -> None:
+    world = make_world(tmp_path, crash_at=crash_at)
+    run_with_crashes(world, ((10, 1),), lambda: None)
+    check(world, JobStatus.SUCCEEDED)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    world = make_world(tmp_path, crash_at=draw.randrange(5, 60), faults=RATES, seed=seed)
+    losses = tuple((draw.uniform(5, 120), draw.choice((1, 1, 1, 0))) for _ in range(draw.randrange(1, 4)))
+    run_with_crashes(world, tuple(sorted(losses)), lambda: draw.randrange(5, 80))
+    check(world, JobStatus.SUCCEEDED)
+    assert world.cloud.fault_counts, "no fault was played"

@@ -1,0 +1,281 @@
+"""A Google and an Azure bucket on the loopback, as far as obstore speaks to them: objects in a dict, nothing kept.
+
+Paths and headers follow Google's XML API (docs.cloud.google.com/storage/docs/xml-api) and Azure's Blob service REST API
+(learn.microsoft.com/rest/api/storageservices). Logins are not looked at.
+"""
+
+import contextlib
+import email
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+BUCKET = "testbed"
+
+
+@dataclass(kw_only=True)
+class Objects:
+    """What is in the bucket, and what was asked."""
+
+    content: dict[str, bytes] = field(default_factory=dict)
+    parts: dict[str, dict[str, bytes]] = field(default_factory=dict)  # of uploads under way
+    refused_count: int = 0  # conditional writes that met an object
+    part_count: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def put(self, name: str, content: bytes, *, is_new_only: bool) -> bool:
+        """Whether it was written: the one atomic step."""
+        with self.lock:
+            if is_new_only and name in self.content:
+                self.refused_count += 1
+                return False
+            self.content[name] = content
+            return True
+
+    def find(self, prefix: str, delimiter: str) -> tuple[list[str], list[str]]:
+        """Names under a prefix, and the prefixes that a delimiter makes of the others."""
+        with self.lock:
+            names = sorted(name for name in self.content if name.startswith(prefix))
+        if not delimiter:
+            return names, []
+        ends = {name: name.find(delimiter, len(prefix)) for name in names}
+        folders = sorted({name[: end + 1] for name, end in ends.items() if end >= 0})
+        return [name for name, end in ends.items() if end < 0], folders
+
+
+class Handler(BaseHTTPRequestHandler):
+    """What both clouds have in common."""
+
+    protocol_version = "HTTP/1.1"
+    objects: ClassVar[Objects]
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+    def begin(self) -> tuple[str, dict[str, str], bytes]:
+        """The object's name, the query and the body."""
+        parts = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        _, _, name = unquote(parts.path).lstrip("/").partition(f"{BUCKET}")
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return name.lstrip("/"), query, body
+
+    def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        """One whole answer."""
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def answer_object(self, name: str) -> None:
+        """All of it or the range that was asked for."""
+        content = self.objects.content.get(name)
+        if content is None:
+            self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return
+        headers = describe(content)
+        asked = self.headers.get("Range") or self.headers.get("x-ms-range")
+        if not asked:
+            length = {"Content-Length": str(len(content))} if self.command == "HEAD" else {}
+            self.answer(200, content, headers | length)
+            return
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        end = min(int(last) + 1 if last else len(content), len(content))
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+        self.answer(206, content[int(first) : end], headers)
+
+    def do_GET(self) -> None:
+        """A list, or an object."""
+        name, query, _ = self.begin()
+        if name:
+            self.answer_object(name)
+        else:
+            self.answer(200, self.write_list(*self.objects.find(query.get("prefix", ""), query.get("delimiter", ""))))
+
+    def do_HEAD(self) -> None:
+        """What an object is like."""
+        self.answer_object(self.begin()[0])
+
+    def write_list(self, names: list[str], folders: list[str]) -> bytes:
+        """In the cloud's words."""
+        raise NotImplementedError
+
+
+class Google(Handler):
+    """Google's XML API; generation 0 stands for an object that is not there."""
+
+    def do_PUT(self) -> None:
+        """An object, a copy, or a part of an upload."""
+        name, query, body = self.begin()
+        if "uploadId" in query:
+            self.objects.parts[query["uploadId"]][query["partNumber"]] = body
+            self.objects.part_count += 1
+            self.answer(200, headers={"ETag": tag(body)})
+            return
+        if source := self.headers.get("x-goog-copy-source"):
+            body = self.objects.content[unquote(source).lstrip("/").removeprefix(f"{BUCKET}/")]
+        is_new_only = self.headers.get("x-goog-if-generation-match") == "0"
+        if not self.objects.put(name, body, is_new_only=is_new_only):
+            self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        elif source:
+            answer = f"<CopyObjectResult><ETag>{tag(body)}</ETag></CopyObjectResult>"
+            self.answer(200, answer.encode(), {"ETag": tag(body)})
+        else:
+            self.answer(200, headers={"ETag": tag(body), "x-goog-generation": "1"})
+
+    def do_POST(self) -> None:
+        """An upload in parts begins, or is put together."""
+        name, query, body = self.begin()
+        if "uploads" in query:
+            upload = str(len(self.objects.parts) + 1)
+            self.objects.parts[upload] = {}
+            self.answer(200, wrap("InitiateMultipartUploadResult", UploadId=upload).encode())
+            return
+        parts = self.objects.parts.pop(query["uploadId"])
+        numbers = [each.text for each in ElementTree.fromstring(body).iter() if each.tag.endswith("PartNumber")]
+        whole = b"".join(parts[number] for number in numbers if number)
+        self.objects.put(name, whole, is_new_only=False)
+        self.answer(200, wrap("CompleteMultipartUploadResult", ETag=tag(whole)).encode())
+
+    def do_DELETE(self) -> None:
+        """An object."""
+        name, _, _ = self.begin()
+        is_known = self.objects.content.pop(name, None) is not None
+        self.answer(204 if is_known else 404)
+
+    def write_list(self, names: list[str], folders: list[str]) -> bytes:
+        """ListBucketResult."""
+        contents = "".join(
+            "<Contents>"
+            f"<Key>{escape(name)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<ETag>{tag(self.objects.content[name])}</ETag><Size>{len(self.objects.content[name])}</Size>"
+            "</Contents>"
+            for name in names
+        )
+        prefixes = "".join(f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in folders)
+        return f"<ListBucketResult>{contents}{prefixes}</ListBucketResult>".encode()
+
+
+class Azure(Handler):
+    """Azure's Blob service."""
+
+    def do_PUT(self) -> None:
+        """A blob, a copy, a block, or the list that makes blocks a blob."""
+        name, query, body = self.begin()
+        headers = {"ETag": tag(body), "x-ms-request-id": "1", "Last-Modified": formatdate(usegmt=True)}
+        if query.get("comp") == "block":
+            self.objects.parts.setdefault(name, {})[query["blockid"]] = body
+            self.objects.part_count += 1
+            self.answer(201, headers=headers)
+            return
+        if query.get("comp") == "blocklist":
+            ids = [each.text or "" for each in ElementTree.fromstring(body)]
+            body = b"".join(self.objects.parts[name][each] for each in ids)
+            headers["ETag"] = tag(body)
+        if source := self.headers.get("x-ms-copy-source"):
+            body = self.objects.content[unquote(urlsplit(source).path).partition(f"{BUCKET}/")[2]]
+        if self.objects.put(name, body, is_new_only=self.headers.get("If-None-Match") == "*"):
+            self.answer(202 if source else 201, headers={**headers, "x-ms-copy-status": "success"})
+        else:
+            self.answer(409, b"<Error><Code>BlobAlreadyExists</Code></Error>", {"x-ms-error-code": "BlobAlreadyExists"})
+
+    def do_POST(self) -> None:
+        """Several deletions in one request, each answered in a part of its own."""
+        _, _, body = self.begin()
+        head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
+        answers = []
+        for part in email.message_from_bytes(head + body).get_payload():
+            request = part.get_payload()
+            name = unquote(request.split(" ")[1].partition("?")[0]).partition(f"{BUCKET}/")[2]
+            is_known = self.objects.content.pop(name, None) is not None
+            status = "202 Accepted" if is_known else "404 The specified blob does not exist."
+            code = "" if is_known else "x-ms-error-code: BlobNotFound\r\n"
+            answers.append(
+                f"Content-Type: application/http\r\nContent-ID: {part['Content-ID']}\r\n\r\n"
+                f"HTTP/1.1 {status}\r\nx-ms-request-id: 1\r\n{code}Content-Length: 0\r\n\r\n"
+            )
+        text = "".join(f"--batch\r\n{each}\r\n" for each in answers) + "--batch--\r\n"
+        self.answer(202, text.encode(), {"Content-Type": "multipart/mixed; boundary=batch"})
+
+    def do_DELETE(self) -> None:
+        """A blob."""
+        name, _, _ = self.begin()
+        is_known = self.objects.content.pop(name, None) is not None
+        self.answer(202 if is_known else 404)
+
+    def write_list(self, names: list[str], folders: list[str]) -> bytes:
+        """EnumerationResults."""
+        blobs = "".join(
+            f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{formatdate(usegmt=True)}</Last-Modified>"
+            f"<Etag>{tag(self.objects.content[name])}</Etag><Content-Length>{len(self.objects.content[name])}"
+            "</Content-Length><Content-Type>application/octet-stream</Content-Type></Properties></Blob>"
+            for name in names
+        )
+        prefixes = "".join(f"<BlobPrefix><Name>{escape(each)}</Name></BlobPrefix>" for each in folders)
+        return f"<EnumerationResults><Blobs>{blobs}{prefixes}</Blobs><NextMarker /></EnumerationResults>".encode()
+
+
+def wrap(kind: str, **values: str) -> str:
+    """A small XML document."""
+    return f"<{kind}><Bucket>{BUCKET}</Bucket>{''.join(f'<{k}>{v}</{k}>' for k, v in values.items())}</{kind}>"
+
+
+def tag(content: bytes) -> str:
+    """As ETags look."""
+    return f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
+
+
+def describe(content: bytes) -> dict[str, str]:
+    """Headers of an object."""
+    date = {"Last-Modified": formatdate(0, usegmt=True)}
+    return {"ETag": tag(content), "x-goog-generation": "1", "x-ms-blob-type": "BlockBlob", **date}
+
+
+@contextlib.contextmanager
+def serve_google() -> Iterator[tuple[Objects, dict[str, str]]]:
+    """An empty bucket, and the environment in which a program finds it."""
+    with _serve(Google) as (objects, port):
+        yield objects, {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}
+
+
+@contextlib.contextmanager
+def serve_azure() -> Iterator[tuple[Objects, dict[str, str]]]:
+    """An empty container, and the environment in which a program finds it."""
+    with _serve(Azure) as (objects, port):
+        yield (
+            objects,
+            {
+                "AZURE_STORAGE_ACCOUNT_NAME": "account",
+                "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
+                "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}",
+            },
+        )
+
+
+@contextlib.contextmanager
+def _serve(kind: type[Handler]) -> Iterator[tuple[Objects, int]]:
+    objects = Objects()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (kind,), {"objects": objects}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield objects, server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,49 @@
+"""What docs/TRAINERS.md promises to those who bring a script of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "TRAINERS.md"
+
+
+def run_script(folder: Path, attempt: int) -> int:
+    variables = {
+        "BROKER_CHECKPOINT_DIR": str(folder / "checkpoints"),
+        "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
+        "BROKER_PREEMPTION_FILE": str(folder / "preempted"),
+        "BROKER_ATTEMPT": str(attempt),
+    }
+    folder.mkdir(exist_ok=True)
+    script = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode
+
+
+def load(folder: Path, name: str) -> torch.Tensor:
+    saved: torch.Tensor = torch.load(folder / "checkpoints" / name)["model"]["weight"]
+    return saved
+
+
+@pytest.mark.slow
+def test_own_script_of_the_docs_goes_on_after_a_preemption_as_if_nothing_had_been(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run_script(whole, 1) == 0
+    broken.mkdir()
+    (broken / "preempted").touch()
+    assert run_script(broken, 1) == 143
+    (broken / "preempted").unlink()
+    assert run_script(broken, 2) == 0
+    assert torch.equal(load(whole, "step-00000200-0001.pt"), load(broken, "step-00000200-0002.pt"))
+    lines = [json.loads(line) for line in (broken / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 201))
+    assert (lines[0]["checkpoint_step"], lines[48]["checkpoint_step"], lines[-1]["checkpoint_step"]) == (1, 1, 200)
+    assert lines[-1]["loss"] < lines[0]["loss"] / 5
