@@ -23,11 +23,6 @@ def prepare_blocks(model: nn.Module, *, recompute: str, is_compiled: bool) -> No
             _compile(block)
 
 
-def can_forward(wrapped: nn.Module) -> bool:
-    """Whether a wrapped model can be called as it is; a list of a pipeline's stages cannot."""
-    return not isinstance(wrapped, nn.ModuleList)
-
-
 def find_shared(model: nn.Module) -> list[list[str]]:
     """The names under which one parameter appears in several places, such as tied embeddings."""
     names: dict[int, list[str]] = {}

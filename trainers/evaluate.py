@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainers.blocks import can_forward
 from trainers.config import RunConfig
 from trainers.errors import TrainerError
 from trainers.loop import Work, read_passes
@@ -37,8 +36,6 @@ class Evaluation:
         batch = -(-config.evaluate.samples // share_count) * share_count
         self._train = dataclasses.replace(config.train, batch=batch)
         self._work: Work | None = None
-        if config.evaluate.every_steps and not can_forward(model):
-            raise TrainerError("`--evaluate.every_steps` does not work with `pipeline` yet")
         if study.validation is not None:
             self._work = Work(samples=study.validation, loss_of=study.loss_of, precision=precision)
         elif config.evaluate.every_steps:

@@ -104,7 +104,7 @@ def train(
     member: Member | None = None,
 ) -> int:
     """Build everything, resume, drive the steps."""
-    from trainers.blocks import can_forward, check_shared, find_shared, prepare_blocks
+    from trainers.blocks import check_shared, find_shared, prepare_blocks
     from trainers.checkpoint import CheckpointManager
     from trainers.data import Prefetch
     from trainers.devices import check_memory
@@ -210,7 +210,7 @@ def train(
     code = supervisor.drive(steps)
     if member is not None and code == 0:
         member.finish()
-    if code == 0 and study.demonstrate is not None and can_forward(wrapped):
+    if code == 0 and study.demonstrate is not None:
         watchdog.beat("showing what was learnt")
         progress.say(study.demonstrate(wrapped))
     return code

@@ -1,9 +1,10 @@
 """Pipeline parallelism with torch.distributed.pipelining: runs of blocks lie on different ranks (arXiv:2104.04473)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from trainers.errors import TrainerError
 from trainers.strategies.base import Passes, Strategy
@@ -18,7 +19,7 @@ class PipelineParallel(Strategy):
     MOVES_ALONE = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Keep this rank's blocks and return them as a list of stages; a model that has no blocks is a TrainerError."""
+        """Keep this rank's blocks and return them as `Stages`; a model that has no blocks is a TrainerError."""
         self._schedule: Any = None
         count = self.grid.size("pipeline")
         if count == 1:
@@ -33,7 +34,8 @@ class PipelineParallel(Strategy):
         bounds = [depth * place // self._stage_count for place in range(self._stage_count + 1)]
         # Ranks take turns, so that under `interleaved` the first rank has work again while the last is still busy.
         self._places = range(self.grid.index("pipeline"), self._stage_count, count)
-        return nn.ModuleList(model.cut([range(bounds[place], bounds[place + 1]) for place in self._places]))
+        modules = model.cut([range(bounds[place], bounds[place + 1]) for place in self._places])
+        return Stages(modules, self._places, self._stage_count, self.grid.group("pipeline"))
 
     def run_passes(self, model: nn.Module, passes: Passes) -> float:
         """Push all micro-batches through all stages; the rank of the last stage knows the loss, the others report 0."""
@@ -82,6 +84,37 @@ class PipelineParallel(Strategy):
         _run_in_precision(module, passes)
         group = self.grid.group("pipeline")
         return PipelineStage(module, place, self._stage_count, self.ranks.device, group=group)
+
+
+class Stages(nn.ModuleList):  # type: ignore[misc]  # torch declares no types for it
+    """One rank's stages. Called by all ranks of the pipeline together, they pass each stage's outputs on.
+
+    For looking at a model, not for training it: only one rank is busy at a time.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], places: range, stage_count: int, group: Any) -> None:
+        super().__init__(modules)
+        self._places = places
+        self._stage_count = stage_count
+        self._group = group
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The last stage's outputs, on every rank."""
+        assert not torch.is_grad_enabled(), "gradients do not find their way back"
+        value = inputs
+        for place in range(self._stage_count):
+            is_mine = place in self._places
+            if is_mine:
+                value = self[self._places.index(place)](value).float().contiguous()
+            value = self._pass_on(value, owner=place % self._places.step, is_mine=is_mine)
+        return value
+
+    def _pass_on(self, value: Tensor, *, owner: int, is_mine: bool) -> Tensor:
+        shape = [tuple(value.shape)]
+        distributed.broadcast_object_list(shape, group=self._group, group_src=owner, device=value.device)
+        passed = value if is_mine else value.new_empty(shape[0], dtype=torch.float32)
+        distributed.broadcast(passed, group=self._group, group_src=owner)
+        return passed
 
 
 def _check_count(schedule: str, count: int, ranks: int) -> None:
