@@ -120,7 +120,11 @@ class ProfileConfig:
 class RunConfig(StrategyOptions):
     """What every trainer has."""
 
-    dtype: str = knob("float32", "arithmetic of forward and backward; weights stay float32", ("float32", "bfloat16"))
+    dtype: str = knob(
+        "float32",
+        "arithmetic of forward and backward; weights stay float32. float16 is for cards without bfloat16",
+        ("float32", "bfloat16", "float16"),
+    )
     compile: bool = knob(False, "compile the model's blocks with torch.compile: slow to start, fast to run")
     recompute: str = knob(
         "none",

@@ -49,7 +49,7 @@ def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> fl
     name = torch.cuda.get_device_name(device)
     for part, bfloat16, float32 in PEAKS:
         if part in name:
-            return (bfloat16 if dtype == "bfloat16" else float32) * 1e12
+            return (float32 if dtype == "float32" else bfloat16) * 1e12
     return None
 
 
@@ -102,7 +102,7 @@ def advise(config: RunConfig) -> str:
     if config.train.micro_batch > 1:
         half = config.train.micro_batch // 2
         changes.append(f"`--train.micro_batch {half}`: the same batch in more, smaller passes")
-    if config.dtype != "bfloat16":
+    if config.dtype == "float32":
         changes.append("`--dtype bfloat16`: activations of half the size")
     if config.recompute != "full":
         changes.append("`--recompute full`: activations are computed again instead of kept, for a third more work")

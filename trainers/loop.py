@@ -16,6 +16,7 @@ from trainers.data import Samples
 from trainers.errors import TrainerError
 from trainers.optimizer import AdamW
 from trainers.ranks import Ranks
+from trainers.scaling import LossScale
 from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 
@@ -79,6 +80,7 @@ def iterate_steps(
     ranks: Ranks,
     is_stop_asked: Callable[[], bool],
     before_change: Callable[[], None],
+    scaling: LossScale,
     changing: AbstractContextManager[Any] | None = None,
 ) -> Iterator[StepReport]:
     """Train from `position` to the last step, yielding after each. All state is consistent while suspended.
@@ -90,13 +92,16 @@ def iterate_steps(
     skips = 0
     while position.steps_done < config.steps:
         learning_rate = optimizer.learning_rate
-        passes = read_passes(config, strategy, work, position.samples_done, ranks)
+        passes = read_passes(config, strategy, work, position.samples_done, ranks, loss_scale=scaling.factor)
         loss_part = strategy.run_passes(model, passes)
+        scaling.unscale(model.parameters())
         norm = strategy.clip(model, config.norm_max)
         is_skipped = not math.isfinite(norm)
-        skips = skips + 1 if is_skipped else 0
+        is_overflow = scaling.note(is_finite=not is_skipped)
+        skips = skips + 1 if is_skipped and not is_overflow else 0
         if is_skipped:
-            _check_skips(config, position.steps_done + 1, norm, skips)
+            if not is_overflow:
+                _check_skips(config, position.steps_done + 1, norm, skips)
             optimizer.skip_step()
         before_change()
         with changing or nullcontext():
@@ -113,7 +118,9 @@ def iterate_steps(
         )
 
 
-def read_passes(config: TrainConfig, strategy: Strategy, work: Work, sample_first: int, ranks: Ranks) -> Passes:
+def read_passes(
+    config: TrainConfig, strategy: Strategy, work: Work, sample_first: int, ranks: Ranks, *, loss_scale: float = 1.0
+) -> Passes:
     """This rank's samples of a step, in micro-batches."""
     micro_batches = []
     for samples, part in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
@@ -125,6 +132,7 @@ def read_passes(config: TrainConfig, strategy: Strategy, work: Work, sample_firs
         loss_of=work.loss_of,
         precision=work.precision,
         share_count=strategy.share.count,
+        loss_scale=loss_scale,
     )
 
 

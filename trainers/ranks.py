@@ -105,8 +105,9 @@ def _keep_freed_memory() -> None:
 
 
 def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What surrounds each forward pass: autocast for `bfloat16`, nothing for `float32`."""
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+    """What surrounds each forward pass: autocast for the 16-bit ones, nothing for `float32`."""
+    is_half = dtype != "float32"
+    return lambda: torch.autocast(device.type, dtype=getattr(torch, dtype) if is_half else None, enabled=is_half)
 
 
 def is_first_to_say(message: str) -> bool:

@@ -117,6 +117,7 @@ def train(
     from trainers.progress import Progress
     from trainers.randomness import RandomNumbers
     from trainers.ranks import choose_precision
+    from trainers.scaling import LossScale
     from trainers.storage import open_storage
     from trainers.strategies import create_strategy
 
@@ -143,7 +144,10 @@ def train(
         fill(ranks.device)
     optimizer = AdamW(model.named_parameters(), config.train)
     position = Position(study.training.fingerprint)
+    scaling = LossScale(config.dtype)
     shared = {**strategy.shared_state(model, optimizer), "position": position}
+    if scaling.is_on:
+        shared["loss_scale"] = scaling
     checkpoints = CheckpointManager(
         open_storage(environment.checkpoint_url),
         ranks,
@@ -185,6 +189,7 @@ def train(
         ranks=ranks,
         is_stop_asked=lambda: notice.is_given() or (member is not None and member.is_change_asked),
         before_change=checkpoints.settle,
+        scaling=scaling,
         changing=changing,
     )
     supervisor = Supervisor(

@@ -70,8 +70,9 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
 ) -> None:
     offer = replace(make_offer("east1a"), cloud="aws", ondemand_usd_hour=2.0)
     node = Node(
-        id="i-1", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, region="us-east-1"
-    )
+        id="i-1", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, region="us-east-1",
+        usd_hour=2.0,
+    )  # fmt: skip
     placement = Placement(offer=offer, is_spot=False, node_count=1)
     cluster = Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(node,))
     clock = Clock()
@@ -88,10 +89,10 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
     context: Any = SimpleNamespace(clock=clock, gang=SimpleNamespace(prepare=prepare), provisioner=provisioner)
     with pytest.raises(TransientError) as caught:
         asyncio.run(clusters._prepare(context, cluster, Task()))
-    assert "for 5 minutes; cluster `c` is up at 2.00 USD/h" in caught.value.message
-    console, end = caught.value.hints
+    assert "for 5 minutes" in caught.value.message
+    console, _, end = caught.value.hints
     assert "aws ec2 get-console-output --region us-east-1 --instance-id i-1" in console
-    assert "`broker down c` ends it" in end
+    assert "`broker down c` ends the cluster; until then it costs 2.00 USD/h" in end and "goes on waiting" in end
     assert capsys.readouterr().err.count("it may still boot") == 4
 
 

@@ -29,6 +29,7 @@ from trainers.optimizer import AdamW
 from trainers.profile import Profile
 from trainers.progress import Progress
 from trainers.ranks import Ranks
+from trainers.scaling import LossScale
 from trainers.strategies import create_strategy
 from trainers.tokenizers import ByteTokenizer
 
@@ -64,6 +65,7 @@ def take_steps(model: nn.Module, config: TrainConfig, loss_of: Callable[..., Ten
         ranks=ALONE,
         is_stop_asked=lambda: False,
         before_change=lambda: None,
+        scaling=LossScale("float32"),
     )
 
 

@@ -35,6 +35,7 @@ class Passes:
     loss_of: Callable[[Tensor, Tensor], Tensor]  # outputs and targets -> mean over the samples
     precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
     share_count: int
+    loss_scale: float = 1.0
 
     @property
     def part(self) -> float:
@@ -47,7 +48,7 @@ class Passes:
         The mean over ranks is taken of gradients. Weighing by samples makes that the mean of the global batch also
         where the ranks' shares differ in size.
         """
-        return micro_batch.part * self.share_count
+        return micro_batch.part * self.share_count * self.loss_scale
 
 
 class Strategy:

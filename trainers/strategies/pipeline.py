@@ -48,6 +48,7 @@ class PipelineParallel(Strategy):
                 "a pipeline needs micro-batches of equal size; "
                 f"choose a `--train.batch` that {self.share.count} x `--train.micro_batch` divides"
             )
+        self._scale = passes.scale(first)
         if self._schedule is None:
             self._schedule = self._make_schedule(model, passes)
         losses: list[Tensor] = []
@@ -57,7 +58,7 @@ class PipelineParallel(Strategy):
         if self._places[-1] == self._stage_count - 1:
             arguments = {"target": torch.cat([each.targets for each in micro_batches]), "losses": losses}
         self._schedule.step(*inputs, **arguments, return_outputs=False)
-        loss_part: float = sum(loss.item() for loss in losses) / passes.share_count
+        loss_part: float = sum(loss.item() for loss in losses) / passes.share_count / passes.loss_scale
         return loss_part
 
     def _make_schedule(self, model: nn.Module, passes: Passes) -> Any:
@@ -67,12 +68,11 @@ class PipelineParallel(Strategy):
         count = len(passes.micro_batches)
         name = self.options.pipeline.schedule
         _check_count(name, count, self.grid.size("pipeline"))
-        first = passes.micro_batches[0]
         stages = [self._make_stage(module, place, passes) for module, place in zip(model, self._places, strict=True)]
         return getattr(pipelining, SCHEDULES[name])(
             stages if name == "interleaved" else stages[0],
             n_microbatches=count,
-            loss_fn=lambda outputs, targets: passes.loss_of(outputs, targets) * passes.scale(first),
+            loss_fn=lambda outputs, targets: passes.loss_of(outputs, targets) * self._scale,
             scale_grads=False,
         )
 

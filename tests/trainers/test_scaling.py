@@ -1,0 +1,54 @@
+"""Float16: the loss is scaled up before the backward pass, and nothing of that is seen after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainers.scaling import FACTOR_FIRST, STEPS_TO_GROW, LossScale
+
+from .strategies.conftest import TOTAL, Worlds, worlds
+
+__all__ = ["worlds"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_gradients_come_out_as_they_would_without() -> None:
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    scaling = LossScale("float16")
+    (weight.square().sum() * scaling.factor).backward()
+    scaling.unscale([weight])
+    assert weight.grad is not None and weight.grad.item() == 6.0
+
+
+def test_factor_halves_at_each_overflow_and_doubles_after_a_long_calm() -> None:
+    scaling = LossScale("float16")
+    assert scaling.note(is_finite=False) and scaling.factor == FACTOR_FIRST / 2
+    for _ in range(STEPS_TO_GROW):
+        assert not scaling.note(is_finite=True)
+    assert scaling.factor == FACTOR_FIRST
+    later = LossScale("float16")
+    later.load_state_dict(scaling.state_dict())
+    assert later.factor == FACTOR_FIRST and later.state_dict() == scaling.state_dict()
+
+
+def test_what_no_factor_mends_is_the_run_s_own_fault() -> None:
+    scaling = LossScale("float16")
+    faults = [scaling.note(is_finite=False) for _ in range(18)]
+    assert faults == [True] * 16 + [False] * 2 and scaling.factor == 1.0
+    assert not LossScale("bfloat16").note(is_finite=False)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("pipeline", 2)])
+def test_a_run_in_float16_learns_as_in_float32_and_resumes_bit_identically(
+    worlds: Worlds, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    exact = worlds.train(tmp_path / "exact", strategy, ranks=ranks)
+    whole = worlds.train(tmp_path / "whole", strategy, "--dtype", "float16", ranks=ranks)
+    worlds.train(tmp_path / "broken", strategy, "--dtype", "float16", ranks=ranks, kill_after=5)
+    broken = worlds.train(tmp_path / "broken", strategy, "--dtype", "float16", ranks=ranks, attempt=2)
+    assert whole[TOTAL][0] == pytest.approx(exact[TOTAL][0], abs=0.02) and whole[TOTAL] != exact[TOTAL]
+    assert all(value == whole[step][0] for step, values in broken.items() for value in values)
