@@ -104,6 +104,7 @@ class SimulatedCloud:
         self._random = random.Random(self.seed)
         self._machines: dict[str, _Machine] = {}
         self._ids_by_token: dict[str, list[str]] = {}
+        self.asked_s: dict[str, float] = {}  # token -> when a call for it last set out, however late it is carried out
         self._late: list[tuple[float, NodeRequest]] = []
         self._locked_until_s = self._blank_until_s = 0.0
 
@@ -115,6 +116,7 @@ class SimulatedCloud:
         self._maybe_fail("create", request.cluster)
         known = self._ids_by_token.get(request.token)
         if known is None:
+            self.asked_s[request.token] = self.clock.now_s()
             self._refuse_if_full(request)
             if self._draw("create:late", self.faults.late, request.cluster):
                 self._late.append((self.clock.now_s() + self._random.uniform(0.0, self.market.late_s), request))

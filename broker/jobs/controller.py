@@ -19,7 +19,7 @@ from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
-from broker.jobs.gang import Gang
+from broker.jobs.gang import Gang, GangReport
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
@@ -238,7 +238,7 @@ class JobController:
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(watch, cluster)
             await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
-            return await self._look_closer(job, attempt, cluster, watch, report.progress)
+            return await self._look_closer(job, attempt, cluster, watch, report)
         if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.LOST:
@@ -259,20 +259,20 @@ class JobController:
         return is_in_bucket and await asyncio.to_thread(has_left_success, str(place), attempt.number)
 
     async def _look_closer(
-        self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, progress: Progress | None
+        self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, report: GangReport
     ) -> float:
         """It runs: but does it get anywhere, and is there money left?"""
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
             await self._undertaker.end_program(cluster, grace_s=GRACE_S)
             return self._endings.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
-        if await self._pilot.reconsider(job, attempt, cluster, progress):
+        if await self._pilot.reconsider(job, attempt, cluster, report.progress):
             return 0.0
         timeout_s = get_recovery(job.task).stall_timeout_s
-        if timeout_s is None or watch.measure_stall_s(progress, now_s) < timeout_s:
+        if timeout_s is None or watch.measure_stall_s(report, now_s) < timeout_s:
             return POLL_S
         what = f"no new step for {timeout_s:g} s"
-        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, progress)
+        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, report.progress)
 
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
-from broker.types import Cluster, Progress, RunStatus
+from broker.types import Cluster, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
@@ -29,6 +29,7 @@ class Watch:
         self._leased_s = float("-inf")
         self._step: int | None = None
         self._stepped_s: float | None = None
+        self._stall_looked_s: float | None = None
 
     def is_suspicious(self, report: GangReport) -> bool:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
@@ -53,12 +54,19 @@ class Watch:
             self._silent_since_s = seen_s
         return self._misses >= MISSES_MIN and seen_s - self._silent_since_s >= UNREACHABLE_S_MIN
 
-    def measure_stall_s(self, progress: Progress | None, now_s: float) -> float:
-        """Seconds since the last new step; a program that has reported none yet counts from the first look."""
-        step = progress.step if progress else None
+    def measure_stall_s(self, report: GangReport, now_s: float) -> float:
+        """Seconds without a new step; a program that has reported none yet counts from the first look.
+
+        While the head is silent no time counts: it may well be working.
+        """
+        step = report.progress.step if report.progress else None
         seen_s = self._stopwatch.look(now_s)
-        if self._stepped_s is None or step != self._step:
+        is_silent = 0 in report.unreachable
+        if self._stepped_s is None or (step != self._step and not is_silent):
             self._step, self._stepped_s = step, seen_s
+        elif is_silent and self._stall_looked_s is not None:
+            self._stepped_s += seen_s - self._stall_looked_s
+        self._stall_looked_s = seen_s
         return seen_s - self._stepped_s
 
     def read_signs(self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None) -> Signs:

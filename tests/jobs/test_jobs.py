@@ -256,6 +256,11 @@ def make_stalling(folder: Path, hangs: int) -> World:
     return world
 
 
+def make_report(*, step: int | None, unreachable: tuple[int, ...] = ()) -> Report:
+    progress = None if step is None else Progress(step=step, total=100)
+    return Report(status=RunStatus.RUNNING, returncode=None, unreachable=unreachable, progress=progress)
+
+
 def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -> None:
     world = make_stalling(tmp_path, hangs=1)
     run_to_end(world, "plain")
@@ -267,13 +272,23 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
 
 def test_an_hour_in_which_nobody_looked_is_no_hour_without_a_step() -> None:
     """A laptop that sleeps, a clock that is set: the healthy program must not be restarted for it."""
-    watch, progress = Watch("job-1-1"), Progress(step=7, total=100)
-    assert watch.measure_stall_s(progress, 1000.0) == 0.0
-    assert watch.measure_stall_s(progress, 1010.0) == 10.0
-    assert watch.measure_stall_s(progress, 4610.0) <= 60.0
-    assert watch.measure_stall_s(progress, 1020.0) <= 60.0  # and back again
-    stalls_s = [watch.measure_stall_s(progress, 1020.0 + 20.0 * look) for look in range(100)]
+    watch, seen = Watch("job-1-1"), make_report(step=7)
+    assert watch.measure_stall_s(seen, 1000.0) == 0.0
+    assert watch.measure_stall_s(seen, 1010.0) == 10.0
+    assert watch.measure_stall_s(seen, 4610.0) <= 60.0
+    assert watch.measure_stall_s(seen, 1020.0) <= 60.0  # and back again
+    stalls_s = [watch.measure_stall_s(seen, 1020.0 + 20.0 * look) for look in range(100)]
     assert stalls_s[-1] >= 1980.0, "time in which it is watched counts in full"
+
+
+def test_a_head_that_is_out_of_reach_is_no_program_that_hangs() -> None:
+    watch = Watch("job-1-1")
+    assert watch.measure_stall_s(make_report(step=7), 0.0) == 0.0
+    assert watch.measure_stall_s(make_report(step=7), 10.0) == 10.0
+    silent = [watch.measure_stall_s(make_report(step=None, unreachable=(0,)), 10.0 + 5 * look) for look in range(1, 20)]
+    assert set(silent) == {10.0}
+    assert watch.measure_stall_s(make_report(step=7), 110.0) == 15.0
+    assert watch.measure_stall_s(make_report(step=8), 115.0) == 0.0
 
 
 def test_a_clock_that_jumps_makes_no_silence() -> None:

@@ -235,6 +235,7 @@ class Universe:
         self.gang.programs[job_id] = spec.program
         self.tasks[job_id] = spec.task
         budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
+        self.budgets.pop(job_id, None)  # of a submission that was killed before it had its id
         if budget_usd is not None:
             self.budgets[job_id] = budget_usd
 
