@@ -263,7 +263,8 @@ def check_s9_budget(universe: Universe, event: Event) -> None:
     job_id = universe.get_job_id(event.request.cluster)
     budget_usd = universe.budgets.get(job_id) if job_id else None
     # A call that hung is judged by when it was made.
-    look_s = universe.mix.poll_s + 1.0 + universe.clock.now_s() - universe.cloud.asked_s[event.request.token]
+    hung_s = universe.cloud.clock.now_s() - universe.cloud.asked_s[event.request.token]
+    look_s = universe.mix.poll_s + 1.0 + hung_s
     if budget_usd is not None and universe.measure_recorded_usd(job_id, ago_s=look_s) > budget_usd:
         raise Violation("S9", f"job {job_id} has spent its {budget_usd:g} USD and asks for {event.request.cluster}")
 
