@@ -32,7 +32,7 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
-        hint = f"only {usable} can launch yet: `--dryrun` plans on every cloud, `--infra local` runs the task here"
+        hint = f"set up here: {usable}; `--dryrun` plans on every cloud, `--infra local` runs the task on this machine"
         enable = "`broker check` says how to enable more clouds"
         raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
 
