@@ -126,7 +126,7 @@ def _give_reason(task: Task, ranked: Sequence[Candidate]) -> str:
 def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
     """What was asked, where it was asked, and which filter took what."""
     asked, *others = task.resources
-    more = f" (or {len(others)} other alternatives)" if others else ""
+    more = f" (or {len(others)} other alternative{'s' if len(others) > 1 else ''})" if others else ""
     origin = f" {asked.origin}" if asked.origin else ""
     lines = [f"no offer fits{origin}: {describe_request(task, asked)}{more}"]
     for each in rejections:
