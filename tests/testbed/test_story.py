@@ -86,7 +86,7 @@ run: |
     assert stage.s3
     place, s3 = f"unseen/{stage.owner}-job-1/outcomes", stage.s3
     stage.wait_until(lambda: s3.list_keys(place) == [f"{place}/1.json"], "the head leaves word in the bucket")
-    stage.bridge.hosts[name].execute("/usr/local/sbin/shutdown", "-h", "now")
+    stage.bridge.hosts[name].shut_down()
     stage.wait_until(lambda: not stage.list_living(), "the machine has ended itself")
     stage.run("status")  # brings a daemon back
     job = stage.finish()
