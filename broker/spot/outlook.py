@@ -5,23 +5,25 @@ open or closed and the age of that spell, and what runs: spot, on-demand or noth
 on-demand at 1, per hour of work; a start takes d hours that are paid and bring no work. An open spell of age a ends at
 the hazard h(a), a closed one at g(a). The least expected cost V satisfies, for instance on spot,
     0 = min over actions of  c + h (V_closed - V) + dV/da - dV/dw,
-and waiting costs nothing but spare time, -dV/du. Derivatives become jumps to the next coarser node of a grid (H. J.
-Kushner and P. Dupuis, "Numerical Methods for Stochastic Control Problems in Continuous Time", 2001, chapter 5): nodes
-lie d apart where spare time is scarce and in growing steps where it is not.
+and waiting costs nothing but spare time, -dV/du. It is solved on a grid, along the way from each node to the next one
+(M. Falcone and R. Ferretti, "Semi-Lagrangian Approximation Schemes for Linear and Hamilton-Jacobi Equations", 2013):
+either nothing happens for exactly so long, or the spell ends or grows older on the way, where the worth is taken to be
+linear. Nodes lie half of d apart where spare time is scarce, and in growing steps where it is not.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.spot.spells import AGES, class_of, hours_in_classes
+from broker.spot.spells import AGES
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
-WORK_GROWTH, SPARE_GROWTH = 1.4, 1.25  # of the steps of the grids: the worth bends little with work, more with time
+WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the steps of the grids: the worth bends little with work, more with time
 # An hour of waiting counts as so much of an on-demand hour: of plans that cost the same the sooner is better.
 WAIT_PRICE = 0.02
 SURVIVAL_WEIGHT = 4.0  # so many spells seen weigh as much as the hazards, in whether a start is survived
@@ -31,7 +33,10 @@ TOLERANCE = 5e-4  # hours of on-demand price
 Row = list[float]  # the worth at one node for each class of age, the oldest first
 _NOTHING: Row = [0.0] * CLASSES  # no work left: worth 0; rows are replaced, never changed
 # At which rate a spell of some age becomes one of the next class; the oldest stays what it is.
-_AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))[::-1]
+_AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))
+EVEN_NODES = 10  # of spare time, half a start apart
+LEAPS, LEAP_HOURS = 3, 1e-4  # at whole starts of spare time the worth leaps: a node lies just below each of the first
+START_PARTS = 50  # a start is followed through so many steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,32 +75,37 @@ class Outlook:
     """`Outlook(terms)` solves. Each table is the worth of a state, or of an action from there on:
 
     `run` on spot; `wait_open`, `wait_closed`: nothing runs, and nothing is started yet; `idle_open`, `idle_closed`:
-    nothing runs, and the best is done; `sure_open`, `sure_closed`: on-demand runs, and the best is done.
+    nothing runs, and the best is done; `keep_open`, `keep_closed`: on-demand runs and is kept for now; `sure_open`,
+    `sure_closed`: on-demand runs, and the best is done.
     """
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
-        self.spare = grow_nodes(max(terms.start_hours, 0.01), max(terms.spare_hours, 0.02), even=5, growth=SPARE_GROWTH)
-        tables = [Table(self.work, self.spare) for _ in range(7)]
+        self.spare = _list_spare(terms)
+        tables = [Table(self.work, self.spare) for _ in range(9)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
-        self.sure_open, self.sure_closed = tables[5:]
-        self._starts = _list_starts(terms)
+        self.keep_open, self.keep_closed, self.sure_open, self.sure_closed = tables[5:]
+        self.paces, self.drains = _list_ways(terms, self.work), _list_ways(terms, self.spare)
+        self.starts = starts = _follow_starts(terms)
+        backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
+        losses = [[_find_back(self.spare, here, each.lost_hours) for each in starts] for here in self.spare]
         for j in range(1, len(self.work)):
             for i in range(len(self.spare)):
-                _Cell(self, i, j).solve()
+                _Cell(self, i, j, starts, backs[i], losses[i]).solve()
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """The worth of a start on spot: it is survived, or lost halfway.
 
         `seen`: spells that were as old as this one, and those of them that outlived such a start.
         """
-        terms, after = self.terms, spare - self.terms.start_hours
-        survive, landing = self._starts[age_class]
-        survive = (SURVIVAL_WEIGHT * survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
-        on = self.run.read(landing, work, after)
-        off = self.lost_usd(work, after) + terms.start_hours / 2 * terms.spot_price
-        return survive * (terms.start_hours * terms.spot_price + on) + (1 - survive) * off
+        price, start = self.terms.spot_price, self.terms.start_hours
+        way = self.starts[OLDEST - age_class]
+        survive = (SURVIVAL_WEIGHT * way.survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
+        on = sum(chance * self.run.read(OLDEST - place, work, spare - start) for place, chance in way.landings)
+        on = start * price + on / max(way.survive, 1e-9)
+        off = way.lost_hours * price + self.lost_usd(work, spare - way.lost_hours)
+        return survive * on + (1 - survive) * off
 
     def lost_usd(self, work: float, spare: float) -> float:
         """The worth of having just lost spot: another place may be open."""
@@ -103,39 +113,132 @@ class Outlook:
         return rho * self.idle_open.read(0, work, spare) + (1 - rho) * closed if rho else closed
 
 
+# For a class of age: chance that nothing happens; hours until something does or the next node is reached; the chances
+# that the spell ends, and that it grows older, each split into what is read here and what at the next node.
+Way = tuple[float, float, float, float, float, float]
+Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed spells, the oldest first
+Back = tuple[int, int, float]  # two nodes of spare time, and the share of the lower; (-1, -1, 0): none
+
+
+def _list_ways(terms: Terms, nodes: Sequence[float]) -> list[Ways]:
+    """For each node, what may happen on the way to the one below it; nothing for the first."""
+    found: list[Ways] = [((), ())]
+    for low, high in itertools.pairwise(nodes):
+        opened, closed = (
+            tuple(_find_way(h, g, high - low) for h, g in zip(hazards, _AGEING, strict=True))[::-1]
+            for hazards in (terms.open_hazards, terms.closed_hazards)
+        )
+        found.append((opened, closed))
+    return found
+
+
+def _find_way(end_rate: float, age_rate: float, hours: float) -> Way:
+    """With r both rates: the time t of an event has E[t; t < hours] = (1 - e^{-r hours}) / r - hours e^{-r hours}."""
+    rate = max(end_rate + age_rate, 1e-9)
+    stay = math.exp(-rate * hours)
+    passed = -math.expm1(-rate * hours) / rate
+    ahead = passed / hours - stay
+    here = 1 - stay - ahead
+    ends, ages = end_rate / rate, age_rate / rate
+    return stay, passed, ends * here, ends * ahead, ages * here, ages * ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """A start on spot begun at one class of age: when it is lost on average, and where it leads to otherwise."""
+
+    survive: float
+    lost_hours: float
+    landings: tuple[tuple[int, float], ...]  # (place in a row, chance), survived starts only
+
+
+def _follow_starts(terms: Terms) -> list[_Start]:
+    """For each class of age, the oldest first."""
+    found, step = [], terms.start_hours / START_PARTS
+    for begin in range(CLASSES):
+        alive, lost, lost_hours = [0.0] * CLASSES, 0.0, 0.0
+        alive[begin] = 1.0
+        for part in range(START_PARTS):
+            following = [0.0] * CLASSES
+            for index in range(begin, CLASSES):
+                if alive[index] > 0:
+                    ends, ages = terms.open_hazards[index], _AGEING[index]
+                    stay = math.exp(-(ends + ages) * step)
+                    left = alive[index] * (1 - stay) / max(ends + ages, 1e-9)
+                    following[index] += alive[index] * stay
+                    lost += left * ends
+                    lost_hours += left * ends * (part + 0.5) * step
+                    if index < OLDEST:
+                        following[index + 1] += left * ages
+            alive = following
+        landings = tuple((OLDEST - index, share) for index, share in enumerate(alive) if share > 1e-6)
+        mean = lost_hours / lost if lost > 0 else terms.start_hours / 2
+        found.append(_Start(survive=1 - lost, lost_hours=mean, landings=landings))
+    return found[::-1]
+
+
+def _find_back(spare: Sequence[float], here: float, hours: float) -> Back:
+    """The nodes between which so much less of spare time lies."""
+    left = here - hours
+    if left < -1e-9:
+        return -1, -1, 0.0
+    below = min(max(bisect_right(spare, left + 1e-12) - 1, 0), len(spare) - 2)
+    share = 1 - (left - spare[below]) / (spare[below + 1] - spare[below])
+    return below, below + 1, min(max(share, 0.0), 1.0)
+
+
 class _Cell:
     """All states at one node of work and spare time: they lead to each other, so passes are made until they agree."""
 
-    def __init__(self, outlook: Outlook, i: int, j: int) -> None:
-        self.outlook, self.terms, self.i = outlook, outlook.terms, i
+    def __init__(
+        self, outlook: Outlook, i: int, j: int, starts: Sequence[_Start], back: Back, losses: Sequence[Back]
+    ) -> None:
+        self.outlook, self.terms, self.i, self.starts = outlook, outlook.terms, i, starts
         width = len(outlook.work)
         self.at, self.before, self.below = i * width + j, i * width + j - 1, (i - 1) * width + j
+        self.losses = [(low * width + j, high * width + j, share) for low, high, share in losses]
         self.work = outlook.work[j]
-        self.pace = 1 / (self.work - outlook.work[j - 1])
-        self.drain = 1 / (outlook.spare[i] - outlook.spare[i - 1]) if i else 0.0
-        self.opened, self.closed = self.terms.open_hazards[::-1], self.terms.closed_hazards[::-1]
-        self.low, self.high, self.share = self._find_back(width, j)
+        self.paces, self.drains = outlook.paces[j], outlook.drains[i]
+        self._guess()
+        low, high, share = back
+        self.is_reachable = low >= 0
+        low, high = low * width + j, high * width + j
+        self.sures_open = self._list_sures(outlook.sure_open, low, high, share)
+        self.sures_closed = self._list_sures(outlook.sure_closed, low, high, share)
+        self.survivals = self._list_survivals(low, high, share)
+
+    def _guess(self) -> None:
+        outlook = self.outlook
         sure_end, start = self.work, self.terms.start_hours
-        if i:  # a first guess from the node below, so that few passes are needed
+        if self.i:  # a first guess from the node below, so that few passes are needed
             for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
                 table.rows[self.at] = list(table.rows[self.below])
-        else:
-            for table in (outlook.idle_open, outlook.idle_closed):
-                table.rows[self.at] = [sure_end + start] * CLASSES
-            for table in (outlook.wait_open, outlook.wait_closed):
-                table.rows[self.at] = [math.inf] * CLASSES
-            for table in (outlook.sure_open, outlook.sure_closed):
-                table.rows[self.at] = [sure_end] * CLASSES
+            return
+        for table in (outlook.idle_open, outlook.idle_closed, outlook.wait_open, outlook.wait_closed):
+            table.rows[self.at] = [sure_end + start] * CLASSES
+        for table in (outlook.keep_open, outlook.keep_closed, outlook.sure_open, outlook.sure_closed):
+            table.rows[self.at] = [sure_end] * CLASSES
 
-    def _find_back(self, width: int, j: int) -> tuple[int, int, float]:
-        """The nodes between which one start less of spare time lies, and the share of the lower; (-1, -1, 0): none."""
-        spare = self.outlook.spare
-        left = spare[self.i] - self.terms.start_hours
-        if left < -1e-9:
-            return -1, -1, 0.0
-        below = min(max(bisect_right(spare, left + 1e-12) - 1, 0), len(spare) - 2)
-        share = 1 - (left - spare[below]) / (spare[below + 1] - spare[below])
-        return below * width + j, (below + 1) * width + j, min(max(share, 0.0), 1.0)
+    def _list_sures(self, table: Table, low: int, high: int, share: float) -> Row:
+        """Starting on-demand, by class."""
+        start = self.terms.start_hours
+        if not self.is_reachable:
+            return [start + self.work] * CLASSES
+        rest = 1 - share
+        return [
+            start + share * less + rest * more for less, more in zip(table.rows[low], table.rows[high], strict=True)
+        ]
+
+    def _list_survivals(self, low: int, high: int, share: float) -> Row:
+        """Of starting on spot what comes of surviving it, weighed by its chance, by class."""
+        if not self.is_reachable:
+            return [math.inf] * CLASSES
+        paid, rest = self.terms.start_hours * self.terms.spot_price, 1 - share
+        near, far = self.outlook.run.rows[low], self.outlook.run.rows[high]
+        runs = [share * less + rest * more for less, more in zip(near, far, strict=True)]
+        return [
+            each.survive * paid + sum(chance * runs[place] for place, chance in each.landings) for each in self.starts
+        ]
 
     def solve(self) -> None:
         guess, change_before = self.outlook.idle_closed.rows[self.at][-1], 0.0
@@ -156,39 +259,42 @@ class _Cell:
             else:
                 guess, change_before = found, change
 
+    def _drop(self, at: int) -> float:
+        """Spot was lost at that node."""
+        rho, closed = self.terms.second_chance, self.outlook.idle_closed.rows[at][-1]
+        return rho * self.outlook.idle_open.rows[at][-1] + (1 - rho) * closed if rho else closed
+
     def _pass_spot(self, closed_usd: float) -> None:
-        outlook, terms = self.outlook, self.terms
-        rho, pace, price, later = terms.second_chance, self.pace, terms.spot_price, 0.0
+        outlook, rho = self.outlook, self.terms.second_chance
         drop = rho * outlook.idle_open.rows[self.at][-1] + (1 - rho) * closed_usd
-        row = []
-        for h, g, after in zip(self.opened, _AGEING, outlook.run.rows[self.before], strict=True):
-            later = (price + h * drop + g * later + pace * after) / (h + g + pace)
-            row.append(later)
-        outlook.run.rows[self.at] = row
+        before = outlook.run.rows[self.before]
+        outlook.run.rows[self.at] = _go_on(
+            self.paces[0], self.terms.spot_price, before, drop, self._drop(self.before), None
+        )[0]
 
     def _pass_open(self, closed_usd: float) -> None:
         """Nothing runs and the market is open: wait, enter, or start on-demand."""
-        outlook, drain, later = self.outlook, self.drain, 0.0
-        waits, bests = [], []
-        options = zip(self._list_enters(), self._list_sures(outlook.sure_open), strict=True)
-        below = outlook.idle_open.rows[self.below]
-        for h, g, after, (enter, sure) in zip(self.opened, _AGEING, below, options, strict=True):
-            wait = (WAIT_PRICE + h * closed_usd + g * later + drain * after) / (h + g + drain)
-            later = min(wait, enter, sure)
-            waits.append(wait)
-            bests.append(later)
+        outlook = self.outlook
+        below, next_closed = outlook.idle_open.rows[self.below], outlook.idle_closed.rows[self.below][-1]
+        others = [min(enter, sure) for enter, sure in zip(self._list_enters(), self.sures_open, strict=True)]
+        bests, waits = _go_on(self.drains[0], WAIT_PRICE, below, closed_usd, next_closed, others)
         outlook.wait_open.rows[self.at], outlook.idle_open.rows[self.at] = waits, bests
 
+    def _list_enters(self) -> Row:
+        """Starting on spot, by class: survived, or lost on the way."""
+        if not self.is_reachable:
+            return self.survivals
+        price, found = self.terms.spot_price, []
+        for survival, each, (low, high, share) in zip(self.survivals, self.starts, self.losses, strict=True):
+            lost = price * each.lost_hours + share * self._drop(low) + (1 - share) * self._drop(high)
+            found.append(survival + (1 - each.survive) * lost)
+        return found
+
     def _pass_closed(self) -> None:
-        outlook, drain, later = self.outlook, self.drain, 0.0
-        waits, bests = [], []
-        reopened = outlook.idle_open.rows[self.at][-1]
-        below, sures = outlook.idle_closed.rows[self.below], self._list_sures(outlook.sure_closed)
-        for h, g, after, sure in zip(self.closed, _AGEING, below, sures, strict=True):
-            wait = (WAIT_PRICE + h * reopened + g * later + drain * after) / (h + g + drain)
-            later = wait if wait < sure else sure
-            waits.append(wait)
-            bests.append(later)
+        outlook = self.outlook
+        reopened, next_open = outlook.idle_open.rows[self.at][-1], outlook.idle_open.rows[self.below][-1]
+        below = outlook.idle_closed.rows[self.below]
+        bests, waits = _go_on(self.drains[1], WAIT_PRICE, below, reopened, next_open, self.sures_closed)
         outlook.wait_closed.rows[self.at], outlook.idle_closed.rows[self.at] = waits, bests
 
     def _pass_sure(self) -> None:
@@ -204,49 +310,44 @@ class _Cell:
 
     def _round_sure(self, closed_usd: float) -> float:
         outlook, at, before = self.outlook, self.at, self.before
-        opened, closed = outlook.sure_open, outlook.sure_closed
-        row = self._go_on_sure(self.opened, closed_usd, opened.rows[before], outlook.idle_open.rows[at])
-        opened.rows[at] = row
-        row = self._go_on_sure(self.closed, row[-1], closed.rows[before], outlook.idle_closed.rows[at])
-        closed.rows[at] = row
-        return row[-1]
+        opened, closed = outlook.sure_open.rows, outlook.sure_closed.rows
+        quit_open, quit_closed = outlook.idle_open.rows[at], outlook.idle_closed.rows[at]
+        opened[at], outlook.keep_open.rows[at] = _go_on(
+            self.paces[0], 1.0, opened[before], closed_usd, closed[before][-1], quit_open
+        )
+        closed[at], outlook.keep_closed.rows[at] = _go_on(
+            self.paces[1], 1.0, closed[before], opened[at][-1], opened[before][-1], quit_closed
+        )
+        return closed[at][-1]
 
-    def _go_on_sure(self, hazards: Sequence[float], changed_usd: float, before: Row, idle: Row) -> Row:
-        pace, later = self.pace, 0.0
-        row = []
-        for h, g, after, quit_usd in zip(hazards, _AGEING, before, idle, strict=True):
-            later = (1 + h * changed_usd + g * later + pace * after) / (h + g + pace)
-            if quit_usd < later:
-                later = quit_usd
-            row.append(later)
-        return row
 
-    def _list_sures(self, table: Table) -> Row:
-        """Starting on-demand, by class."""
-        start = self.terms.start_hours
-        if self.low < 0:
-            return [start + self.work] * CLASSES
-        share, rest = self.share, 1 - self.share
-        return [
-            start + share * low + rest * high
-            for low, high in zip(table.rows[self.low], table.rows[self.high], strict=True)
-        ]
+def _go_on(
+    ways: Sequence[Way], price: float, following: Row, ended: float, ended_next: float, others: Row | None
+) -> tuple[Row, Row]:
+    """By class: the worth of the best, and of going on to the next node, whose row is `following`.
 
-    def _list_enters(self) -> Row:
-        """Starting on spot, by class."""
-        if self.low < 0:
-            return [math.inf] * CLASSES
-        outlook, terms, share, rest = self.outlook, self.terms, self.share, 1 - self.share
-        low, high, rho = outlook.run.rows[self.low], outlook.run.rows[self.high], terms.second_chance
-        closed, opened = outlook.idle_closed.rows, outlook.idle_open.rows
-        off = (1 - rho) * (share * closed[self.low][-1] + rest * closed[self.high][-1])
-        off += rho * (share * opened[self.low][-1] + rest * opened[self.high][-1])
-        paid = terms.start_hours * terms.spot_price
-        off += paid / 2
-        return [
-            survive * (paid + share * low[OLDEST - landing] + rest * high[OLDEST - landing]) + (1 - survive) * off
-            for survive, landing in reversed(outlook._starts)
-        ]
+    `ended`, `ended_next`: the worth of the spell's end, here and at the next node; `others`: what else may be done.
+    """
+    bests, goes = [], []
+    older = older_next = 0.0
+    for k, (stay, hours, end, end_next, age, age_next) in enumerate(ways):
+        go = price * hours + stay * following[k] + end * ended + end_next * ended_next
+        go += age * older + age_next * older_next
+        older, older_next = go, following[k]
+        if others is not None and others[k] < go:
+            older = others[k]
+        goes.append(go)
+        bests.append(older)
+    return bests, goes
+
+
+def _list_spare(terms: Terms) -> tuple[float, ...]:
+    """Nodes of spare time. At one start's length, and again at two, a way to go on is lost at once: the worth leaps."""
+    nodes = grow_nodes(
+        max(terms.start_hours / 2, 0.01), max(terms.spare_hours, 0.02), even=EVEN_NODES, growth=SPARE_GROWTH
+    )
+    leaps = [count * terms.start_hours - LEAP_HOURS for count in range(1, LEAPS + 1)]
+    return tuple(sorted({*nodes, *(hours for hours in leaps if hours > LEAP_HOURS)}))
 
 
 def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[float, ...]:
@@ -262,12 +363,3 @@ def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[fl
 def _place(nodes: Sequence[float], value: float) -> tuple[int, float]:
     below = min(max(bisect_right(nodes, value) - 1, 0), len(nodes) - 2)
     return below, min(max((value - nodes[below]) / (nodes[below + 1] - nodes[below]), 0.0), 1.0)
-
-
-def _list_starts(terms: Terms) -> list[tuple[float, int]]:
-    """For a start begun at each class of age: the chance to survive it, and the class of age afterwards."""
-    found, length = [], terms.start_hours
-    for begin in AGES:
-        hazard = sum(terms.open_hazards[each] * hours for each, hours in hours_in_classes(begin, begin + length))
-        found.append((math.exp(-hazard), class_of(begin + length)))
-    return found

@@ -15,8 +15,8 @@ from broker.spot.spells import AGES, Spells, class_of, hours_in_classes
 
 OLD = class_of(1.0)  # the class from which spells count as old
 # Recorded markets change their pace from day to day: what a few spells say of tomorrow is mostly chance.
-DOUBT_WEIGHT = 4.0
-SPLIT_WEIGHT = 4.0  # how many ended spells of an age one must see to believe in a pace of its own
+DOUBT_WEIGHT = 16.0
+SPLIT_WEIGHT = 16.0  # how many ended spells of an age one must see to believe in a pace of its own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,7 @@ class _Life:
             last=self.last,
             work_hours=case.work_hours,
             deadline_hours=case.deadline_hours,
+            spent_usd=self.usd,
         )
         return view, candidates
 

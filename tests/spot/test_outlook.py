@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -75,3 +76,28 @@ def test_a_calmer_market_a_lower_price_and_a_second_place_cost_less() -> None:
 def test_a_two_state_market_with_free_starts_and_much_time_is_all_spot() -> None:
     outlook = solve(hazard=0.5, reopening=0.5, start_hours=0.005, work_hours=8.0, spare_hours=48.0)
     assert outlook.idle_open.read(0, 8.0, 48.0) == pytest.approx(0.3 * 8, rel=0.1)
+
+
+def test_below_one_starts_length_of_spare_time_waiting_is_worth_no_more_than_on_demand() -> None:
+    """A start on spot would not be safe any more, so the worth leaps there: no table may smooth that away."""
+    for start in (0.1, 0.5):
+        outlook = solve(start_hours=start)
+        for spare in (0.3 * start, 0.9 * start, start):
+            assert outlook.wait_closed.read(0, 10.0, spare) == pytest.approx(10.0 + start, rel=2e-3)
+        assert outlook.wait_closed.read(0, 10.0, 3 * start) < 10.0
+
+
+def test_on_demand_kept_for_now_is_never_worth_what_leaving_it_at_once_is() -> None:
+    """Else the choice between them would be left to rounding, and an old open market never be entered."""
+    outlook = solve(start_hours=0.2)
+    for age in range(5, len(AGES)):
+        entered, kept = outlook.enter_usd(age, 20.0, 6.0), outlook.keep_open.read(age, 20.0, 6.0)
+        assert entered < kept - 0.02
+        assert outlook.sure_open.read(age, 20.0, 6.0) <= kept
+
+
+def test_a_start_that_outlasts_young_spells_is_expected_to_be_lost_in_a_storm() -> None:
+    calm, stormy = solve(start_hours=0.5, hazard=0.01), solve(start_hours=0.5, hazard=6.0)
+    assert calm.starts[-1].survive == pytest.approx(math.exp(-0.005), rel=1e-3)
+    assert stormy.starts[-1].survive == pytest.approx(math.exp(-3.0), rel=0.15)
+    assert stormy.starts[-1].lost_hours < 0.2 < calm.starts[-1].lost_hours

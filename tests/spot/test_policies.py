@@ -160,6 +160,33 @@ def test_no_market_makes_the_adaptive_policy_late_or_much_dearer_than_on_demand(
     assert found.usd <= (24 + start) * 1.02
 
 
+def test_when_too_much_was_lost_on_spot_it_is_not_tried_again() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    spot = make_candidate(is_spot=True, usd=0.3, age_hours=9.0)
+
+    def decide(spent: float | None, work_left: float = 10.0) -> object:
+        view = JobView(
+            work_left_hours=work_left, time_left_hours=30, work_hours=10, deadline_hours=40, spent_usd=spent
+        )  # fmt: skip
+        return policy(view, [spot, sure])
+
+    for spent in (None, 0.0, 0.1):
+        assert isinstance(decision := decide(spent), Move) and decision.target is spot
+    decision = decide(2.0)
+    assert not isinstance(decision, Move) or decision.target is sure
+    assert isinstance(decision := decide(2.0, work_left=5.0), Move) and decision.target is spot, "work was done for it"
+
+
+def test_a_choice_holds_until_time_or_age_alone_would_change_it() -> None:
+    """A market that just opened is watched until it has lasted; the decision says for how long."""
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    young = make_candidate(is_spot=True, usd=0.9, age_hours=0.1)
+    decision = policy(view_of(10, 18.0), [young, sure])
+    assert isinstance(decision, Wait) and 0.02 <= decision.hours <= 1.0
+    later = make_candidate(is_spot=True, usd=0.9, age_hours=0.1 + decision.hours * 0.99)
+    assert isinstance(policy(view_of(10, 18.0 - decision.hours * 0.99), [later, sure]), Wait)
+
+
 def test_an_open_market_is_used_from_the_first_hour() -> None:
     found = live([1], "adaptive", slack=1.2)
     assert found.usd == pytest.approx((WORK + 0.1) / 3.1)

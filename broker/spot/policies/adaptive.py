@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from broker.spot.forecast import Market, expect_second_chance, read_market
-from broker.spot.outlook import CLASSES, Outlook, Terms
+from broker.spot.outlook import Outlook, Terms
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -23,21 +23,27 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_refuge,
+    is_affordable,
     is_safe_to_start,
     safe_hours,
     spare_hours,
     take_refuge,
 )
 from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
-from broker.spot.spells import AGES, class_of
+from broker.spot.spells import class_of
 
 PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
-PACE_STEPS_MAX = 4
+PACE_STEPS_MAX = 4  # up only: recordings that seemed slow for a day were not slow later, and belief in it cost 1 %
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
-LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.1, 1.0
+# Hostile markets teach nothing in time, so what they may cost beyond on-demand is bounded: by a share, or by a few
+# failed starts where those are dearer, as recordings ask for that much trust.
+EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
+LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
+LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 1.3**step for step in range(15))
 MOVE_GAIN = 1.15  # a better place must promise so much more than the move costs: promises are uncertain
 TABLES_MAX = 512
+SPOT, SURE, WAITING = "spot now", "on-demand now", "waiting"
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
@@ -100,33 +106,53 @@ class _Scale:
     def choose(self, current: Candidate | None) -> Decision:
         if current is not None and current.is_spot:
             return self._choose_on_spot(current)
-        options, age = list[tuple[float, str, Decision]](), self._age_class()
-        look = self._look_hours()
-        target, is_open = self.best.candidate, self.best.candidate.is_open
-        can_enter = is_open and is_safe_to_start(self.view, target, self.refuge) and self.best.outlives_start
-        if can_enter:
-            outlived = target.seen.count_reached(target.age_hours, target.age_hours + target.start_hours)
-            worth = self.outlook.enter_usd(age, self.work, self.spare, seen=outlived) + self.best.move_price
-            options.append((worth, "spot now", Move(target=target, reason="spot is worth its start")))
-        table = self.outlook.sure_open if is_open else self.outlook.sure_closed
+        options = self._weigh_options(current, 0.0)
+        best = min(options, key=options.__getitem__)
+        weighed = tuple((name, worth * self.refuge.usd_work_hour) for name, worth in options.items())
+        if best == SPOT:
+            return Move(target=self.best.candidate, reason="spot is worth its start", weighed=weighed)
+        hours = self._find_change(current, best)
+        if best == WAITING:
+            return Wait(hours=min(self.spare, hours), reason="spot is worth waiting for", weighed=weighed)
         if current is not None:
-            begun = self.view.starting_hours  # its start is not over: the rest is still to be paid
-            worth = begun + table.read(age, self.work, max(self.spare - begun, 0.0))
-            options.append((worth, "on-demand now", Stay(hours=look, reason="on-demand saves time for later")))
+            return Stay(hours=hours, reason="on-demand saves time for later", weighed=weighed)
+        return Move(target=self.refuge, hours=hours, reason="time is worth more than waiting saves", weighed=weighed)
+
+    def _weigh_options(self, current: Candidate | None, ahead: float) -> dict[str, float]:
+        """What each way to go on costs to the end, so many hours from now if nothing changes until then."""
+        target, is_open = self.best.candidate, self.best.candidate.is_open
+        begun = self.view.starting_hours if current is not None else ahead  # hours ahead that bring no work
+        idle = min(ahead, begun)
+        work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
+        age, options = class_of(age_hours), dict[str, float]()
+        is_safe = spare >= target.start_hours + self.view.save_every_hours - EPSILON_HOURS
+        can_enter = is_open and is_safe and self._can_enter
+        if can_enter:
+            outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
+            options[SPOT] = self.outlook.enter_usd(age, work, spare, seen=outlived) + self.best.move_price
+        if current is not None:  # where its start is not over, the rest is still to be paid
+            rest = begun - idle
+            table = self.outlook.keep_open if is_open else self.outlook.keep_closed
+            options[SURE] = rest + table.read(age, work, max(spare - rest, 0.0))
         else:
             start = self.outlook.terms.start_hours
-            after = self.spare - start
-            worth = start + (table.read(age, self.work, after) if after >= 0 else self.work)
-            move = Move(target=self.refuge, hours=look, reason="time is worth more than waiting saves")
-            options.append((worth, "on-demand now", move))
+            table, after = self.outlook.sure_open if is_open else self.outlook.sure_closed, spare - start
+            options[SURE] = start + (table.read(age, work, after) if after >= 0 else work)
         # Machines that run are not given up for none, and waiting shows nothing of spot that is not watched.
-        if current is None and self.spare > EPSILON_HOURS and (target.is_watched or not can_enter):
+        if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = self.outlook.wait_open if is_open else self.outlook.wait_closed
-            worth = table.read(age, self.work, self.spare)
-            wait = Wait(hours=min(self.spare, look), reason="spot is worth waiting for")
-            options.append((worth, "waiting", wait))
-        weighed = tuple((name, worth * self.refuge.usd_work_hour) for worth, name, _ in options)
-        return replace(min(options, key=lambda option: option[0])[2], weighed=weighed)
+            options[WAITING] = table.read(age, work, spare)
+        return options
+
+    def _find_change(self, current: Candidate | None, choice: str) -> float:
+        """Hours for which the choice holds if nothing changes: what time and age alone bring is foreseen."""
+        hours = LOOK_HOURS_MIN
+        for ahead in LOOKS_AHEAD:
+            options = self._weigh_options(current, ahead)
+            if min(options, key=options.__getitem__) != choice:
+                break
+            hours = ahead
+        return hours
 
     def _choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move on to a place that is better by more than the move costs."""
@@ -154,22 +180,25 @@ class _Scale:
 
     def _usd_spare_hour(self) -> float:
         """What an hour of spare time is worth."""
-        run, age, step = self.outlook.run, self._age_class(), max(self.outlook.terms.start_hours, 0.1)
+        run, age, step = self.outlook.run, class_of(self._age_hours), max(self.outlook.terms.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
         return max(run.read(age, self.work, low) - run.read(age, self.work, low + step), 0.0) / step
 
-    def _age_class(self) -> int:
+    @cached_property
+    def _age_hours(self) -> float:
         """Of the market as a whole: open as long as its best place, closed since the last place closed."""
         if self.best.candidate.is_open:
-            return class_of(self.best.candidate.age_hours)
-        return class_of(min(each.candidate.age_hours for each in self.markets))
+            return self.best.candidate.age_hours
+        return min(each.candidate.age_hours for each in self.markets)
 
-    def _look_hours(self) -> float:
-        """When to think again: sooner where time is short, and when the spell's age tells something new."""
-        age = self.best.candidate.age_hours
-        index = class_of(age)
-        news = AGES[index + 1] - age if index + 1 < CLASSES else math.inf
-        return min(max(LOOK_HOURS_MIN, 0.1 * self.spare), LOOK_HOURS_MAX, max(news, LOOK_HOURS_MIN))
+    @cached_property
+    def _can_enter(self) -> bool:
+        view, target, refuge = self.view, self.best.candidate, self.refuge
+        return (
+            self.best.outlives_start
+            and is_safe_to_start(view, target, refuge)
+            and is_affordable(view, target, refuge, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX)
+        )
 
 
 def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[Market]) -> Decision:
@@ -213,7 +242,7 @@ def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], b
 
 
 def _round_paces(paces: Paces) -> tuple[int, int]:
-    young, old = (max(-PACE_STEPS_MAX, min(round(math.log(each) / PACE_STEP), PACE_STEPS_MAX)) for each in paces)
+    young, old = (max(0, min(round(math.log(each) / PACE_STEP), PACE_STEPS_MAX)) for each in paces)
     return young, old
 
 

@@ -57,6 +57,7 @@ class JobView:
     `work_left_hours` counts from what is saved: `unsaved_hours` of it are done but not in a checkpoint yet. `current`
     is the index of the candidate that nodes are up (or starting) at, `starting_hours` what is left of its start.
     `look_hours` bounds the time between a fault and the next decision, beyond the hours a decision holds for.
+    `spent_usd` is what the job has cost so far; None where that is not known.
     """
 
     work_left_hours: float
@@ -69,6 +70,7 @@ class JobView:
     last: int | None = None  # the candidate that was lost last, where nothing runs
     work_hours: float = 0.0  # in all; with `deadline_hours` it tells how far on the job should be
     deadline_hours: float | None = None  # from submission
+    spent_usd: float | None = None
 
 
 # What each way to go on is expected to cost to the end: (a word or two, USD).
@@ -140,6 +142,19 @@ def spare_hours(view: JobView, refuge: Candidate) -> float:
 def is_safe_to_start(view: JobView, target: Candidate, refuge: Candidate) -> bool:
     """Whether, after a start on spot that is lost just before it saves anything, on-demand would still be in time."""
     return spare_hours(view, refuge) >= target.start_hours + view.save_every_hours - EPSILON_HOURS
+
+
+def is_affordable(view: JobView, target: Candidate, refuge: Candidate, *, share: float, failures: int) -> bool:
+    """Whether, after a start on spot that is lost just before it saves anything, on-demand to the end would still come
+    to at most what on-demand alone would have cost and a `share` of it, or so many `failures` to leave on-demand for
+    spot if those are dearer. True where what was spent is not known."""
+    if view.spent_usd is None:
+        return True
+    rate, work = refuge.placement.usd_hour, max(view.work_hours, view.work_left_hours)
+    lost = target.move_usd + (target.start_hours + view.save_every_hours) * target.placement.usd_hour
+    worst = view.spent_usd + lost + rate * finish_hours(refuge, view.work_left_hours)
+    sure = rate * finish_hours(refuge, work)
+    return worst <= sure + max(share * sure, failures * (lost + rate * refuge.start_hours))
 
 
 def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
