@@ -217,7 +217,7 @@ def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: P
         print_line(f"{name:>12}  {text}")
     print_line()
     base = next(each for each in study.scores if each.policy == "on-demand").usd_mean
-    columns = ["POLICY", "USD", "P95", "SAVED", "OVER BEST", "TIME", "P95", "LOST", "LATE"]
+    columns = ["POLICY", "USD", "P95", "SAVED", "OVER", "TIME", "P95", "LOST", "LATE"]
     rows = [_list_cells(each, base) for each in study.scores]
     print_table(columns, rows, right=columns[1:], firm=columns)
     print_line()
@@ -234,10 +234,15 @@ def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: P
 def _list_cells(score: Score, base: float) -> list[str]:
     over = "-" if score.over_optimum is None else f"{score.over_optimum:+.1%}"
     return [
-        score.policy + ("*" if score.is_oracle else ""), show_usd(score.usd_mean), show_usd(score.usd_p95),
+        score.policy + ("*" if score.is_oracle else ""), _show_cost(score.usd_mean), _show_cost(score.usd_p95),
         f"{1 - score.usd_mean / base:.0%}", over, show_hours(score.hours_mean), show_hours(score.hours_p95),
         f"{score.preemptions_mean:.1f}", f"{score.late / score.replays:.0%}" if score.late else "0",
     ]  # fmt: skip
+
+
+def _show_cost(usd: float) -> str:
+    """Of thousands of USD the cents are left out, so that the table fits."""
+    return f"{usd:,.0f}" if usd >= 1000 else show_usd(usd)
 
 
 def _draw(study: Study, base: float) -> list[str]:

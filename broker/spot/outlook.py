@@ -361,5 +361,11 @@ def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[fl
 
 
 def _place(nodes: Sequence[float], value: float) -> tuple[int, float]:
-    below = min(max(bisect_right(nodes, value) - 1, 0), len(nodes) - 2)
-    return below, min(max((value - nodes[below]) / (nodes[below + 1] - nodes[below]), 0.0), 1.0)
+    """The node below, and how far it is to the next one; what lies beyond the ends counts as there."""
+    below = bisect_right(nodes, value) - 1
+    if below < 0:
+        return 0, 0.0
+    last = len(nodes) - 2
+    if below > last:
+        return last, 1.0
+    return below, (value - nodes[below]) / (nodes[below + 1] - nodes[below])
