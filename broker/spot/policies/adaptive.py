@@ -33,7 +33,7 @@ from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.spells import class_of
 
 PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
-PACE_STEPS_MAX = 4  # up only: recordings that seemed slow for a day were not slow later, and belief in it cost 1 %
+PACE_STEPS_MAX = 4  # up only: belief that a recorded market is slower than the prior cost 0.003 to 0.010 of the optimum
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
 # Hostile markets teach nothing in time, so what they may cost beyond on-demand is bounded: by a share, or by a few
