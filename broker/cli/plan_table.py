@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.cli.render import measure_width, plain, print_line, print_note, print_table, show_hours, show_usd
+from broker.cli.render import (
+    measure_width,
+    plain,
+    print_line,
+    print_note,
+    print_table,
+    print_wrapped,
+    show_hours,
+    show_usd,
+)
 from broker.types import Estimate, Plan
 
 ZONE_WIDTH = 17  # the longest name of a zone at the large clouds, and one more zone
@@ -38,7 +47,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
         print_line(f"... and {rest} more")
     print_line(f"Choice: {describe_choice(plan.choice)}")
     print_line(f"Each node: {describe_machine(plan.choice)}")
-    print_line(f"Why: {plan.reason}")
+    print_wrapped(f"Why: {plan.reason}", indent=5)
     if plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None:
         print_line(f"Chances: {_say_chances(plan.choice)}")
     as_of = plan.choice.placement.as_of or plan.prices_as_of
