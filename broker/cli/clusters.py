@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import Context
-from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.cli.render import (
+    clean,
+    plain,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    show_count,
+    show_duration,
+    show_usd,
+)
 from broker.errors import RunFailedError, UsageError
 from broker.types import Cluster, ClusterStatus, RunStatus
 
@@ -157,7 +167,7 @@ def status(
     else:
         print_line("No clusters; `broker launch TASK.yaml` makes one")
     if jobs:
-        print_line(f"{len(jobs)} managed job{'s' if len(jobs) > 1 else ''} live; `broker jobs queue` shows them")
+        print_line(f"{show_count(len(jobs), 'managed job')} live; `broker jobs queue` shows them")
     print_line(f"Spent so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
 
 

@@ -14,7 +14,7 @@ from broker.cli.clusters import ClusterName, find_up, follow_unless
 from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
-from broker.cli.render import print_json, print_note, show_usd
+from broker.cli.render import print_json, print_note, show_count, show_usd
 from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, TransientError, UnreachedError, UsageError
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, Task
@@ -136,10 +136,10 @@ async def _launch(
     )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(
-            f"cluster `{name}` has {len(cluster.nodes)} nodes, the task asks for {task.num_nodes}",
+            f"cluster `{name}` has {show_count(len(cluster.nodes), 'node')}, the task asks for {task.num_nodes}",
             hints=["choose another name with `-c`"],
         )
-    print_note(f"cluster `{name}` is up: {len(cluster.nodes)} nodes")
+    print_note(f"cluster `{name}` is up: {show_count(len(cluster.nodes), 'node')}")
     await submit(context, cluster, add_mounts(task))
     if autostop:
         await context.gang.set_autostop(cluster, autostop)

@@ -11,6 +11,7 @@ from broker.cli.render import (
     print_note,
     print_table,
     print_wrapped,
+    show_count,
     show_hours,
     show_usd,
 )
@@ -24,7 +25,7 @@ MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     """The ranked table, the choice and why, and the date of its prices; `now_s` lets it say that they are old."""
     task = plan.task
-    print_line(f"Task {task.name or '(no name)'}: {task.num_nodes} node{'s' if task.num_nodes > 1 else ''}")
+    print_line(f"Task {task.name or '(no name)'}: {show_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
     shown = [group[0] for group in groups]
     has_work = plan.choice.expected_usd is not None
