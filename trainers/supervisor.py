@@ -12,6 +12,7 @@ from trainers.checkpoint import CheckpointManager
 from trainers.config import RunConfig
 from trainers.elastic import Elastic
 from trainers.evaluate import Evaluation
+from trainers.garbage import Garbage
 from trainers.interval import Pacer
 from trainers.loop import StepReport
 from trainers.metrics import Meter, MetricFiles, read_memory
@@ -39,10 +40,15 @@ class Supervisor:
 
     def drive(self, steps: Iterator[StepReport]) -> int:
         """Take all steps; return the exit code."""
+        with Garbage() as garbage:
+            return self._drive(steps, garbage)
+
+    def _drive(self, steps: Iterator[StepReport], garbage: Garbage) -> int:
         config, checkpoints = self.config, self.checkpoints
         told = checkpoints.step_committed
         for report in steps:
             self.watchdog.beat(f"in step {report.step + 1}")
+            garbage.step()
             self.meter.count(config.train.batch)
             self.profile.step()
             committed = checkpoints.step_committed
