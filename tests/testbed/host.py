@@ -80,10 +80,12 @@ class Host:
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
         self.is_alive = False
+        self.on_s = self.off_s = 0.0  # when it was switched on, and when it was off for certain; monotonic
 
     def start(self) -> Host:
         """Returns when the machine is switched on; sshd and the boot script follow by themselves."""
         self._folder.mkdir(parents=True)
+        self.on_s = time.monotonic()
         environment = {
             "PATH": PATH, "METADATA": METADATA, "PYTHON": str(Path(sys.base_prefix)), "LANG": "C.UTF-8",
         }  # fmt: skip
@@ -177,6 +179,7 @@ class Host:
 
     def _watch(self) -> None:
         self._process.wait()
+        self.off_s = time.monotonic()
         with self._lock:
             was_alive, self.is_alive = self.is_alive, False
             run_ip(*(f"route replace {address}/32 dev hole" for address in self.addresses))
