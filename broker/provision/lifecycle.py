@@ -21,6 +21,7 @@ from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
 from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
+from broker.provision.zones import join_zones, split_zones
 from broker.state.store import Store
 from broker.types import (
     Autostop,
@@ -260,7 +261,9 @@ class Provisioner:
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name
         begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        ordered = (estimate.placement for estimate in plan.estimates if estimate.placement not in begun)
+        asked = [zone for placement in begun for zone in split_zones(placement)]
+        others = (estimate for estimate in plan.estimates if estimate.placement not in asked)
+        ordered = join_zones(others, plan.task, self._clouds, wanted.make_spec)
         try:
             won = await self._failover.acquire(wanted, ordered, begun=begun)
         except Exception:
