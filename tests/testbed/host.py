@@ -107,12 +107,15 @@ class Host:
 
     def execute(self, *argv: str, stdin: str = "") -> str:
         """As root on its console. Fails the test when the command does."""
-        environment = {"PATH": PATH, "HOME": "/root"}
-        done = subprocess.run(
-            ["nsenter", "-t", str(self.pid), "-a", *argv], input=stdin, text=True, capture_output=True, env=environment
-        )
+        done = self.try_execute(*argv, stdin=stdin)
         assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    def try_execute(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": PATH, "HOME": "/root"}
+        return subprocess.run(
+            ["nsenter", "-t", str(self.pid), "-a", *argv], input=stdin, text=True, capture_output=True, env=environment
+        )
 
     def shut_down(self) -> None:
         """As its own user would. What asks may end with the machine, before it can say that it went well."""
