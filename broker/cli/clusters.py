@@ -13,6 +13,7 @@ from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
+from broker.cli.refreshing import raise_unasked, refresh_clusters
 from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
 from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, RunFailedError, TransientError, UnreachedError, UsageError
@@ -339,9 +340,8 @@ def status(
 ) -> None:
     """Show clusters, managed jobs and what they have cost."""
     context = Context()
-    clusters = list(context.store.list_clusters())
-    if refresh:
-        clusters = asyncio.run(_refresh_all(context, clusters))
+    known = context.store.list_clusters()
+    clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
     jobs = context.store.list_live_job_ids()
@@ -353,8 +353,10 @@ def status(
                 "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
                 "live_jobs": list(jobs),
                 "spent_usd": context.store.spend_usd(now_s=now_s),
+                "not_asked": {name: error.message for name, error in failures.items()},
             }
         )
+        raise_unasked(failures)
         return
     rows = []
     for each in clusters:
@@ -375,8 +377,4 @@ def status(
     if jobs:
         print_line(f"{len(jobs)} managed job{'s' if len(jobs) > 1 else ''} live; `broker jobs queue` shows them")
     print_line(f"Spent so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
-
-
-async def _refresh_all(context: Context, clusters: list[Cluster]) -> list[Cluster]:
-    """One after the other: each asks its cloud once."""
-    return [await context.provisioner.refresh(each) if each.nodes else each for each in clusters]
+    raise_unasked(failures)
