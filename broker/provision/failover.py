@@ -179,6 +179,7 @@ class _Race:
             if covering := self._memory.list_covering(each, active):
                 if (name, covering[0].reason) not in self._refused:
                     self._remembered.add((name, covering[0].reason))
+                self._hints.update(dict.fromkeys(hint for refusal in covering for hint in refusal.hints))
                 self._note_reason(each, covering[0].reason)
                 self._keep_in_mind(rank, each)
             else:

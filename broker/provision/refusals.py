@@ -72,6 +72,7 @@ class RefusalMemory:
             placement.is_spot,
             lasts_s,
             error.message,
+            hints=error.hints,
             lasts_s_max=REFUSAL_S_MAX,
             reask_after_s=reask_s,
             reask_after_s_max=REASK_S_MAX if isinstance(error, CapacityError) else math.inf,
