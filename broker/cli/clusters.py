@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import Context
+from broker.cli.refreshing import raise_unasked, refresh_clusters
 from broker.cli.render import (
     clean,
     plain,
@@ -133,9 +134,8 @@ def status(
 ) -> None:
     """Show clusters, managed jobs and what they have cost."""
     context = Context()
-    clusters = list(context.store.list_clusters())
-    if refresh:
-        clusters = asyncio.run(_refresh_all(context, clusters))
+    known = context.store.list_clusters()
+    clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
     jobs = context.store.list_live_job_ids()
@@ -147,8 +147,10 @@ def status(
                 "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
                 "live_jobs": list(jobs),
                 "spent_usd": context.store.spend_usd(now_s=now_s),
+                "not_asked": {name: error.message for name, error in failures.items()},
             }
         )
+        raise_unasked(failures)
         return
     rows = []
     for each in clusters:
@@ -169,8 +171,4 @@ def status(
     if jobs:
         print_line(f"{show_count(len(jobs), 'managed job')} live; `broker jobs queue` shows them")
     print_line(f"Spent so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
-
-
-async def _refresh_all(context: Context, clusters: list[Cluster]) -> list[Cluster]:
-    """One after the other: each asks its cloud once."""
-    return [await context.provisioner.refresh(each) if each.nodes else each for each in clusters]
+    raise_unasked(failures)

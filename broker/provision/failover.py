@@ -19,6 +19,7 @@ from broker.provision.listing import Lister
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import CAPACITY_REFUSAL_S, RefusalMemory
 from broker.provision.tries import HEDGE, Asker, Try, Wanted, describe, make_token
+from broker.provision.zones import split_zones, unite_zones
 from broker.state.store import Store
 from broker.types import Node, NodeRequest, Placement
 
@@ -134,10 +135,13 @@ class _Race:
         while self._begun:
             self._begin(len(self._tries), self._begun.pop(0))
         while len(self._tries) < max(1, self._wanted.hedge) and all(self._measure_left_s(t) <= 0 for t in self._tries):
-            found = self._candidates.take(frozenset(_name_zone(one.placement) for one in self._tries))
+            busy = [each for one in self._tries for each in split_zones(one.placement)]
+            found = self._candidates.take(frozenset(_name_zone(each) for each in busy))
             if found is not None:
-                if self._may_ask(*found):
-                    self._begin(*found)
+                rank, placement = found
+                free = self._find_free(rank, [each for each in split_zones(placement) if each not in busy])
+                if free:
+                    self._begin(rank, unite_zones(free))
                 continue
             due = next((each for each in self._last_resort if self._memory.measure_reask_s(each[1]) <= 0), None)
             if due is None:
@@ -160,20 +164,27 @@ class _Race:
             self._lasting[name] = AuthError(f"cloud {name} is not set up", hints=("Run `broker check`.",))
         return name not in self._lasting
 
-    def _may_ask(self, rank: int, placement: Placement) -> bool:
-        if not self._has_cloud(placement) or any(one.placement == placement for one in self._tries):
-            return False
-        name = placement.offer.cloud
+    def _find_free(self, rank: int, placements: Sequence[Placement]) -> Sequence[Placement]:
+        """Those zones of one place that may be asked now; why not of the others is noted."""
+        if not placements or not self._has_cloud(placements[0]):
+            return ()
+        name = placements[0].offer.cloud
         if wait_s := self._memory.measure_wait_s(name):
-            self._note_reason(placement, f"it has refused too many calls of late and rests for {wait_s:.0f} s more")
-            return False
-        covering = self._memory.list_covering(placement, self._memory.list_active())
-        if covering:
-            if (name, covering[0].reason) not in self._refused:
-                self._remembered.add((name, covering[0].reason))
-            self._note_reason(placement, covering[0].reason)
-            self._keep_in_mind(rank, placement)
-        return not covering
+            for each in placements:
+                self._note_reason(each, f"it has refused too many calls of late and rests for {wait_s:.0f} s more")
+            return ()
+        active = self._memory.list_active()
+        free = []
+        for each in placements:
+            if covering := self._memory.list_covering(each, active):
+                if (name, covering[0].reason) not in self._refused:
+                    self._remembered.add((name, covering[0].reason))
+                self._hints.update(dict.fromkeys(hint for refusal in covering for hint in refusal.hints))
+                self._note_reason(each, covering[0].reason)
+                self._keep_in_mind(rank, each)
+            else:
+                free.append(each)
+        return free
 
     def _keep_in_mind(self, rank: int, placement: Placement) -> None:
         if len(self._last_resort) < LAST_RESORT_MAX:
@@ -198,11 +209,11 @@ class _Race:
         return since_s + self._patience.measure_s(one.cloud.name, answer) - self._clock.now_s()
 
     def _win(self, whole: Try) -> Won:
-        self._memory.forgive(whole.placement)
+        self._memory.forgive(whole.landed)
         took_s = self._clock.now_s() - whole.begun_s
         self._wanted.on_event(f"{describe(whole.placement)} is whole after {took_s:.1f} s")
         others = tuple(one for one in self._tries if one is not whole)
-        return Won(placement=whole.placement, nodes=whole.doing.result(), others=others)
+        return Won(placement=whole.landed, nodes=whole.doing.result(), others=others)
 
     def _note_failure(self, one: Try) -> None:
         """Raises what is no cloud's answer: a cluster taken down meanwhile, a spent budget, a fault of ours."""
@@ -216,20 +227,23 @@ class _Race:
             self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
         elif isinstance(error, InvalidRequestError):
             self._lasting[where] = error
-            self._refused.setdefault((one.cloud.name, error.message), []).append(one.placement)
+            self._refused.setdefault((one.cloud.name, error.message), []).extend(split_zones(one.placement))
             self._wanted.on_event(f"{where} skipped: {error.message}")
         else:
-            self._note_reason(one.placement, error.message)
+            landed, asked = one.landed, split_zones(one.placement)
+            self._note_reason(landed, error.message)
             self._remembered.discard((one.cloud.name, error.message))
             self._hints.update(dict.fromkeys(error.hints))
-            self._memory.refuse(one.placement, error)
-            self._keep_in_mind(one.rank, one.placement)
+            self._memory.refuse(landed, error)
+            self._keep_in_mind(one.rank, landed)
+            if rest := [each for each in asked if each not in split_zones(landed)]:
+                self._candidates.put_back(one.rank, unite_zones(rest))  # nothing was found out about these
             self._memory.note_failed_call(one.cloud.name)
             self._wanted.on_event(f"{where} refused after {took_s:.1f} s: {error.message}")
 
     def _note_reason(self, placement: Placement, reason: str) -> None:
         self._has_temporary = True
-        self._refused.setdefault((placement.offer.cloud, reason), []).append(placement)
+        self._refused.setdefault((placement.offer.cloud, reason), []).extend(split_zones(placement))
 
     def _tell_begin(self, one: Try, late: Sequence[Try]) -> None:
         verb = "going on with" if one.is_resumed else "asking for"
@@ -278,6 +292,9 @@ class _Candidates:
         self._ahead += islice(self._source, max(0, OTHER_ZONE_AMONG - len(self._ahead)))
         elsewhere = (i for i, (_, placement) in enumerate(self._ahead) if _name_zone(placement) not in zones)
         return self._ahead.pop(next(elsewhere, 0)) if self._ahead else None
+
+    def put_back(self, rank: int, placement: Placement) -> None:
+        self._ahead.insert(0, (rank, placement))
 
 
 def _join(placements: Sequence[Placement]) -> str:

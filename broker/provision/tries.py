@@ -29,6 +29,7 @@ from broker.provision.listing import Lister
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import RefusalMemory
+from broker.provision.zones import find_landed
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
 
@@ -73,6 +74,11 @@ class Try:
     def placement(self) -> Placement:
         return self.request.placement
 
+    @property
+    def landed(self) -> Placement:
+        """Where its nodes stand, once there are any: in one zone of those that were asked."""
+        return find_landed(self.placement, self.nodes)
+
     def cancel(self) -> Sequence[asyncio.Task[Sequence[Node]]]:
         """As when this process ends: its intent stays open for whoever comes next."""
         tasks = [self.doing] if self.call is None else [self.doing, self.call]
@@ -87,15 +93,20 @@ def make_token(owner: str, cluster: str, attempt: int, placement: Placement, ser
     a cloud answers a token whose nodes have ended with those dead nodes, so a later try needs another."""
     offer = placement.offer
     place = (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot, placement.node_count)
-    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, serial))
+    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, *placement.other_zones, serial))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def describe(placement: Placement) -> str:
     offer = placement.offer
     pricing = "spot" if placement.is_spot else "on-demand"
-    where = offer.zone or offer.region
-    return f"{placement.node_count} x {offer.instance_type} {pricing} in {where} ({offer.cloud})"
+    return f"{placement.node_count} x {offer.instance_type} {pricing} in {name_zones(placement)} ({offer.cloud})"
+
+
+def name_zones(placement: Placement) -> str:
+    """`us-east-1a,b,c` where any of them will do."""
+    offer = placement.offer
+    return ",".join([offer.zone or offer.region, *(each.removeprefix(offer.region) for each in placement.other_zones)])
 
 
 class Asker:
