@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError
+from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
 from broker.provision.zones import split_zones
 from broker.state.store import Refusal, Store
 from broker.types import Placement
@@ -47,19 +47,20 @@ class RefusalMemory:
         for each in split_zones(placement):
             self._store.begin_probe(each, lasts_s=PROBE_S)
 
-    def refuse(self, placement: Placement, error: CloudError) -> None:
-        """Where several zones were asked as one, what holds for a zone holds for each of them."""
+    def refuse(self, placement: Placement, error: CloudError, *, is_region_wide: bool = False) -> None:
+        """Where several zones were asked as one, what holds for a zone holds for each of them. `is_region_wide`: calls
+        failed again and again without a reason, so it is no matter of the zone."""
         with self._store.transaction():
             for each in split_zones(placement):
-                self._refuse_one(each, error)
+                self._refuse_one(each, error, is_region_wide=is_region_wide)
 
-    def _refuse_one(self, placement: Placement, error: CloudError) -> None:
+    def _refuse_one(self, placement: Placement, error: CloudError, *, is_region_wide: bool) -> None:
         offer = placement.offer
         region, zone, lasts_s, reask_s = offer.region, offer.zone, REFUSAL_S_SHORT, REASK_S
         if isinstance(error, QuotaError):
             zone, lasts_s, reask_s = None, QUOTA_REFUSAL_S, math.inf
-        elif isinstance(error, ThrottledError):
-            zone = None  # clouds count calls by account and region
+        elif isinstance(error, ThrottledError) or (is_region_wide and isinstance(error, TransientError)):
+            zone = None  # clouds count calls by account and region, and it is a region's service that fails
         elif isinstance(error, CapacityError):
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
