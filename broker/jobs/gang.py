@@ -30,6 +30,11 @@ class GangReport(Protocol):
         """Why the run ended, where the node knows more than its status says."""
         ...
 
+    @property
+    def advised(self) -> tuple[int, ...]:
+        """Ranks whose cloud thinks a preemption likelier than usual: news, and no notice."""
+        ...
+
 
 class Gang(Protocol):
     """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that

@@ -40,7 +40,10 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 
 @noun
 class GangReport:
-    """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so."""
+    """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
+
+    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on.
+    """
 
     status: RunStatus
     returncode: int | None
@@ -49,6 +52,7 @@ class GangReport:
     progress: Progress | None
     run_id: int
     reason: str = ""
+    advised: tuple[int, ...] = ()
 
 
 class Gang:
@@ -131,6 +135,7 @@ class Gang:
             progress=parse_progress(runs[0]["progress"]) if runs and runs[0] else None,
             run_id=run_id,
             reason=speaker.get("reason", ""),
+            advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
         )
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:

@@ -76,6 +76,7 @@ class Report:
     unreachable: tuple[int, ...]
     progress: Progress | None
     reason: str = ""
+    advised: tuple[int, ...] = ()
 
 
 class MachineGang:
