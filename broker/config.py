@@ -118,6 +118,11 @@ def read_aws_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
+def read_azure_environment() -> dict[str, str]:
+    """The variables that steer Azure's tools."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AZURE_")}
+
+
 def read_r2_environment() -> dict[str, str]:
     """The variables that name a login for Cloudflare's R2."""
     return {name: value for name, value in os.environ.items() if name.startswith("R2_")}

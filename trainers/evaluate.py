@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,9 +12,7 @@ from trainers.errors import TrainerError
 from trainers.loop import Work, read_passes
 from trainers.ranks import Ranks
 from trainers.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from trainers.session import Study
+from trainers.study import Study
 
 
 class Evaluation:
@@ -26,7 +24,7 @@ class Evaluation:
         model: nn.Module,
         strategy: Strategy,
         ranks: Ranks,
-        study: "Study",
+        study: Study,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Asked for without samples kept for it, evaluation is a TrainerError now rather than at step 1000."""

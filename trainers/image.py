@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from trainers.image_config import ImageConfig, parse_config
 from trainers.launch import end_process, launch_if_needed
-from trainers.session import Study, run_session
+from trainers.session import run_session
+from trainers.study import Study
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
     import torch

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from trainers.config import Config, parse_config
 from trainers.errors import TrainerError
 from trainers.launch import end_process, launch_if_needed
-from trainers.session import Study, run_session
+from trainers.session import run_session
+from trainers.study import Study
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
     import torch

@@ -57,9 +57,9 @@ def advise(
     from broker.optimizer.advise_task import write_task
     from broker.optimizer.layout import Training
 
-    shape = read_shape(params, layers, hidden, heads, vocab)
     if not tokens:
         raise UsageError("`--tokens` is missing", hints=["`broker advise --params 7B --tokens 140B`: 20 a parameter"])
+    shape = read_shape(params, layers, hidden, heads, vocab)
     step_tokens = read_amount(batch, "--batch") if batch else choose_batch(shape.parameters)
     training = Training(
         shape=shape, tokens=read_amount(tokens, "--tokens"), sequence=seq, dtype=dtype,
@@ -81,11 +81,15 @@ def advise(
     if as_json:
         print_json(describe_advice(wish, advice, text, top))
         return
+    _tell(wish, advice, text, top, explain=explain, yaml=yaml)
+
+
+def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yaml: Path | None) -> None:
     show_advice(wish, advice, top)
     if explain:
         from broker.cli.advise_explain import show_layout
 
-        show_layout(training, advice.options[0])
+        show_layout(wish.training, advice.options[0])
     if yaml is not None:
         print_note(f"Wrote {yaml}; `broker plan {yaml}` prices it again, `broker jobs launch {yaml}` runs it")
     else:

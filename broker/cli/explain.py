@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.cli.plan_table import describe_choice
-from broker.cli.render import print_line, print_wrapped, show_duration, show_hours, show_usd
+from broker.cli.render import print_line, print_wrapped, show_count, show_duration, show_hours, show_usd
 from broker.optimizer.data_cost import list_assumptions, measure_restore_s
 from broker.optimizer.explain import Loser, list_losers, show_chance
 from broker.types import Breakdown, Estimate, Plan, Task
@@ -37,7 +37,7 @@ def _say_loser(loser: Loser) -> str:
 def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
     """(name, value) of every term of E[T] and E[$], in the order in which they add up."""
     placement, parts = estimate.placement, estimate.breakdown
-    nodes = f"{placement.node_count} node{'s' if placement.node_count > 1 else ''}"
+    nodes = show_count(placement.node_count, "node")
     terms = [("price c", f"{show_usd(placement.usd_hour)} USD/h for {nodes}")]
     if placement.is_spot:
         terms.append(("hazard H", _say_hazard(estimate)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,8 +54,8 @@ def launch(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Promise a task: it runs until it succeeds or fails by itself."""
-    from broker.cli.clusters import confirm_price, plan_launch
     from broker.cli.copies import note_copies
+    from broker.cli.launch import confirm_price, plan_launch
     from broker.cli.uploads import fill_buckets
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
@@ -86,14 +87,18 @@ def launch(
     if as_json:
         print_json([jobs_show.describe(each, 0.0) for each in jobs])
         return
+    _tell_submitted(jobs)
+    if not detach:
+        for job in jobs:
+            follow_job(context, job.id)
+
+
+def _tell_submitted(jobs: Sequence[Job]) -> None:
     for job in jobs:
         after = f", after {' and '.join(map(str, job.needs))}" if job.needs else ""
         print_line(f"Managed job {job.id} ({job.name}) is submitted{after}")
     last = jobs[-1]
     print_note(f"`broker jobs logs {last.id}` follows it, `broker jobs cancel {last.pipeline or last.id}` ends it")
-    if not detach:
-        for job in jobs:
-            follow_job(context, job.id)
 
 
 def _check_runnable(tasks: tuple[Task, ...]) -> None:

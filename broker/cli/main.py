@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("broker.cli.plan", "Rank where a task could run, with costs; starts nothing"),
     "advise": ("broker.cli.advise", "Say how to train a model: GPUs, strategy, days and dollars"),
-    "launch": ("broker.cli.clusters", "Bring a cluster up and run a task on it"),
-    "exec": ("broker.cli.clusters", "Run a task on a cluster that is up"),
+    "launch": ("broker.cli.launch", "Bring a cluster up and run a task on it"),
+    "exec": ("broker.cli.launch", "Run a task on a cluster that is up"),
     "status": ("broker.cli.clusters", "Show clusters, managed jobs and what they have cost"),
     "logs": ("broker.cli.clusters", "Show what a run prints"),
     "queue": ("broker.cli.clusters", "List the runs of a cluster"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.cli.render import plain, print_line, print_table, show_hours, show_usd
+from broker.cli.render import plain, print_line, print_table, show_count, show_hours, show_usd
 from broker.types import PipelineEdge, PipelinePlan, PipelineStep
 
 
@@ -11,7 +11,7 @@ def show_pipeline(plan: PipelinePlan) -> None:
     aim = "cheapest" if plan.objective == "cost" else "soonest done"
     limit = f" within {show_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
     count = len(plan.steps)
-    print_line(f"Pipeline of {count} task{'s' if count > 1 else ''}: {aim} as a whole{limit}")
+    print_line(f"Pipeline of {show_count(count, 'task')}: {aim} as a whole{limit}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],

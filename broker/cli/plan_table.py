@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.cli.render import measure_width, plain, print_line, print_note, print_table, show_hours, show_usd
+from broker.cli.render import (
+    measure_width,
+    plain,
+    print_line,
+    print_note,
+    print_table,
+    print_wrapped,
+    show_count,
+    show_hours,
+    show_usd,
+)
 from broker.types import Estimate, Plan
 
 ZONE_WIDTH = 17  # the longest name of a zone at the large clouds, and one more zone
@@ -15,7 +25,7 @@ MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     """The ranked table, the choice and why, and the date of its prices; `now_s` lets it say that they are old."""
     task = plan.task
-    print_line(f"Task {task.name or '(no name)'}: {task.num_nodes} node{'s' if task.num_nodes > 1 else ''}")
+    print_line(f"Task {task.name or '(no name)'}: {show_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
     shown = [group[0] for group in groups]
     has_work = plan.choice.expected_usd is not None
@@ -38,7 +48,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
         print_line(f"... and {rest} more")
     print_line(f"Choice: {describe_choice(plan.choice)}")
     print_line(f"Each node: {describe_machine(plan.choice)}")
-    print_line(f"Why: {plan.reason}")
+    print_wrapped(f"Why: {plan.reason}", indent=5)
     if plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None:
         print_line(f"Chances: {_say_chances(plan.choice)}")
     as_of = plan.choice.placement.as_of or plan.prices_as_of

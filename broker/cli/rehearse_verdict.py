@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from broker.cli.rehearse_report import Comparison, Measures, Resume, Trial
-from broker.cli.render import show_duration
+from broker.cli.render import show_count, show_duration
 from broker.optimizer.cost import expected_hours
 from broker.spot.interval import best_interval_s
 from broker.types import CheckpointSpec
@@ -150,23 +150,24 @@ def _bad(text: str, hint: str) -> Finding:
 def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:
     found = []
     if repeats.steps:
-        found.append(_judge_comparison(repeats, "steps done twice"))
+        found.append(_judge_comparison(repeats, "done twice"))
     if unbroken is not None and unbroken.steps:
-        found.append(_judge_comparison(unbroken, "steps, compared with an unbroken run"))
+        found.append(_judge_comparison(unbroken, "compared with an unbroken run"))
     elif unbroken is not None:
         found.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
     return found
 
 
 def _judge_comparison(comparison: Comparison, what: str) -> Finding:
+    steps = show_count(comparison.steps, "step")
     if comparison.is_exact:
-        return Finding(level="good", about="losses", text=f"{comparison.steps} {what}: every loss equal, bit for bit")
+        return Finding(level="good", about="losses", text=f"{steps} {what}: every loss equal, bit for bit")
     assert comparison.first is not None
     step, one, other = comparison.first
     return Finding(
         level="note",
         about="losses",
-        text=f"{comparison.steps - comparison.equal} of {comparison.steps} {what} have another loss, "
+        text=f"{comparison.steps - comparison.equal} of {steps} {what} have another loss, "
         f"first step {step}: {one!r} and {other!r}",
         hint="for an exact resume, save the position in the data, every rank's random numbers and the optimizer too",
     )
@@ -190,12 +191,14 @@ def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
 def judge_interval(interval: Interval | None, hazard: float, stall_s: float) -> list[Finding]:
     if interval is None:
         return []
-    as_is = f"a checkpoint every {interval.every_steps} steps is one every {show_duration(interval.every_s)}"
+    as_is = (
+        f"a checkpoint every {show_count(interval.every_steps, 'step')} is one every {show_duration(interval.every_s)}"
+    )
     if interval.best_steps is None or hazard <= 0:
         return [
             Finding(level="note", about="interval", text=f"{as_is}; this place is never preempted, as far as known")
         ]
-    best = f"{show_duration(interval.best_s)} or {interval.best_steps} steps"
+    best = f"{show_duration(interval.best_s)} or {show_count(interval.best_steps, 'step')}"
     basis = f"Young/Daly for one preemption in {show_duration(3600 / hazard)} and {stall_s:g} s a save"
     if interval.waste_share <= GOOD_SHARE:
         return [Finding(level="good", about="interval", text=f"{as_is}, which suits: {basis} says {best}")]
@@ -204,6 +207,6 @@ def judge_interval(interval: Interval | None, hazard: float, stall_s: float) -> 
             level="note",
             about="interval",
             text=f"{as_is}: {interval.waste_share:.0%} more time than at best. {basis} says {best}",
-            hint=f"save every {interval.best_steps} steps",
+            hint=f"save every {show_count(interval.best_steps, 'step')}",
         )
     ]

@@ -110,6 +110,11 @@ def clean(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def show_count(count: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def show_usd(amount: float | None, *, is_estimated: bool = False) -> str:
     """Two decimals, more for small amounts; `~` marks an estimate."""
     if amount is None:

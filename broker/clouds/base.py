@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.types import Node, NodeRequest
+from broker.types import MachineSpec, Node, NodeRequest
 
 
 class Cloud(Protocol):
@@ -73,6 +73,18 @@ class CanSweep(Protocol):
         What a machine on its way down still uses stays for the next sweep. `keep` is read before the cloud is listed,
         so it must name every cluster that is there or may be coming up.
         """
+
+
+@runtime_checkable
+class SearchesZones(Protocol):
+    """Clouds where one call looks for room in several zones, and puts the whole gang into one of them or nowhere.
+
+    `create_nodes` is then asked with `Placement.other_zones`; its nodes say which zone it was.
+    """
+
+    def is_search_worth(self, spec: MachineSpec, *, zone_count: int) -> bool:
+        """Whether that takes less than one call after another."""
+        ...
 
 
 @runtime_checkable

@@ -223,6 +223,8 @@ class JobController:
         report = await self._gang.poll(cluster, RUN_ID)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
+        for rank in watch.take_advised(report, cluster):
+            self._tell("advised", f"the cloud expects to take node {rank} sooner than usual")
         if watch.needs_list(report, self._clock.now_s()):
             try:
                 is_suspicious = watch.is_suspicious(report)

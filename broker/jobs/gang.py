@@ -9,31 +9,60 @@ from broker.types import Cluster, Progress, RunStatus, Task
 
 
 class GangReport(Protocol):
+    """What was heard of a run at one look."""
+
     @property
     def status(self) -> RunStatus: ...
     @property
-    def returncode(self) -> int | None: ...
+    def returncode(self) -> int | None:
+        """The first failed program's; None before the run's end, and where no program gave one."""
+        ...
+
     @property
-    def unreachable(self) -> tuple[int, ...]: ...
+    def unreachable(self) -> tuple[int, ...]:
+        """Ranks that gave no answer: no evidence yet that they are gone."""
+        ...
+
     @property
     def progress(self) -> Progress | None: ...
     @property
-    def reason(self) -> str: ...
+    def reason(self) -> str:
+        """Why the run ended, where the node knows more than its status says."""
+        ...
+
+    @property
+    def advised(self) -> tuple[int, ...]:
+        """Ranks whose cloud thinks a preemption likelier than usual: news, and no notice."""
+        ...
 
 
 class Gang(Protocol):
-    """`prepare`, `start`, `cancel` and `read_log` raise TransientError for a node that does not answer."""
+    """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that
+    no repetition mends. Each may be asked again after any end of the call."""
 
-    async def prepare(self, cluster: Cluster, task: Task) -> None: ...
+    async def prepare(self, cluster: Cluster, task: Task) -> None:
+        """Put what the task needs on every node; what is there already stays."""
+        ...
 
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
-    ) -> None: ...
+    ) -> None:
+        """Begin the run on all nodes; one that has begun is left alone. Nodes end themselves after `lease_s` seconds
+        in which nobody has renewed it."""
+        ...
 
-    async def poll(self, cluster: Cluster, run_id: int) -> GangReport: ...
+    async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
+        """Ask every node; silence is an answer."""
+        ...
 
-    async def cancel(self, cluster: Cluster, run_id: int) -> None: ...
+    async def cancel(self, cluster: Cluster, run_id: int) -> None:
+        """End the run on every node that can be reached; one that has ended is left alone."""
+        ...
 
-    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]: ...
+    async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        """What the head's log holds from that byte on, as far as one answer goes, and the byte after it."""
+        ...
 
-    async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None: ...
+    async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
+        """From now on the nodes may live so many seconds without a word from us."""
+        ...

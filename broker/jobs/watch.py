@@ -30,12 +30,19 @@ class Watch:
         self._step: int | None = None
         self._stepped_s: float | None = None
         self._stall_looked_s: float | None = None
+        self._advised: set[str] = set()
 
     def is_suspicious(self, report: GangReport) -> bool:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
 
     def needs_list(self, report: GangReport, now_s: float) -> bool:
         return self.is_suspicious(report) or is_due(self._listed_s, LIST_EVERY_S, now_s)
+
+    def take_advised(self, report: GangReport, cluster: Cluster) -> list[int]:
+        """Ranks that the cloud advises to leave, each node once."""
+        new = [node for node in cluster.nodes if node.rank in report.advised and node.id not in self._advised]
+        self._advised.update(node.id for node in new)
+        return sorted(node.rank for node in new)
 
     def note_list(self, now_s: float) -> None:
         self._listed_s = now_s

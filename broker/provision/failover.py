@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -19,11 +20,13 @@ from broker.provision.listing import Lister
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import CAPACITY_REFUSAL_S, RefusalMemory
 from broker.provision.tries import HEDGE, Asker, Try, Wanted, describe, make_token
+from broker.provision.zones import split_zones, unite_zones
 from broker.state.store import Store
 from broker.types import Node, NodeRequest, Placement
 
 __all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "Wanted", "Won", "describe", "make_token"]
 
+ASKED_MAX = 2  # times that one search asks one place
 REASONS_MAX, PLACES_MAX, HINTS_MAX = 8, 6, 4  # in an error
 LAST_RESORT_MAX = 32  # places that refused lately and are asked after all, where there are no others
 OTHER_ZONE_AMONG = 16  # a second place is looked for among so many: a zone that hangs, hangs for all its types
@@ -108,6 +111,9 @@ class _Race:
         self._hints: dict[str, None] = {}
         self._has_temporary = False
         self._last_resort: list[tuple[int, Placement]] = []
+        self._asked = Counter[Placement]()
+        self._changed = asyncio.Event()  # a try has become doubtful, or is ending
+        self._is_exhausted = self._is_alone_told = False
         self._is_first = True
 
     async def run(self) -> Won:
@@ -115,6 +121,7 @@ class _Race:
             self._begin_due()
             if not self._tries:
                 raise self._explain()
+            self._tell_alone()
             await self._wait()
             ended = sorted((one for one in self._tries if one.doing.done()), key=lambda one: one.rank)
             whole = next((one for one in ended if one.doing.exception() is None), None)
@@ -130,20 +137,37 @@ class _Race:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_due(self) -> None:
-        """What an earlier process began goes on at once; further places only while all before are late."""
+        """What an earlier process began goes on at once; further places only while all before are late or in doubt."""
         while self._begun:
             self._begin(len(self._tries), self._begun.pop(0))
-        while len(self._tries) < max(1, self._wanted.hedge) and all(self._measure_left_s(t) <= 0 for t in self._tries):
-            found = self._candidates.take(frozenset(_name_zone(one.placement) for one in self._tries))
+        while self._has_room() and all(self._measure_left_s(one) <= 0 for one in self._tries):
+            busy = [each for one in self._tries for each in split_zones(one.placement)]
+            found = self._candidates.take(frozenset(_name_zone(each) for each in busy))
             if found is not None:
-                if self._may_ask(*found):
-                    self._begin(*found)
+                rank, placement = found
+                free = self._find_free(rank, [each for each in split_zones(placement) if each not in busy])
+                if free:
+                    self._begin(rank, unite_zones(free))
                 continue
-            due = next((each for each in self._last_resort if self._memory.measure_reask_s(each[1]) <= 0), None)
+            due = next((each for each in self._last_resort if self._is_due(each[1])), None)
             if due is None:
+                self._is_exhausted = True
                 return
             self._last_resort.remove(due)
             self._begin(*due)  # nowhere else to go, and it may have room again
+
+    def _has_room(self) -> bool:
+        """What is only being ended takes nobody's place."""
+        return sum(not one.is_ending for one in self._tries) < max(1, self._wanted.hedge)
+
+    def _is_due(self, placement: Placement) -> bool:
+        return self._memory.measure_reask_s(placement) <= 0 and not self._is_in_doubt(placement)
+
+    def _is_in_doubt(self, placement: Placement) -> bool:
+        """Whether its region fails a try that is still under way: another one there would learn no more."""
+        place = placement.offer.cloud, placement.offer.region
+        doubtful = [one.placement.offer for one in self._tries if one.is_in_doubt]
+        return any((offer.cloud, offer.region) == place for offer in doubtful)
 
     def _begin(self, rank: int, placement: Placement) -> None:
         if not self._has_cloud(placement):
@@ -151,6 +175,8 @@ class _Race:
         late = tuple(self._tries)
         one = self._asker.begin(self._wanted, placement, rank=rank, is_first=self._is_first)
         self._is_first = False
+        one.on_change = self._changed.set
+        self._asked[placement] += 1
         self._tries.append(one)
         self._tell_begin(one, late)
 
@@ -160,49 +186,67 @@ class _Race:
             self._lasting[name] = AuthError(f"cloud {name} is not set up", hints=("Run `broker check`.",))
         return name not in self._lasting
 
-    def _may_ask(self, rank: int, placement: Placement) -> bool:
-        if not self._has_cloud(placement) or any(one.placement == placement for one in self._tries):
-            return False
-        name = placement.offer.cloud
+    def _find_free(self, rank: int, placements: Sequence[Placement]) -> Sequence[Placement]:
+        """Those zones of one place that may be asked now; why not of the others is noted."""
+        if not placements or not self._has_cloud(placements[0]):
+            return ()
+        name = placements[0].offer.cloud
         if wait_s := self._memory.measure_wait_s(name):
-            self._note_reason(placement, f"it has refused too many calls of late and rests for {wait_s:.0f} s more")
-            return False
-        covering = self._memory.list_covering(placement, self._memory.list_active())
-        if covering:
-            if (name, covering[0].reason) not in self._refused:
-                self._remembered.add((name, covering[0].reason))
-            self._note_reason(placement, covering[0].reason)
-            self._keep_in_mind(rank, placement)
-        return not covering
+            for each in placements:
+                self._note_reason(each, f"it has refused too many calls of late and rests for {wait_s:.0f} s more")
+            return ()
+        if self._is_in_doubt(placements[0]):
+            for each in placements:
+                self._note_reason(each, f"not asked: {each.offer.region} has given no clear answer elsewhere")
+            self._keep_in_mind(rank, unite_zones(placements))
+            return ()
+        active = self._memory.list_active()
+        free = []
+        for each in placements:
+            if covering := self._memory.list_covering(each, active):
+                if (name, covering[0].reason) not in self._refused:
+                    self._remembered.add((name, covering[0].reason))
+                self._hints.update(dict.fromkeys(hint for refusal in covering for hint in refusal.hints))
+                self._note_reason(each, covering[0].reason)
+                self._keep_in_mind(rank, each)
+            else:
+                free.append(each)
+        return free
 
     def _keep_in_mind(self, rank: int, placement: Placement) -> None:
-        if len(self._last_resort) < LAST_RESORT_MAX:
+        if len(self._last_resort) < LAST_RESORT_MAX and self._asked[placement] < ASKED_MAX:
             insort(self._last_resort, (rank, placement), key=lambda each: each[0])
 
     async def _wait(self) -> None:
         """Until a try ends or the last of them is late; or a place that refused may be asked again beside late ones."""
         left_s = [s for s in map(self._measure_left_s, self._tries) if s > 0]
-        if not left_s and len(self._tries) < self._wanted.hedge:
-            left_s = [s for _, each in self._last_resort if 0 < (s := self._memory.measure_reask_s(each)) < math.inf]
-        timer = asyncio.ensure_future(self._clock.sleep(min(left_s))) if left_s else None
+        if not left_s and self._has_room():
+            waiting = [each for _, each in self._last_resort if not self._is_in_doubt(each)]
+            left_s = [s for each in waiting if 0 < (s := self._memory.measure_reask_s(each)) < math.inf]
+        self._changed.clear()
+        alarms: set[asyncio.Future[object]] = {asyncio.ensure_future(self._changed.wait())}
+        if left_s:
+            alarms.add(asyncio.ensure_future(self._clock.sleep(min(left_s))))
         watched: set[asyncio.Future[object]] = {one.doing for one in self._tries}  # type: ignore[misc]
         try:
-            await asyncio.wait(watched | ({timer} if timer else set()), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(watched | alarms, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if timer is not None:
-                timer.cancel()
+            for alarm in alarms:
+                alarm.cancel()
 
     def _measure_left_s(self, one: Try) -> float:
-        """Seconds until this try is later than is usual for its cloud; not above 0: it is late."""
+        """Seconds until this try is later than is usual for its cloud; not above 0: it is late, or in doubt."""
+        if one.is_ending or one.is_in_doubt:
+            return 0.0
         since_s, answer = (one.begun_s, Answer.CREATED) if one.created_s is None else (one.created_s, Answer.WHOLE)
         return since_s + self._patience.measure_s(one.cloud.name, answer) - self._clock.now_s()
 
     def _win(self, whole: Try) -> Won:
-        self._memory.forgive(whole.placement)
+        self._memory.forgive(whole.landed)
         took_s = self._clock.now_s() - whole.begun_s
         self._wanted.on_event(f"{describe(whole.placement)} is whole after {took_s:.1f} s")
         others = tuple(one for one in self._tries if one is not whole)
-        return Won(placement=whole.placement, nodes=whole.doing.result(), others=others)
+        return Won(placement=whole.landed, nodes=whole.doing.result(), others=others)
 
     def _note_failure(self, one: Try) -> None:
         """Raises what is no cloud's answer: a cluster taken down meanwhile, a spent budget, a fault of ours."""
@@ -216,20 +260,30 @@ class _Race:
             self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
         elif isinstance(error, InvalidRequestError):
             self._lasting[where] = error
-            self._refused.setdefault((one.cloud.name, error.message), []).append(one.placement)
+            self._refused.setdefault((one.cloud.name, error.message), []).extend(split_zones(one.placement))
             self._wanted.on_event(f"{where} skipped: {error.message}")
         else:
-            self._note_reason(one.placement, error.message)
+            landed, asked = one.landed, split_zones(one.placement)
+            self._note_reason(landed, error.message)
             self._remembered.discard((one.cloud.name, error.message))
             self._hints.update(dict.fromkeys(error.hints))
-            self._memory.refuse(one.placement, error)
-            self._keep_in_mind(one.rank, one.placement)
+            self._memory.refuse(landed, error, is_region_wide=one.is_doubtful)
+            self._keep_in_mind(one.rank, landed)
+            if rest := [each for each in asked if each not in split_zones(landed)]:
+                self._candidates.put_back(one.rank, unite_zones(rest))  # nothing was found out about these
             self._memory.note_failed_call(one.cloud.name)
             self._wanted.on_event(f"{where} refused after {took_s:.1f} s: {error.message}")
 
     def _note_reason(self, placement: Placement, reason: str) -> None:
         self._has_temporary = True
-        self._refused.setdefault((placement.offer.cloud, reason), []).append(placement)
+        self._refused.setdefault((placement.offer.cloud, reason), []).extend(split_zones(placement))
+
+    def _tell_alone(self) -> None:
+        """Once: while the only place that is left fails, nobody should wonder what is waited for."""
+        if self._is_exhausted and not self._is_alone_told and all(one.is_in_doubt for one in self._tries):
+            self._is_alone_told = True
+            places = " and ".join(sorted({f"{one.placement.offer.region} ({one.cloud.name})" for one in self._tries}))
+            self._wanted.on_event(f"no place outside {places} is left to ask: waiting for a clear answer there")
 
     def _tell_begin(self, one: Try, late: Sequence[Try]) -> None:
         verb = "going on with" if one.is_resumed else "asking for"
@@ -238,10 +292,8 @@ class _Race:
             first = min(late, key=lambda each: each.rank)
             waited_s = self._clock.now_s() - first.begun_s
             at_stake_usd = sum(each.placement.usd_hour for each in self._tries)
-            text = (
-                f"{describe(first.placement)} is late after {waited_s:.0f} s: {text} too, "
-                f"{at_stake_usd:.2f} USD/h at stake"
-            )
+            why = "gives no clear answer" if first.is_doubtful else f"is late after {waited_s:.0f} s"
+            text = f"{describe(first.placement)} {why}: {text} too, {at_stake_usd:.2f} USD/h at stake"
         self._wanted.on_event(text)
 
     def _explain(self) -> BrokerError:
@@ -278,6 +330,9 @@ class _Candidates:
         self._ahead += islice(self._source, max(0, OTHER_ZONE_AMONG - len(self._ahead)))
         elsewhere = (i for i, (_, placement) in enumerate(self._ahead) if _name_zone(placement) not in zones)
         return self._ahead.pop(next(elsewhere, 0)) if self._ahead else None
+
+    def put_back(self, rank: int, placement: Placement) -> None:
+        self._ahead.insert(0, (rank, placement))
 
 
 def _join(placements: Sequence[Placement]) -> str:

@@ -10,7 +10,7 @@ from itertools import count
 
 from broker.clock import Clock
 from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
-from broker.errors import CapacityError, TransientError, UsageError
+from broker.errors import AuthError, CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
@@ -21,6 +21,7 @@ from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
 from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
+from broker.provision.zones import join_zones, split_zones
 from broker.state.store import Store
 from broker.types import (
     Autostop,
@@ -141,7 +142,7 @@ class Provisioner:
 
         A list of at most `age_s_max` ago will do; without it, only one that is asked for from now on.
         """
-        cloud = self._clouds[cluster.placement.offer.cloud]
+        cloud = self._get_cloud(cluster.placement)
         listed = (await self._lister.list(cloud, age_s_max=age_s_max)).by_id
         nodes = tuple(self._judge(node, listed.get(node.id)) for node in cluster.nodes)
         refreshed = replace(cluster, nodes=nodes)
@@ -188,7 +189,7 @@ class Provisioner:
         if cluster.nodes:
             tokens = self._store.list_tokens(name)
             gone = await confirm_gone(
-                self._clouds[cluster.placement.offer.cloud],
+                self._get_cloud(cluster.placement),
                 self._lister,
                 known=cluster.nodes,
                 is_ours=lambda node: node.cluster == name and node.token in tokens,
@@ -260,7 +261,9 @@ class Provisioner:
     async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
         name = wanted.cluster.name
         begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        ordered = (estimate.placement for estimate in plan.estimates if estimate.placement not in begun)
+        asked = [zone for placement in begun for zone in split_zones(placement)]
+        others = (estimate for estimate in plan.estimates if estimate.placement not in asked)
+        ordered = join_zones(others, plan.task, self._clouds, wanted.make_spec)
         try:
             won = await self._failover.acquire(wanted, ordered, begun=begun)
         except Exception:
@@ -274,7 +277,16 @@ class Provisioner:
         return cluster
 
     async def _bury(self, request: NodeRequest) -> None:
-        await self._failover.asker.bury(self._clouds[request.placement.offer.cloud], request)
+        await self._failover.asker.bury(self._get_cloud(request.placement), request)
+
+    def _get_cloud(self, placement: Placement) -> Cloud:
+        """Raises AuthError where its login or package is gone since."""
+        name = placement.offer.cloud
+        if name not in self._clouds:
+            raise AuthError(
+                f"{name} is not set up here any more", hints=(f"`broker check {name}` says what is missing.",)
+            )
+        return self._clouds[name]
 
     def _enter(self, wanted: Wanted, placement: Placement, nodes: Sequence[Node]) -> Cluster:
         """Record and close the intent in one commit: there is no moment when nobody knows these nodes."""
@@ -302,7 +314,7 @@ class Provisioner:
         cluster = self._store.get_cluster(name)
         if cluster is None:
             raise UsageError(f"there is no cluster {name}", hints=("List clusters with `broker status`.",))
-        cloud = self._clouds[cluster.placement.offer.cloud]
+        cloud = self._get_cloud(cluster.placement)
         if not isinstance(cloud, CanStop):
             raise UsageError(
                 f"{cluster.placement.offer.cloud} cannot stop nodes", hints=(f"End it with `broker down {name}`.",)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError
+from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
+from broker.provision.zones import split_zones
 from broker.state.store import Refusal, Store
 from broker.types import Placement
 
@@ -36,21 +37,30 @@ class RefusalMemory:
 
     def measure_reask_s(self, placement: Placement) -> float:
         """Seconds until one who has nowhere else to go may ask it all the same; 0: now, nobody did so lately."""
-        covering = self.list_covering(placement, self.list_active())
+        active = self.list_active()
+        covering = [refusal for each in split_zones(placement) for refusal in self.list_covering(each, active)]
         due_s = max((max(refusal.reask_s, refusal.probed_until_s) for refusal in covering), default=0.0)
         return max(0.0, due_s - self._store.clock.now_s())
 
     def begin(self, placement: Placement) -> None:
         """A try begins there: where an earlier refusal has just run out, it is everybody's probe."""
-        self._store.begin_probe(placement, lasts_s=PROBE_S)
+        for each in split_zones(placement):
+            self._store.begin_probe(each, lasts_s=PROBE_S)
 
-    def refuse(self, placement: Placement, error: CloudError) -> None:
+    def refuse(self, placement: Placement, error: CloudError, *, is_region_wide: bool = False) -> None:
+        """Where several zones were asked as one, what holds for a zone holds for each of them. `is_region_wide`: calls
+        failed again and again without a reason, so it is no matter of the zone."""
+        with self._store.transaction():
+            for each in split_zones(placement):
+                self._refuse_one(each, error, is_region_wide=is_region_wide)
+
+    def _refuse_one(self, placement: Placement, error: CloudError, *, is_region_wide: bool) -> None:
         offer = placement.offer
         region, zone, lasts_s, reask_s = offer.region, offer.zone, REFUSAL_S_SHORT, REASK_S
         if isinstance(error, QuotaError):
             zone, lasts_s, reask_s = None, QUOTA_REFUSAL_S, math.inf
-        elif isinstance(error, ThrottledError):
-            zone = None  # clouds count calls by account and region
+        elif isinstance(error, ThrottledError) or (is_region_wide and isinstance(error, TransientError)):
+            zone = None  # clouds count calls by account and region, and it is a region's service that fails
         elif isinstance(error, CapacityError):
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
@@ -63,6 +73,7 @@ class RefusalMemory:
             placement.is_spot,
             lasts_s,
             error.message,
+            hints=error.hints,
             lasts_s_max=REFUSAL_S_MAX,
             reask_after_s=reask_s,
             reask_after_s_max=REASK_S_MAX if isinstance(error, CapacityError) else math.inf,

@@ -29,10 +29,13 @@ from broker.provision.listing import Lister
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import RefusalMemory
+from broker.provision.zones import find_landed
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
 
 CREATE_TRIES_MAX = 6
+UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
+UNCLEAR_S_MAX = 60.0  # a place whose answers stay unclear for so long is given up
 ANSWER_S_MAX = 300.0  # longer than any SDK waits by itself: after that a call is believed to get no answer
 ANSWER_GRACE_S = 60.0  # a place given back while its call is under way: so long for the answer that names its nodes
 HEDGE = 2
@@ -65,6 +68,10 @@ class Try:
     is_resumed: bool
     begun_s: float
     created_s: float | None = None
+    unclear_count: int = 0  # calls of it that failed, and nobody knows why
+    is_throttled: bool = False  # it was given up for that
+    is_ending: bool = False  # nothing more is asked for: what it may have made is looked for and ended
+    on_change: Callable[[], None] = lambda: None  # heard when one of these changes
     nodes: tuple[Node, ...] = ()
     call: asyncio.Task[Sequence[Node]] | None = None
     doing: asyncio.Task[Sequence[Node]] = field(init=False)
@@ -72,6 +79,28 @@ class Try:
     @property
     def placement(self) -> Placement:
         return self.request.placement
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its whole region may be at fault: one failed call may be a blip, or that zone's."""
+        return self.unclear_count >= UNCLEAR_MIN or self.is_throttled
+
+    @property
+    def is_in_doubt(self) -> bool:
+        return self.is_doubtful and self.created_s is None
+
+    def note_unclear(self) -> None:
+        self.unclear_count += 1
+        self.on_change()
+
+    def note_end(self, error: CloudError) -> None:
+        self.is_ending, self.is_throttled = True, isinstance(error, ThrottledError)
+        self.on_change()
+
+    @property
+    def landed(self) -> Placement:
+        """Where its nodes stand, once there are any: in one zone of those that were asked."""
+        return find_landed(self.placement, self.nodes)
 
     def cancel(self) -> Sequence[asyncio.Task[Sequence[Node]]]:
         """As when this process ends: its intent stays open for whoever comes next."""
@@ -87,15 +116,20 @@ def make_token(owner: str, cluster: str, attempt: int, placement: Placement, ser
     a cloud answers a token whose nodes have ended with those dead nodes, so a later try needs another."""
     offer = placement.offer
     place = (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot, placement.node_count)
-    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, serial))
+    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, *placement.other_zones, serial))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def describe(placement: Placement) -> str:
     offer = placement.offer
     pricing = "spot" if placement.is_spot else "on-demand"
-    where = offer.zone or offer.region
-    return f"{placement.node_count} x {offer.instance_type} {pricing} in {where} ({offer.cloud})"
+    return f"{placement.node_count} x {offer.instance_type} {pricing} in {name_zones(placement)} ({offer.cloud})"
+
+
+def name_zones(placement: Placement) -> str:
+    """`us-east-1a,b,c` where any of them will do."""
+    offer = placement.offer
+    return ",".join([offer.zone or offer.region, *(each.removeprefix(offer.region) for each in placement.other_zones)])
 
 
 class Asker:
@@ -279,23 +313,28 @@ class Asker:
                     wait_s = draw_backoff_s(tries)
                     then = f"asking again in {wait_s:.1f} s" if tries + 1 < CREATE_TRIES_MAX else "asked often enough"
                     wanted.on_event(f"{describe(request.placement)}: {error.message}; {then}")
+                    if isinstance(error, TransientError):
+                        one.note_unclear()
                     await self._clock.sleep(wait_s)
                 except UnknownOutcomeError as error:
                     last = error
                     one.is_resumed = is_uncertain = True
                     self._memory.note_failed_call(one.cloud.name)
                     wanted.on_event(f"{describe(request.placement)}: {error.message}; looking for what it made")
+                    one.note_unclear()
                     adopted = await self._look_for(one.cloud, request)
                     if len(adopted) == request.placement.node_count:
                         return adopted
-                    if self._clock.now_s() - one.begun_s >= ANSWER_S_MAX:
-                        break  # it hangs
+                    if self._clock.now_s() - one.begun_s >= UNCLEAR_S_MAX:
+                        break  # or it hangs
             kind = ThrottledError if isinstance(last, ThrottledError) else TransientError
             raise kind(
                 f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
             )
         except CloudError as error:
             if is_uncertain or not isinstance(error, REFUSED):
+                wanted.on_event(f"{describe(request.placement)} is given up: making sure that nothing runs there")
+                one.note_end(error)
                 await self.bury(one.cloud, request)
             self._store.close_intent(request.token, f"refused: {error.message}")
             raise

@@ -135,6 +135,7 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "runs": [{**files.describe_run(run_id), "name": read_name(run_id)} for run_id in ids if run_id in known],
         "idle_s": measure_idle_s(),
+        "is_advised": (files.STATE / "rebalance").exists(),  # by the cloud, to leave this node
         "lease_left_s": lease["expires_s"] - time.time() if lease else None,
     }
 

@@ -1,10 +1,14 @@
 """Leaves a run's outcome in a bucket, where it can be read after the node has ended itself. Standard library only.
 
-S3 and what speaks like it, by keys of the environment or the machine's role; Google's by the machine's own identity.
+S3 and what speaks like it, by keys of the environment or the machine's role; Google's by the machine's own identity;
+Azure's by the account's key, a shared access signature or the machine's identity.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import email.utils
 import hashlib
 import hmac
 import json
@@ -15,12 +19,18 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 METADATA = "http://169.254.169.254"
 METADATA_S = 2.0
 ANSWER_S = 10.0
 TRIES, PAUSE_S = 3, 1.0
+AZURE_VERSION = "2021-08-06"
+# As obstore reads them, with which the trainers write to the same bucket.
+AZURE_ACCOUNTS = ("AZURE_STORAGE_ACCOUNT_NAME",)
+AZURE_KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY")
+AZURE_SIGNATURES = ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
+AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
 class Refused(Exception):
@@ -52,6 +62,8 @@ def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
         request = make_s3_request(bucket, key, content, variables=variables, login=login, region=region)
     elif scheme == "gs":
         request = make_google_request(bucket, key, content, variables)
+    elif scheme == "az":
+        request = make_azure_request(bucket, key, content, variables)
     else:
         raise Refused(f"nothing here writes to {scheme}://")
     for attempt in range(1, TRIES + 1):
@@ -146,6 +158,61 @@ def make_google_request(bucket: str, key: str, content: bytes, variables: Mappin
     url = f"{base}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     return urllib.request.Request(url, data=content, method="POST", headers=headers)
+
+
+def make_azure_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
+    """Put Blob (Azure Storage documentation, "Put Blob"). Raises Refused without an account or a login."""
+    account = find_first(AZURE_ACCOUNTS, variables)
+    if not account:
+        raise Refused("no login for az://: AZURE_STORAGE_ACCOUNT_NAME is not set")
+    base = find_first(AZURE_ENDPOINTS, variables).rstrip("/") or f"https://{account}.blob.core.windows.net"
+    url = f"{base}/{bucket}/{urllib.parse.quote(key, safe='/-_.~')}"
+    headers = {
+        "Content-Type": "application/json",
+        "x-ms-blob-type": "BlockBlob",
+        "x-ms-date": email.utils.formatdate(usegmt=True),
+        "x-ms-version": AZURE_VERSION,
+    }
+    if account_key := find_first(AZURE_KEYS, variables):
+        signature = sign_for_azure(url, headers, len(content), account=account, key=account_key)
+        headers["Authorization"] = f"SharedKey {account}:{signature}"
+    elif token := find_first(AZURE_SIGNATURES, variables):
+        url += "?" + token.lstrip("?")
+    else:
+        headers["Authorization"] = f"Bearer {find_azure_token(variables)}"
+    return urllib.request.Request(url, data=content, method="PUT", headers=headers)
+
+
+def sign_for_azure(url: str, headers: Mapping[str, str], length: int, *, account: str, key: str) -> str:
+    """Of a PUT whose only standard header is its type (Azure Storage documentation, "Authorize with Shared Key")."""
+    own = [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
+    resource = f"/{account}{urllib.parse.urlsplit(url).path}"
+    # Encoding, language, length, MD5, type, date, four conditions and the range stand between the verb and ours.
+    lines = ["PUT", "", "", str(length or ""), "", headers["Content-Type"], *[""] * 6, *own, resource]
+    try:
+        secret = base64.b64decode(key, validate=True)
+    except binascii.Error as error:
+        raise Refused("the key of the storage account is not one: it is no base64") from error
+    return base64.b64encode(hmac.new(secret, "\n".join(lines).encode(), hashlib.sha256).digest()).decode("ascii")
+
+
+def find_azure_token(variables: Mapping[str, str]) -> str:
+    """Of the machine's managed identity, the one that AZURE_CLIENT_ID names where it has several."""
+    query = {"api-version": "2018-02-01", "resource": "https://storage.azure.com/"}
+    if variables.get("AZURE_CLIENT_ID"):
+        query["client_id"] = variables["AZURE_CLIENT_ID"]
+    url = f"{METADATA}/metadata/identity/oauth2/token?{urllib.parse.urlencode(query)}"
+    try:
+        found = json.loads(ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
+    except (OSError, ValueError, KeyError) as error:
+        raise Refused(
+            f"no login for az://: neither {AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]} nor an identity of the machine"
+        ) from error
+    return str(found)
+
+
+def find_first(names: Iterable[str], variables: Mapping[str, str]) -> str:
+    return next((variables[name] for name in names if variables.get(name)), "")
 
 
 def ask(request: urllib.request.Request) -> str:

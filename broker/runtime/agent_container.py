@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 EX_UNAVAILABLE = 69
 START_S = 60.0
 LOGIN = ("SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER")
 DEVICES = ("/dev/infiniband", "/dev/kfd", "/dev/dri", "/dev/fuse")  # of those, what the node has
+LIMITS = ("--ulimit", "memlock=-1", "--ulimit", "stack=67108864")  # for network cards that read memory by themselves
 INSTALL = "sudo -n apt-get update -q && sudo -n apt-get install -y -q docker.io"
 # Ends all that carry a mark in their environment: those of the container are root's, and are seen from inside only.
 KILL = """\
@@ -51,12 +52,19 @@ class Container:
         docker = self._find_docker()
         if self._call("inspect", self.name).returncode == 0 and self._call("exec", self.name, "true").returncode == 0:
             return
-        self._call("rm", "--force", self.name)
         if self._call("image", "inspect", self._image).returncode:
             self._log_in(docker, variables)
             if subprocess.run([*docker, "pull", self._image], check=False, stdin=subprocess.DEVNULL).returncode:
                 raise Failure(f"docker cannot pull `{self._image}`")
-        argv = [*docker, "run", "--rm", "--interactive", "--name", self.name, *self._list_flags(), self._image, "cat"]
+        # A docker that is itself in a container may not raise limits, and few programs need them raised.
+        if self._begin(docker, LIMITS) and (refusal := self._begin(docker, ())):
+            raise Failure(f"docker cannot run `{self._image}`: {refusal[-300:]}")
+
+    def _begin(self, docker: list[str], limits: Sequence[str]) -> str:
+        """What docker says where the container ends at once; empty: it is up. Raises Failure where it is neither."""
+        self._call("rm", "--force", self.name)
+        flags = [*self._list_flags(), *limits]
+        argv = [*docker, "run", "--rm", "--interactive", "--name", self.name, *flags, self._image, "cat"]
         log = self._home / ".broker" / f"{self.name}.log"
         with log.open("wb") as said:
             keeper = subprocess.Popen(
@@ -65,9 +73,12 @@ class Container:
             )  # fmt: skip
         give_up_s = time.monotonic() + START_S
         while self._call("exec", self.name, "true").returncode:
-            if keeper.poll() is not None or time.monotonic() >= give_up_s:
-                raise Failure(f"docker cannot run `{self._image}`: {log.read_text(errors='replace').strip()[-300:]}")
+            if keeper.poll() is not None:
+                return log.read_text(errors="replace").strip() or "it says nothing"
+            if time.monotonic() >= give_up_s:
+                raise Failure(f"docker has not run `{self._image}` within {START_S:g} s")
             time.sleep(0.1)
+        return ""
 
     def make_argv(self, script: Path, folder: Path) -> list[str]:
         """What runs a file of commands inside, with its output and its exit code."""
@@ -81,7 +92,7 @@ class Container:
             pass  # then nothing runs in it
 
     def _list_flags(self) -> list[str]:
-        flags = ["--network", "host", "--ipc", "host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+        flags = ["--network", "host", "--ipc", "host"]
         flags += ["--entrypoint", "", "--volume", f"{self._home}:{self._home}"]
         for path in self._mounts:
             flags += ["--volume", f"{path}:{path}"]

@@ -40,7 +40,10 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 
 @noun
 class GangReport:
-    """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so."""
+    """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
+
+    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on.
+    """
 
     status: RunStatus
     returncode: int | None
@@ -49,9 +52,12 @@ class GangReport:
     progress: Progress | None
     run_id: int
     reason: str = ""
+    advised: tuple[int, ...] = ()
 
 
 class Gang:
+    """The nodes of a cluster through their agents: `broker.jobs.gang.Gang`, and what clusters need besides."""
+
     def __init__(self, transport: Transport, *, clock: Clock) -> None:
         self._transport = transport
         self._clock = clock
@@ -129,6 +135,7 @@ class Gang:
             progress=parse_progress(runs[0]["progress"]) if runs and runs[0] else None,
             run_id=run_id,
             reason=speaker.get("reason", ""),
+            advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
         )
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
@@ -136,6 +143,7 @@ class Gang:
         await self._call_all(cluster, "cancel", {"run_id": run_id})
 
     async def list_runs(self, cluster: Cluster) -> Sequence[Run]:
+        """All that the head remembers. Raises TransientError when it does not answer."""
         answer = await self._call(sort_nodes(cluster)[0], "status", {})
         return [
             Run(
@@ -155,9 +163,11 @@ class Gang:
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
+        """The nodes go on for so many seconds from now."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
+        """Nodes end themselves once idle for so long, whoever is there to see it; None: they do not."""
         rule = {"idle_minutes": autostop.idle_minutes, "is_down": autostop.is_down} if autostop else {}
         await self._call_all(cluster, "autostop", rule)
 
@@ -207,6 +217,7 @@ def pack_agent() -> tuple[str, bytes]:
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:
+    """By rank: the head first."""
     assert cluster.nodes, "a gang has nodes"
     return sorted(cluster.nodes, key=lambda node: node.rank)
 

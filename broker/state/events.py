@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ class Refusal:
     reason: str
     reask_s: float = 0.0  # from then on it may be asked after all by one who has nowhere else to go
     probed_until_s: float = 0.0  # somebody does so, and all others wait
+    hints: tuple[str, ...] = ()  # what mends it
 
     def covers(self, placement: Placement) -> bool:
         offer = placement.offer
@@ -94,6 +96,7 @@ class RefusalRows(Database):
         lasts_s: float,
         reason: str,
         *,
+        hints: Sequence[str] = (),
         lasts_s_max: float | None = None,
         reask_after_s: float = math.inf,
         reask_after_s_max: float = math.inf,
@@ -117,8 +120,8 @@ class RefusalRows(Database):
             pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
             self._execute(
                 "INSERT OR REPLACE INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
-                "count, reask_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*key, now_s + held_s, reason, count, now_s + pause_s),
+                "count, reask_s, hints) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*key, now_s + held_s, reason, count, now_s + pause_s, json.dumps(list(hints))),
             )
 
     def forgive(self, placement: Placement) -> None:
@@ -145,6 +148,7 @@ class RefusalRows(Database):
                 cloud=row["cloud"], region=row["region"], zone=row["zone"], instance_type=row["instance_type"],
                 is_spot=bool(row["is_spot"]), expires_s=row["expires_s"], reason=row["reason"],
                 reask_s=row["reask_s"], probed_until_s=row["probed_until_s"],
+                hints=() if row["hints"] == "[]" else tuple(json.loads(row["hints"])),
             )
             for row in rows
         ]  # fmt: skip

@@ -1,12 +1,23 @@
-"""Azure Blob Storage; the account is named by AZURE_STORAGE_ACCOUNT_NAME."""
+"""Azure Blob Storage; AZURE_STORAGE_ACCOUNT_NAME names the account, AZURE_STORAGE_ENDPOINT where else it is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from broker.config import read_azure_environment
 from broker.storage.objects import ObjectBucket, open_store
 
 LOGIN = "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or log in with `az login`"
+ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
 def make_bucket(url: str) -> ObjectBucket:
     """`az://container/prefix`."""
-    return ObjectBucket(open_store(url), url, login=LOGIN)
+    return ObjectBucket(open_store(url, **find_options(read_azure_environment())), url, login=LOGIN)
+
+
+def find_options(variables: Mapping[str, str]) -> dict[str, Any]:
+    """obstore reads the variables itself, but takes no stand-in without TLS unless it is told to."""
+    endpoint = next((variables[name] for name in ENDPOINTS if variables.get(name)), "")
+    return {"client_options": {"allow_http": True}} if endpoint.startswith("http://") else {}

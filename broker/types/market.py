@@ -66,11 +66,15 @@ class Offer:
 
 @noun
 class Placement:
-    """Where a gang would run: so many nodes of one offer, spot or on-demand."""
+    """Where a gang would run: so many nodes of one offer, spot or on-demand.
+
+    `other_zones`, at the same price in the same region, will do as well: the cloud is to choose one for all nodes.
+    """
 
     offer: Offer
     is_spot: bool
     node_count: int
+    other_zones: tuple[str, ...] = ()
 
     @property
     def usd_hour(self) -> float:

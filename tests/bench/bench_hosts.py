@@ -4,7 +4,9 @@ tests.bench.bench_hosts` (Linux, root). Printed as a table; nothing is asserted,
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -39,8 +41,13 @@ def main() -> None:
             show_times([each], 1.0, "each place that refuses")
         with open_stage(make(Path(folder) / "jobs"), metadata) as stage:
             started, stepped = measure_recoveries(stage)
-            show_times(started, 3.0, "preemption of a DDP job until its program runs again, on new hosts")
-            show_times(stepped, 12.0, "preemption of a DDP job until its next step, imports of torch included")
+            show_times(
+                started, 4.0, "DDP job, 2 s notice, both hosts silently dead: until its program runs on new ones"
+            )
+            show_times(stepped, 12.0, "the same until its next step, imports of torch included")
+        for kind in ("aws", "gcp"):
+            told = measure_notices(make(Path(folder) / kind), metadata, kind=kind)
+            show_times(told, 2.0, f"{kind}: notice of preemption until the program has its signal")
         took_s, apart_s = measure_wide(make(Path(folder) / "wide"), metadata)
         show_times([took_s], 10.0, f"a task put on {WIDE} hosts at once")
         show_times([apart_s], 1.0, f"between the first lines of {WIDE} ranks")
@@ -65,6 +72,33 @@ def measure_launch(stage: Stage, name: str) -> tuple[float, float]:
     stage.run("down", name, "--yes")
     assert len(stamps) == 2, done.stdout
     return min(stamps) - start_s, max(stamps) - start_s
+
+
+def measure_notices(folder: Path, metadata: MetadataServer, *, kind: str) -> list[float]:
+    """From the word of the metadata server to the program's SIGTERM, by the same clock; the host dies after 2 s."""
+
+    async def act() -> float:
+        cluster = await bed.make_cluster()
+        told = shared / cluster.nodes[0].id
+        await start(
+            bed, cluster, f"trap 'date +%s.%N >{told}; exit' TERM; touch {told}.on; while :; do sleep 0.01; done"
+        )
+        while not told.with_suffix(".on").exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(random.random())  # anywhere between two looks
+        given_s = time.time()
+        bed.cloud.give_notice(cluster.nodes[0].id, in_s=2)
+        await asyncio.sleep(2)
+        bed.cloud.end(cluster.nodes[0].id, "preempted", is_silent=True)
+        return float(told.read_text()) - given_s if told.exists() else math.inf
+
+    shared = make(folder / "shared")
+    shared.chmod(0o777)
+    bed = Bed(folder, metadata, kind=kind, shared=shared)
+    try:
+        return [asyncio.run(act()) for _ in range(ROUNDS)]
+    finally:
+        bed.cloud.end_all()
 
 
 def measure_wide(folder: Path, metadata: MetadataServer) -> tuple[float, float]:
@@ -94,7 +128,8 @@ def measure_recoveries(stage: Stage) -> tuple[list[float], list[float]]:
     for attempt, place in enumerate(PLACES[:2], 1):
         stage.wait_for_step(20 * attempt, attempt=attempt)
         stage.account.full.add(place)
-        stage.bridge.preempt(min(stage.list_living()), notice_s=3)
+        for name in stage.list_by_rank():
+            stage.bridge.preempt(name, notice_s=2)
     job = stage.finish()
     pairs = list(zip(job.attempts, job.attempts[1:], strict=False))
     started = [(after.running_s or 0.0) - (before.lost_s or 0.0) for before, after in pairs]

@@ -14,6 +14,7 @@ from tests.testbed.ec2_account import Account
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 
+LAUNCHES = ("ec2:RunInstances", "ec2:CreateFleet")
 ASK = ("launch", "-y", "-c", "train", "--use-spot", "--hedge", "1")
 ON_AWS = (*ASK, "--infra", "aws/us-east-1", "-t", "g5.xlarge", "true")
 ON_GCP = (*ASK, "--infra", "gcp/us-central1", "-t", "e2-standard-4", "true")
@@ -31,14 +32,30 @@ def account(shell: Any, tmp_path: Path) -> Iterator[Account]:
 
 
 def count_launches(account: Account) -> int:
-    return sum(action == "ec2:RunInstances" for action, _, _ in account.calls)
+    return sum(action in LAUNCHES for action, _, _ in account.calls)
+
+
+def find_hints(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("hint: ")]
+
+
+def test_region_that_is_full_is_told_once_with_all_its_zones(shell: Any, account: Account) -> None:
+    account.full = {(f"us-east-1{letter}", "g5.xlarge") for letter in "abc"}
+    error = shell.run(*ON_AWS, code=5).stderr.partition("error: ")[2]
+    details = [line for line in error.splitlines() if line.startswith("  ")]
+    assert len(details) == 1 and "1 x g5.xlarge spot in us-east-1a, us-east-1b, us-east-1c" in details[0]
+    assert "InsufficientInstanceCapacity" in details[0] or "UnfulfillableCapacity" in details[0]
+    assert [action for action, _, _ in account.calls if action in LAUNCHES] == ["ec2:CreateFleet"]
 
 
 def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shell: Any, account: Account) -> None:
+    places = "".join(f"    - {{infra: aws/us-east-1/us-east-1{letter}}}\n" for letter in "abc")
+    task = shell.write("ordered.yaml", f"resources:\n  instance_type: g5.xlarge\n  ordered:\n{places}run: echo hi\n")
+    ordered = (*ASK, task)
     account.fail("RunInstances", "InsufficientInstanceCapacity", status=500)
     account.fail("RunInstances", "Unsupported", status=400)
     account.fail("RunInstances", "MaxSpotInstanceCountExceeded")
-    done = shell.run(*ON_AWS, code=5)
+    done = shell.run(*ordered, code=5)
     error = done.stderr.partition("error: ")[2]
     first, *details = error.partition("\n\nhint: ")[0].splitlines()
     assert first == "no place would give train its nodes now"
@@ -49,9 +66,10 @@ def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shel
     assert error.count("--quota-code L-3819A6DF --region us-east-1 --desired-value 1004") == 1
     assert "describe-instance-type-offerings" in error
     assert count_launches(account) == 3 and account.instances == {}
-    again = shell.run(*ON_AWS, code=5).stderr
+    again = shell.run(*ordered, code=5).stderr
     assert count_launches(account) == 3, "what refused a moment ago is remembered by the next command"
     assert again.count("(remembered, not asked again yet)") == 3
+    assert set(find_hints(again)) == set(find_hints(error)), "what mends it is remembered as well"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,7 @@ def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shel
 def test_aws_is_asked_no_further_where_the_login_is_at_fault(
     shell: Any, account: Account, code: str, status: int, hint: str
 ) -> None:
-    account.fail("RunInstances", code, status=status, times=9)
+    account.fail("CreateFleet", code, status=status, times=9)
     done = shell.run(*ON_AWS, code=5)
     assert f"error: {code}: " in done.stderr and f"\nhint: {hint}\n" in done.stderr
     assert count_launches(account) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from broker.cli import clusters
+from broker.cli import launch
 from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.errors import CloudError, TransientError, UnreachedError
@@ -88,7 +88,7 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
     provisioner.hint_console = lambda *asked: Provisioner.hint_console(provisioner, *asked)  # type: ignore[arg-type]
     context: Any = SimpleNamespace(clock=clock, gang=SimpleNamespace(prepare=prepare), provisioner=provisioner)
     with pytest.raises(TransientError) as caught:
-        asyncio.run(clusters._prepare(context, cluster, Task()))
+        asyncio.run(launch._prepare(context, cluster, Task()))
     assert "for 5 minutes" in caught.value.message
     console, _, end = caught.value.hints
     assert "aws ec2 get-console-output --region us-east-1 --instance-id i-1" in console

@@ -1,14 +1,18 @@
-"""The agent signs and sends by itself: compared with Amazon's own library, and refused in words."""
+"""The agent signs and sends by itself: as Amazon's own library does, by Azure's rules; refusals are told in words."""
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from broker.runtime import agent_bucket
+from tests.testbed.objects import AZURE_KEY, AZURE_SIGNATURE, AZURE_TOKEN, BUCKET, Objects, serve_azure
 
 LOGIN = {"key": "AKID", "secret": "wJalr", "token": "session"}
 
@@ -72,6 +76,10 @@ class Metadata:
             return 200, "trainer" if path.endswith("/") else login
         if "service-accounts" in path:
             return (200, '{"access_token": "ya29"}') if headers.get("metadata-flavor") == "Google" else (403, "")
+        if path.startswith("/metadata/identity"):
+            asked = parse_qs(urlsplit(path).query)
+            is_storage = asked["resource"] == ["https://storage.azure.com/"] and headers.get("metadata") == "true"
+            return (200, json.dumps({"access_token": AZURE_TOKEN})) if is_storage else (400, "")
         return (self.codes.pop(0) if self.codes else 200), ""
 
     def close(self) -> None:
@@ -100,6 +108,53 @@ def test_googles_bucket_is_written_as_the_machines_account(metadata: Metadata) -
     assert metadata.seen[-1] == ("POST", "/upload/storage/v1/b/b/o?uploadType=media&name=a%2Fk", b"{}")
 
 
+@pytest.fixture(scope="module")
+def azure() -> Iterator[tuple[Objects, dict[str, str]]]:
+    """It lets in what obstore signs (tests/trainers/test_buckets.py), and nothing that is not signed."""
+    with serve_azure() as served:
+        yield served
+
+
+@pytest.mark.parametrize("login", ["key", "signature", "identity"])
+def test_azures_container_is_written_by_each_kind_of_login(
+    azure: tuple[Objects, dict[str, str]], metadata: Metadata, login: str
+) -> None:
+    objects, variables = azure
+    if login != "key":
+        variables = {name: value for name, value in variables.items() if name != "AZURE_STORAGE_ACCOUNT_KEY"}
+    if login == "signature":
+        variables["AZURE_STORAGE_SAS_TOKEN"] = f"?{AZURE_SIGNATURE}"
+    name = f"runs/me job~1/ü+({login}).json"
+    for content in (b"{}", b'{"status": "SUCCEEDED"}', b""):
+        agent_bucket.put(f"az://{BUCKET}/{name}", content, variables)
+        assert objects.content[name] == content, "whatever was there before"
+    asked = [path for _, path, _ in metadata.seen if "/metadata/identity" in path]
+    assert len(asked) == (3 if login == "identity" else 0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(b"another key").decode()},
+        {"AZURE_STORAGE_ACCOUNT_NAME": "another"},
+        {"AZURE_STORAGE_ACCOUNT_KEY": "", "AZURE_STORAGE_SAS_TOKEN": "sig=forged"},
+    ],
+    ids=["key", "account", "signature"],
+)
+def test_azure_sends_away_who_signs_otherwise(azure: tuple[Objects, dict[str, str]], changed: dict[str, str]) -> None:
+    objects, variables = azure
+    before = dict(objects.content)
+    with pytest.raises(agent_bucket.Refused, match="HTTP 403"):
+        agent_bucket.put(f"az://{BUCKET}/forged.json", b"{}", variables | changed)
+    assert objects.content == before
+
+
+def test_azures_own_address_is_the_accounts() -> None:
+    login = {"AZURE_STORAGE_ACCOUNT_NAME": "acme", "AZURE_STORAGE_ACCESS_KEY": AZURE_KEY}
+    request = agent_bucket.make_azure_request("c", "a/b.json", b"{}", login)
+    assert request.full_url == "https://acme.blob.core.windows.net/c/a/b.json"
+
+
 def test_refusal_is_told_in_a_line(metadata: Metadata) -> None:
     metadata.codes = [403]
     with pytest.raises(agent_bucket.Refused, match="s3://b/k: HTTP 403"):
@@ -109,5 +164,11 @@ def test_refusal_is_told_in_a_line(metadata: Metadata) -> None:
         agent_bucket.put("s3://b/k", b"{}", {})
     with pytest.raises(agent_bucket.Refused, match="no login for gs://"):
         agent_bucket.put("gs://b/k", b"{}", {})
-    with pytest.raises(agent_bucket.Refused, match="az://"):
+    with pytest.raises(agent_bucket.Refused, match="AZURE_STORAGE_ACCOUNT_NAME is not set"):
         agent_bucket.put("az://b/k", b"{}", {})
+    with pytest.raises(agent_bucket.Refused, match="no login for az://"):
+        agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a"})
+    with pytest.raises(agent_bucket.Refused, match="no base64"):
+        agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "k"})
+    with pytest.raises(agent_bucket.Refused, match="r2://"):
+        agent_bucket.put("r2://b/k", b"{}", {})

@@ -119,6 +119,20 @@ def test_what_docker_refuses_is_setups_failure_in_its_words(
     asyncio.run(act())
 
 
+def test_docker_that_may_raise_no_limits_runs_it_without(rig: Rig, docker: FakeDocker) -> None:
+    """As one in a container of somebody else's."""
+    (docker.folder / "bounded").touch()
+
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_contained("echo up"))
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        assert "rlimit" not in await rig.read_log(cluster)
+
+    asyncio.run(act())
+    assert ["--ulimit" in words for words in docker.list_calls("run")] == [True, False]
+
+
 def test_private_registry_gets_its_password_by_stdin_only(rig: Rig, docker: FakeDocker) -> None:
     secrets = {"SKYPILOT_DOCKER_PASSWORD": Secret(value="open sesame")}
     envs = {"SKYPILOT_DOCKER_USERNAME": "me", "SKYPILOT_DOCKER_SERVER": "registry.example"}

@@ -246,3 +246,22 @@ def test_unreachable_nodes_are_reported_not_raised(rig: Rig) -> None:
         assert await rig.gang.idle_minutes(cluster) is None
 
     asyncio.run(act())
+
+
+def test_advice_to_leave_a_node_is_told_and_ends_nothing(rig: Rig) -> None:
+    """EC2's rebalance recommendation, as the node's listener writes it down; most nodes live on."""
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        await rig.start(cluster, make_task("echo up; until [ -e ~/go ]; do sleep 0.05; done", num_nodes=2))
+        await rig.wait_log(cluster, "(rank1) up")
+        assert (await rig.gang.poll(cluster, 1)).advised == ()
+        home = Path(cluster.nodes[1].handle) / "home"
+        (home / ".broker" / "rebalance").write_text('{"time_s": 1.0}')
+        report = await rig.gang.poll(cluster, 1)
+        assert (report.status, report.advised) == (RunStatus.RUNNING, (1,))
+        for node in cluster.nodes:
+            (Path(node.handle) / "home" / "go").touch()
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+
+    asyncio.run(act())

@@ -76,6 +76,7 @@ class Report:
     unreachable: tuple[int, ...]
     progress: Progress | None
     reason: str = ""
+    advised: tuple[int, ...] = ()
 
 
 class MachineGang:
@@ -247,9 +248,11 @@ class MachineGang:
         return longest_s >= for_s
 
     def _begin(self, cluster: Cluster, job: int, attempt: int, nodes_min: int | None) -> None:
+        root = self.roots.get(job, job)
+        family = [root, *(each for each, of in self.roots.items() if of == root)]
+        for run in [run for each in family for run in self.runs_by_job.get(each, ())]:
+            self.save(run)  # as it did by itself in its time, also where nobody has looked since
         old = self.runs_by_job.setdefault(job, [])
-        for run in old:
-            self.save(run)
         started = MachineRun(
             job=job,
             attempt=attempt,
@@ -257,8 +260,8 @@ class MachineGang:
             members=[Member(rank=node.rank, id=node.id, joined_s=self._loop.time()) for node in cluster.nodes],
             nodes_min=nodes_min,
             started_s=self._loop.time(),
-            first_step=self.saved.get(self.roots.get(job, job), 0),
-            saved_step=self.saved.get(self.roots.get(job, job), 0),
+            first_step=self.saved.get(root, 0),
+            saved_step=self.saved.get(root, 0),
             program=self.programs[job],
             serial=len(old),
         )

@@ -6,6 +6,7 @@ Reckoned from what was committed and from the plan alone: the product's own memo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 FULL_S, QUOTA_S, UNCLEAR_S, REST_S_MAX = 600.0, 3600.0, 60.0, 4 * 3600.0
 LATE_S = 300.0
 PROBE_S = 120.0  # one looks whether a place gives again, and all others wait
+UNCLEAR = tuple(
+    f"create:{fault}" for fault in ("transient", "unknown_before", "unknown_after", "late", "mute", "stuck")
+)
 TOKENS_LOW = 2.0  # of the budget of failed calls: below it the whole cloud may rest
 Place = tuple[str, str, bool]  # region, zone ("": all of it), is_spot
 
@@ -40,6 +44,7 @@ class Turns:
     poor_s: float = -math.inf  # when the budget of failed calls was last low
     searched_s: dict[str, float] = field(default_factory=dict)  # cluster -> when the search began
     written: dict[Place, float] = field(default_factory=dict)  # what the product remembers, and until when
+    unclear: Counter[str] = field(default_factory=Counter)  # cluster -> calls in this search that failed unexplained
 
 
 def get_turns(universe: Universe) -> Turns:
@@ -53,6 +58,13 @@ def note_search(universe: Universe, event: Event) -> None:
     turns = get_turns(universe)
     turns.asked[event.name] = [placement for cluster, placement in turns.open.values() if cluster == event.name]
     turns.searched_s[event.name] = event.time_s
+    turns.unclear[event.name] = 0
+
+
+def note_unclear(universe: Universe, fault: str, cluster: str) -> None:
+    """A create call of this cluster failed, and its caller does not hear why."""
+    if fault in UNCLEAR:
+        get_turns(universe).unclear[cluster] += 1
 
 
 def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
@@ -120,7 +132,7 @@ def _note_refusal(turns: Turns, placement: Placement, outcome: str, now_s: float
     if "quota" in outcome:
         zone, rest_s = "", QUOTA_S
     elif "no clear answer" in outcome:
-        rest_s = UNCLEAR_S
+        zone, rest_s = "", UNCLEAR_S  # of the region, unless it was one call only
     _rest(turns, (offer.region, zone, placement.is_spot), rest_s, now_s, is_new=True)
 
 
@@ -158,11 +170,14 @@ def _find_passed_over(
     # Whoever asks a place again that has just refused has nowhere else to go: then all others count as better.
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]
     busy = {place.offer.zone for owner, place in turns.open.values() if owner == cluster}
+    tried = {place.offer.region for owner, place in turns.open.values() if owner == cluster}
+    doubtful = tried if turns.unclear[cluster] >= 2 else ()  # where it has failed twice, another zone would fail too
     asked = turns.asked.get(cluster, [])
     for each in better:
         is_excused = (
             each in (placement, *asked)
             or each.offer.zone in busy  # a zone that is late is late for all
+            or each.offer.region in doubtful
             or any(searched_s < until_s for until_s in _list_rests(turns, each))  # when its turn came, perhaps
             or _is_probed(turns, each, cluster, now_s)
         )

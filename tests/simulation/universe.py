@@ -28,6 +28,7 @@ from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
 from tests.simulation.shuffled import ShuffledLoop
+from tests.simulation.turns import note_unclear
 from tests.simulation.world import FOREIGN, OWNER, make_offer
 
 OWNERS = frozenset(("jobs", "clusters", "intents"))  # tables that say what is left to do, and whose a node is
@@ -174,6 +175,7 @@ class Universe:
 
     def note_fault(self, fault: str, cluster: str = "") -> None:
         self.say(f"fault {fault} {cluster}")
+        note_unclear(self, fault, cluster)
         if fault == "create:stuck":
             self.stuck.add(cluster)
         rows = self.read("SELECT 'job-' || id || '-%' AS pattern, status FROM jobs")

@@ -77,6 +77,7 @@ class Report:
     unreachable: tuple[int, ...]
     progress: Progress | None
     reason: str = ""
+    advised: tuple[int, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 

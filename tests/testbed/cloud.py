@@ -55,6 +55,10 @@ class HostCloud:
     def give_notice(self, id: str, *, in_s: float) -> None:
         self._metadata.guests[self._nodes[id].address].give_notice(time.time() + in_s)
 
+    def advise(self, id: str) -> None:
+        """EC2's rebalance recommendation."""
+        self._metadata.guests[self._nodes[id].address].rebalance_s = time.time()
+
     def end_all(self) -> None:
         for host in self.hosts.values():
             host.power_off()

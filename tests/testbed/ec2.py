@@ -65,7 +65,7 @@ class FakeAws:
             account.calls.append((action, region, parameters))
             if not account.has_login:
                 raise ApiError("InvalidClientTokenId" if service == "sts" else "AuthFailure", status=401)
-            fault = account.take_fault(name, is_after=False)
+            fault = account.take_fault(name, region, is_after=False)
             if fault is not None and fault.error is not None:
                 raise fault.error
             self._check_access(service, action, region, parameters)
@@ -74,7 +74,7 @@ class FakeAws:
             if action not in ACTIONS:
                 raise ApiError("InvalidAction", f"this fake knows no {action}")
             answer = ACTIONS[action](account, region, parameters)
-            if account.take_fault(name, is_after=True):
+            if account.take_fault(name, region, is_after=True):
                 raise HangUp
             return answer
 

@@ -58,12 +58,16 @@ class Instance:
 
 @dataclass(kw_only=True)
 class Fault:
-    """The next `times` calls of this action are answered so; `is_after`: the deed is done, its answer lost."""
+    """The next `times` calls of this action are answered so, in `region` where one is named.
+
+    `is_after`: the deed is done, its answer lost.
+    """
 
     action: str
     error: ApiError | None
     times: int
     is_after: bool = False
+    region: str = ""
 
 
 @dataclass(kw_only=True)
@@ -102,16 +106,17 @@ class Account:
     def make_id(self, kind: str) -> str:
         return f"{kind}-{next(self._serials):017x}"
 
-    def fail(self, action: str, code: str, *, status: int = 400, times: int = 1) -> None:
-        self.faults.append(Fault(action=action, error=ApiError(code, status=status), times=times))
+    def fail(self, action: str, code: str, *, status: int = 400, times: int = 1, region: str = "") -> None:
+        self.faults.append(Fault(action=action, error=ApiError(code, status=status), times=times, region=region))
 
     def lose_answer(self, action: str, *, times: int = 1) -> None:
         """The next such calls are carried out, and the connection is closed instead of an answer."""
         self.faults.append(Fault(action=action, error=None, times=times, is_after=True))
 
-    def take_fault(self, action: str, *, is_after: bool) -> Fault | None:
+    def take_fault(self, action: str, region: str, *, is_after: bool) -> Fault | None:
         for fault in self.faults:
-            if fault.action == action and fault.is_after is is_after and fault.times > 0:
+            is_here = fault.region in ("", region)
+            if fault.action == action and is_here and fault.is_after is is_after and fault.times > 0:
                 fault.times -= 1
                 code = fault.error.code if fault.error else "lost"
                 self.fault_counts[code] = self.fault_counts.get(code, 0) + 1

@@ -80,10 +80,12 @@ class Host:
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
         self.is_alive = False
+        self.on_s = self.off_s = 0.0  # when it was switched on, and when it was off for certain; monotonic
 
     def start(self) -> Host:
         """Returns when the machine is switched on; sshd and the boot script follow by themselves."""
         self._folder.mkdir(parents=True)
+        self.on_s = time.monotonic()
         environment = {
             "PATH": PATH, "METADATA": METADATA, "PYTHON": str(Path(sys.base_prefix)), "LANG": "C.UTF-8",
         }  # fmt: skip
@@ -105,12 +107,15 @@ class Host:
 
     def execute(self, *argv: str, stdin: str = "") -> str:
         """As root on its console. Fails the test when the command does."""
-        environment = {"PATH": PATH, "HOME": "/root"}
-        done = subprocess.run(
-            ["nsenter", "-t", str(self.pid), "-a", *argv], input=stdin, text=True, capture_output=True, env=environment
-        )
+        done = self.try_execute(*argv, stdin=stdin)
         assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    def try_execute(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": PATH, "HOME": "/root"}
+        return subprocess.run(
+            ["nsenter", "-t", str(self.pid), "-a", *argv], input=stdin, text=True, capture_output=True, env=environment
+        )
 
     def shut_down(self) -> None:
         """As its own user would. What asks may end with the machine, before it can say that it went well."""
@@ -177,6 +182,7 @@ class Host:
 
     def _watch(self) -> None:
         self._process.wait()
+        self.off_s = time.monotonic()
         with self._lock:
             was_alive, self.is_alive = self.is_alive, False
             run_ip(*(f"route replace {address}/32 dev hole" for address in self.addresses))

@@ -1,12 +1,14 @@
 """A Google and an Azure bucket on the loopback, as far as obstore speaks to them: objects in a dict, nothing kept.
 
 Paths and headers follow Google's XML API (docs.cloud.google.com/storage/docs/xml-api) and Azure's Blob service REST API
-(learn.microsoft.com/rest/api/storageservices). Logins are not looked at.
+(learn.microsoft.com/rest/api/storageservices). Google's logins are not looked at, Azure's are.
 """
 
+import base64
 import contextlib
 import email
 import hashlib
+import hmac
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 BUCKET = "testbed"
+AZURE_ACCOUNT, AZURE_KEY, AZURE_TOKEN = "account", base64.b64encode(b"key of the account").decode(), "eyJ0"
+AZURE_SIGNATURE = "sv=2021-08-06&sr=c&sp=rwl&sig=a%2Bb%3D"
 
 
 @dataclass(kw_only=True)
@@ -26,6 +30,7 @@ class Objects:
 
     content: dict[str, bytes] = field(default_factory=dict)
     parts: dict[str, dict[str, bytes]] = field(default_factory=dict)  # of uploads under way
+    forbidden_count: int = 0  # requests without a login
     refused_count: int = 0  # conditional writes that met an object
     part_count: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -172,8 +177,27 @@ class Google(Handler):
         return f"<ListBucketResult>{contents}{prefixes}</ListBucketResult>".encode()
 
 
+class ForbiddenError(Exception):
+    """The signature is wrong, or there is none."""
+
+
 class Azure(Handler):
     """Azure's Blob service."""
+
+    def begin(self) -> tuple[str, dict[str, str], bytes]:
+        """Raises what `handle_one_request` answers with: who shows no login of the account is sent away."""
+        found = super().begin()
+        if not is_let_in(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}):
+            raise ForbiddenError
+        return found
+
+    def handle_one_request(self) -> None:
+        """As the base, with the one refusal that may come of any verb."""
+        try:
+            super().handle_one_request()
+        except ForbiddenError:
+            self.objects.forbidden_count += 1
+            self.answer(403, b"<Error><Code>AuthenticationFailed</Code></Error>")
 
     def do_PUT(self) -> None:
         """A blob, a copy, a block, or the list that makes blocks a blob."""
@@ -231,6 +255,28 @@ class Azure(Handler):
         return f"<EnumerationResults><Blobs>{blobs}{prefixes}</Blobs><NextMarker /></EnumerationResults>".encode()
 
 
+def is_let_in(verb: str, path: str, headers: Mapping[str, str]) -> bool:
+    """By the account's key, by a signature in the query, or by a token of Entra's."""
+    parts = urlsplit(path)
+    query = parse_qs(parts.query, keep_blank_values=True)
+    kind, _, word = headers.get("authorization", "").partition(" ")
+    if kind == "SharedKey":
+        return hmac.compare_digest(word, f"{AZURE_ACCOUNT}:{sign_as_azure(verb, parts.path, query, headers)}")
+    return word == AZURE_TOKEN if kind == "Bearer" else query.get("sig") == parse_qs(AZURE_SIGNATURE)["sig"]
+
+
+def sign_as_azure(verb: str, path: str, query: Mapping[str, list[str]], headers: Mapping[str, str]) -> str:
+    """Shared Key of 2015-02-21 and later, where a length of zero is left out."""
+    names = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
+    names += ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
+    plain = ["" if (name, headers.get(name)) == ("content-length", "0") else headers.get(name, "") for name in names]
+    own = [f"{name}:{headers[name].strip()}" for name in sorted(headers) if name.startswith("x-ms-")]
+    asked = [f"{name.lower()}:{','.join(sorted(query[name]))}" for name in sorted(query)]
+    text = "\n".join([verb, *plain, *own, f"/{AZURE_ACCOUNT}{path}", *asked])
+    digest = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    return base64.b64encode(digest).decode()
+
+
 def wrap(kind: str, **values: str) -> str:
     """A small XML document."""
     return f"<{kind}><Bucket>{BUCKET}</Bucket>{''.join(f'<{k}>{v}</{k}>' for k, v in values.items())}</{kind}>"
@@ -261,8 +307,8 @@ def serve_azure() -> Iterator[tuple[Objects, dict[str, str]]]:
         yield (
             objects,
             {
-                "AZURE_STORAGE_ACCOUNT_NAME": "account",
-                "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
+                "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+                "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
                 "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}",
             },
         )

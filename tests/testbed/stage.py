@@ -97,6 +97,12 @@ class Stage(Shell):
     def list_living(self) -> set[str]:
         return {name for name, host in self.bridge.hosts.items() if host.is_alive}
 
+    def list_by_rank(self) -> list[str]:
+        """The machines of the one gang that lives."""
+        store = Store(self.home / "state.db", clock=SystemClock())
+        (cluster,) = store.list_clusters()
+        return [node.id for node in sorted(cluster.nodes, key=lambda node: node.rank)]
+
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + STORY_S_MAX
         while not is_so():

@@ -183,6 +183,23 @@ def test_notice_of_preemption_reaches_the_program(bed: Bed) -> None:
     print(f"notice to SIGTERM on {bed.cloud.name}: {took_s:.2f} s")
 
 
+def test_rebalance_recommendation_is_news_of_its_node_and_ends_nothing(bed: Bed) -> None:
+    async def act() -> None:
+        cluster = await bed.make_cluster(2)
+        await start(bed, cluster, "until [ -e go ]; do sleep 0.1; done; test ! -e $BROKER_PREEMPTION_FILE")
+        assert (await bed.gang.poll(cluster, 1)).advised == ()
+        bed.cloud.advise(cluster.nodes[1].id)
+        while not (report := await bed.gang.poll(cluster, 1)).advised:
+            assert not report.status.is_terminal
+            await asyncio.sleep(0.1)
+        assert report.advised == (1,)
+        for node in cluster.nodes:
+            bed.cloud.hosts[node.id].execute("touch", "/home/ubuntu/sky_workdir/go")
+        assert (await follow(bed, cluster))[0] is RunStatus.SUCCEEDED
+
+    asyncio.run(act())
+
+
 def test_host_whose_lease_runs_out_ends_itself(bed: Bed) -> None:
     async def act() -> None:
         cluster = await bed.make_cluster()

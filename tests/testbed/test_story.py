@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,24 +43,38 @@ def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_
     stage.run("jobs", "launch", task, *BUCKET_LOGIN, "--yes", "--detach-run")
     stage.wait_for_step(3)
     stage.account.full.add(("us-east-1a", "m5.large"))
-    stage.bridge.preempt(min(stage.list_living()), notice_s=60)
+    first = stage.list_by_rank()
+    for name in first:  # nobody is left to speak for the gang
+        stage.bridge.preempt(name, notice_s=2)
     stage.wait_for_step(20, attempt=2)
     stage.account.full.add(("us-west-2a", "m5.large"))
-    stage.bridge.preempt(max(stage.list_living()), notice_s=0)
+    second = stage.list_by_rank()
+    stage.bridge.preempt(second[1], notice_s=0)
     job = stage.finish()
     assert job.status is JobStatus.SUCCEEDED, stage.tell()
     zones = [attempt.placement.offer.zone for attempt in job.attempts]
     assert zones == ["us-east-1a", "us-west-2a", "us-central1-a"]
     events = stage.run("jobs", "events", "1").stdout
-    assert "the cloud gave notice" in events and "node 1 gone" in events, events
+    # Two seconds are enough to save, and to say so where the processors are free; else the list says who is gone.
+    assert "the cloud gave notice" in events or "node 0 and 1 gone" in events, events
+    assert "node 1 gone" in events, events
     assert events.count("recovered: step") == 2, events
+    hosts = dict(stage.bridge.hosts)
+    gangs = [[hosts.pop(name) for name in names] for names in (first, second)] + [list(hosts.values())]
+    for before, after in pairwise(gangs):
+        assert max(host.off_s for host in before) < min(host.on_s for host in after), "no two gangs at once"
     log = stage.run("jobs", "logs", "1").stdout
     steps = [(int(found[1]), found[2]) for found in re.finditer(r"^step (\d+)/60  (loss \S+)", log, re.M)]
     numbers = [step for step, _ in steps]
-    assert sorted(set(numbers)) == list(range(1, 61)), log
-    assert len(set(steps)) == 60, "what is done twice comes to the same loss, on another cloud too"
-    (back,) = (index for index in range(1, len(numbers)) if numbers[index] != numbers[index - 1] + 1)
-    assert numbers[back] > 10, "with notice no step is lost; without, those since the newest checkpoint"
+    cuts = [(old, new) for old, new in pairwise(numbers) if new != old + 1]
+    assert len(cuts) <= 2, "with notice no step is lost where two seconds were enough to save"
+    assert all(old - new < 10 for old, new in cuts), (
+        f"else those since the newest checkpoint, of each fifth step: {cuts}"
+    )
+    # Machines that are gone at once take their last lines with them; what those steps came to is in the checkpoint.
+    untold = {step for old, new in cuts[:1] for step in range(old + 1, new)}
+    assert sorted({*numbers, *untold}) == list(range(1, 61)), log
+    assert len(set(steps)) == 60 - len(untold), "what is done twice comes to the same loss, on another cloud too"
     assert stage.s3
     kept = stage.s3.list_keys(f"runs/{stage.owner}-job-1/outcomes")
     assert kept[-1].endswith("/3.json"), "the outcome lies beside the checkpoints"

@@ -79,7 +79,7 @@ async def _check_regions(clients: Clients, home: str, settings: Settings) -> Fin
 
 async def _check_network(clients: Clients, settings: Settings, home: str) -> tuple[Finding, Site | None]:
     try:
-        site = await Network(clients, settings).find_site(home, None)
+        site = await Network(clients, settings).find_site(home)
     except InvalidRequestError as error:
         command = f"aws ec2 create-default-vpc --region {home}"
         return Finding(name="network", is_ok=False, note=error.message, command=command), None

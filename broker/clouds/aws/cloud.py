@@ -22,9 +22,10 @@ from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.sweeping import Sweeper
 from broker.config import Config
 from broker.errors import CapacityError, InvalidRequestError, UnknownOutcomeError
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import MachineSpec, Node, NodeRequest, NodeState
 
 REGIONS_KNOWN_S = 3600.0
+SEARCHED_ZONES_MIN = 3  # a fleet that finds nothing takes three calls, and RunInstances one a zone
 LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
@@ -52,6 +53,10 @@ class AwsCloud:
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
     extends_gangs: ClassVar[bool] = True
+
+    def is_search_worth(self, spec: MachineSpec, *, zone_count: int) -> bool:
+        """A fleet takes a launch template, made and deleted, and machines with one network card."""
+        return zone_count >= SEARCHED_ZONES_MIN and spec.network_tier != "best"
 
     def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
         self._settings = settings

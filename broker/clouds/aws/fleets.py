@@ -133,7 +133,7 @@ class Fleets:
         if found and CapacityError not in by_class:
             return next((each for each in found if not isinstance(each, InvalidRequestError)), found[0])
         message = "; ".join(dict.fromkeys(error.message for error in found)) or f"{region} gave a part of the gang only"
-        return CapacityError(message, scope="region")
+        return CapacityError(message, scope="zone" if placement.offer.zone else "region")
 
     async def _drop_template(self, region: str, name: str) -> None:
         try:

@@ -36,8 +36,9 @@ class Launcher:
         """Instances as EC2 describes them. Raises CloudError and RefusedError; see `Cloud.create_nodes`."""
         offer = request.placement.offer
         data = pack_boot(request)
+        zones = (offer.zone, *request.placement.other_zones) if offer.zone else ()
         site, image, efa_count, *_ = await asyncio.gather(
-            self._network.find_site(offer.region, offer.zone),
+            self._network.find_site(offer.region, *zones),
             self._images.find(offer, request.spec),
             self._count_efa(request),
             self._quotas.refuse_hopeless(request.placement),
@@ -52,7 +53,7 @@ class Launcher:
             has_public_address=not self._settings.uses_private_addresses,
         )
         try:
-            if offer.zone:
+            if offer.zone and not request.placement.other_zones:
                 return await self._run_instances(request, around, data, subnet=site.subnets[offer.zone])
             return await self._fleets.create(request, around, data, site)
         except RefusedError as refusal:
@@ -86,7 +87,8 @@ class Launcher:
             cards = int(network.get("MaximumNetworkCards", 1))
             self._efa_counts[offer.instance_type] = min(most, cards) if network.get("EfaSupported") else 0
         count = self._efa_counts[offer.instance_type]
-        return count if self._settings.uses_private_addresses and offer.zone else min(1, count)
+        is_placed = offer.zone and not request.placement.other_zones
+        return count if self._settings.uses_private_addresses and is_placed else min(1, count)
 
     async def _run_instances(
         self, request: NodeRequest, around: Surroundings, data: bytes, *, subnet: str

@@ -33,9 +33,10 @@ class Network:
         self._clients = clients
         self._settings = settings
 
-    async def find_site(self, region: str, zone: str | None) -> Site:
-        """Raises InvalidRequestError where the region has no network to stand in, CapacityError where only the zone
-        has none: Amazon opens zones that older VPCs have no subnet in."""
+    async def find_site(self, region: str, *zones: str) -> Site:
+        """With a subnet of each zone, or of those named here. Raises InvalidRequestError where the region has no
+        network to stand in, CapacityError where only these zones have none: Amazon opens zones that older VPCs have no
+        subnet in."""
         named = self._settings.vpcs.get(region)
         vpc = named or await self._find_default_vpc(region)
         filters = [_filter("vpc-id", vpc), _filter("state", "available")]
@@ -44,11 +45,14 @@ class Network:
         for subnet in sorted(found, key=lambda each: (not each.get("DefaultForAz"), each["SubnetId"])):
             subnets.setdefault(subnet["AvailabilityZone"], subnet["SubnetId"])
         if not subnets:
-            raise InvalidRequestError(f"{vpc} has no subnet in {region}", hints=(_tell_subnet(region, zone, named),))
-        if zone and zone not in subnets:
-            message = f"{vpc} has no subnet in {zone}, only in {', '.join(sorted(subnets))}"
-            raise CapacityError(message, scope="zone", hints=(_tell_subnet(region, zone, named),))
-        return Site(region=region, vpc=vpc, subnets=dict(sorted(subnets.items())))
+            raise InvalidRequestError(
+                f"{vpc} has no subnet in {region}", hints=(_tell_subnet(region, next(iter(zones), None), named),)
+            )
+        chosen = {zone: subnet for zone, subnet in sorted(subnets.items()) if not zones or zone in zones}
+        if not chosen:
+            message = f"{vpc} has no subnet in {', '.join(zones)}, only in {', '.join(sorted(subnets))}"
+            raise CapacityError(message, scope="zone", hints=(_tell_subnet(region, zones[0], named),))
+        return Site(region=region, vpc=vpc, subnets=chosen)
 
     async def _find_default_vpc(self, region: str) -> str:
         filters = [_filter("is-default", "true")]

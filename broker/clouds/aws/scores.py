@@ -58,8 +58,8 @@ class Scores:
         """Raises CapacityError for a zone that AWS expects nothing of while another of the region may well give: what
         came there would soon be taken back. Who asks again has nowhere else to go, and may try."""
         offer = placement.offer
-        if not placement.is_spot or offer.zone is None:
-            return
+        if not placement.is_spot or offer.zone is None or placement.other_zones:
+            return  # a fleet that looks in several begins with the likeliest
         scores = await self.read(placement)
         likely = [zone for zone, score in scores.items() if score >= BETTER and zone != offer.zone]
         key = (offer.zone, offer.instance_type, placement.node_count)

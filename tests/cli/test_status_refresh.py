@@ -1,0 +1,80 @@
+"""`broker status --refresh` where one cloud does not answer: its clusters are shown as they were, the others anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Node, NodeState, Placement
+from tests.cli.conftest import Shell
+from tests.simulation.world import make_offer
+from tests.testbed.ec2 import FakeAws
+from tests.testbed.ec2_account import Account
+
+HELLO = "resources: {infra: local}\nrun: echo hi\n"
+REASON = "aws could not be asked: clusters there are shown as they were last known"
+
+
+@pytest.fixture
+def account(shell: Shell) -> Iterator[Account]:
+    """AWS as well, and a cluster that is known to be there."""
+    account = Account(clock=SystemClock())
+    aws = FakeAws(account)
+    shell.environment |= aws.environment
+    shell.home.mkdir(exist_ok=True)
+    (shell.home / "aws.toml").write_text('regions = ["us-east-1"]\n')
+    offer = replace(make_offer("east1a"), cloud="aws", region="us-east-1", zone="us-east-1a")
+    node = Node(
+        id="i-1", cloud="aws", owner="me", cluster="far", attempt=1, rank=0, state=NodeState.RUNNING,
+        region="us-east-1", zone="us-east-1a", token="t", created_s=1.0,
+    )  # fmt: skip
+    cluster = Cluster(
+        name="far", status=ClusterStatus.UP, placement=Placement(offer=offer, is_spot=False, node_count=1), attempt=1,
+        nodes=(node,), created_s=1.0,
+    )  # fmt: skip
+    store = Store(shell.home / "state.db", clock=SystemClock())
+    store.put_cluster(cluster)
+    store.close()
+    yield account
+    store = Store(shell.home / "state.db", clock=SystemClock())
+    store.delete_cluster("far")  # its machine never was
+    store.close()
+    aws.close()
+
+
+def lose_a_node(shell: Shell) -> None:
+    """Of the cluster on this machine, which comes up beside the one on AWS."""
+    shell.run("launch", shell.write("hello.yaml", HELLO), "-c", "near", "--down")
+    shell.wait_until(lambda: not shell.find_processes(), "its machine has ended itself")
+
+
+@pytest.mark.parametrize("flaw", ["login", "forgotten"])
+def test_others_are_asked_all_the_same_and_the_reason_is_said(shell: Shell, account: Account, flaw: str) -> None:
+    account.has_login = False
+    lose_a_node(shell)
+    if flaw == "forgotten":  # no login is left in the environment at all
+        shell.environment = {name: value for name, value in shell.environment.items() if not name.startswith("AWS_")}
+        nowhere = str(shell.folder / "no-login")
+        shell.environment |= {"AWS_CONFIG_FILE": nowhere, "AWS_SHARED_CREDENTIALS_FILE": nowhere}
+    done = shell.run("status", "--refresh", code=5)
+    (near,) = [line for line in done.stdout.splitlines() if line.startswith("near")]
+    (far,) = [line for line in done.stdout.splitlines() if line.startswith("far")]
+    assert "UP (1 lost)" in near and "lost" not in far and "UP" in far
+    assert REASON in done.stderr and "hint: " in done.stderr
+    found = json.loads(shell.run("status", "--refresh", "--json", code=5).stdout)
+    assert list(found["not_asked"]) == ["aws"]
+    assert {each["name"] for each in found["clusters"]} == {"near", "far"}
+    assert REASON not in shell.run("status").stderr, "nobody was asked"
+    if flaw == "forgotten":
+        refused = shell.run("down", "far", "--yes", code=5).stderr
+        assert "aws is not set up here any more" in refused and "`broker check aws`" in refused
+
+
+def test_clouds_that_answer_are_no_error(shell: Shell, account: Account) -> None:
+    found = json.loads(shell.run("status", "--refresh", "--json").stdout)
+    assert found["not_asked"] == {}

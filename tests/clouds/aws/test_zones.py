@@ -1,0 +1,216 @@
+"""Three zones or more at one price are one search: fewer calls where all are full, and the plan's order is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import CapacityError
+from broker.provision.lifecycle import Provisioner
+from broker.types import Cluster, Estimate, Placement, Plan, Resources, Task
+from tests.clouds.aws.bed import OFFER, AwsBed, open_session
+from tests.clouds.aws.test_provision import Dying, KilledError, World
+from tests.clouds.contract import count_living
+
+ZONES = ("us-east-1a", "us-east-1b", "us-east-1c")
+ELSEWHERE = "us-west-2a"
+KIND = OFFER.instance_type
+WISH = Resources(instance_type=KIND)
+
+
+def make_place(zone: str, *, is_spot: bool = True, usd_hour: float = 11.5) -> Placement:
+    offer = replace(OFFER, zone=zone, region=zone[:-1], spot_usd_hour=usd_hour, ondemand_usd_hour=usd_hour)
+    return Placement(offer=offer, is_spot=is_spot, node_count=2)
+
+
+def make_plan(places: Iterable[Placement], *wishes: Resources) -> Plan:
+    task = Task(num_nodes=2, resources=wishes or (WISH,))
+    estimates = tuple(Estimate(placement=each) for each in places)
+    return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-01-01", reason="")
+
+
+@pytest.fixture
+def world(bed: AwsBed, tmp_path: Path) -> Iterator[World]:
+    world = World(bed, tmp_path)
+    bed.settings = replace(bed.settings, regions=("us-east-1", "us-west-2"))
+    yield world
+    world.store.close()
+
+
+async def up(world: World, plan: Plan, *, provisioner: Provisioner | None = None, **options: Any) -> Cluster:
+    return await (provisioner or world.provisioner()).up("train", plan, hedge=1, **options)
+
+
+def list_creates(bed: AwsBed) -> list[tuple[str, int]]:
+    """What was asked for machines, and in how many zones."""
+    return [
+        (action, len(asked["LaunchTemplateConfigs"][0]["Overrides"]) if action == "ec2:CreateFleet" else 1)
+        for action, _, asked in bed.account.calls
+        if action in ("ec2:CreateFleet", "ec2:RunInstances")
+    ]
+
+
+@pytest.mark.parametrize("is_spot", [True, False], ids=["spot", "on-demand"])
+def test_full_region_costs_one_search_and_each_of_its_zones_is_remembered(
+    world: World, bed: AwsBed, is_spot: bool
+) -> None:
+    bed.account.full = {(zone, KIND) for zone in ZONES}
+    places = [make_place(zone, is_spot=is_spot) for zone in (*ZONES, ELSEWHERE)]
+    heard: list[str] = []
+
+    async def act() -> None:
+        cluster = await up(world, make_plan(places), on_event=heard.append)
+        assert cluster.placement == places[3]
+        assert list_creates(bed) == [("ec2:CreateFleet", 3), ("ec2:RunInstances", 1)]
+        assert any("in us-east-1a,b,c (aws) refused" in line for line in heard)
+        refused = world.store.active_refusals(bed.clock.now_s())
+        assert {each.zone for each in refused} == set(ZONES), "and not the region, where another price may hold"
+        bed.account.calls.clear()
+        with pytest.raises(CapacityError) as caught:
+            await world.provisioner().up("other", make_plan(places[:3]), hedge=1)
+        assert list_creates(bed) == []
+        assert f"2 x {KIND} {'spot' if is_spot else 'on-demand'} in us-east-1a" in str(caught.value.details)
+        await world.provisioner().down("train")
+        assert await count_living(bed) == 0
+
+    bed.run(act())
+
+
+def test_gang_is_recorded_as_the_place_where_it_stands(world: World, bed: AwsBed) -> None:
+    bed.account.full = {(zone, KIND) for zone in ZONES[:2]}
+    places = [make_place(zone) for zone in ZONES]
+
+    async def act() -> None:
+        cluster = await up(world, make_plan(places))
+        assert cluster.placement == places[2]
+        assert {node.zone for node in cluster.nodes} == {ZONES[2]}
+        assert [node.rank for node in cluster.nodes] == [0, 1]
+        known = world.store.get_cluster("train")
+        assert known and known.placement == places[2]
+
+    bed.run(act())
+
+
+def test_spot_gang_stands_where_it_is_likeliest_to_stay(world: World, bed: AwsBed) -> None:
+    bed.account.scores = {ZONES[0]: 3, ZONES[1]: 9, ZONES[2]: 5}
+
+    async def act() -> None:
+        cluster = await up(world, make_plan(make_place(zone) for zone in ZONES))
+        assert cluster.placement.offer.zone == ZONES[1]
+
+    bed.run(act())
+
+
+def test_dearer_zone_of_the_region_is_no_part_of_the_search(world: World, bed: AwsBed) -> None:
+    """A cheaper place elsewhere stands between them in the plan, and is asked first."""
+    bed.account.full = {(zone, KIND) for zone in (*ZONES[:2], "us-east-1c", ELSEWHERE)}
+    places = [make_place(zone) for zone in ZONES] + [make_place(ELSEWHERE, usd_hour=12.0)]
+    places.append(make_place("us-west-2b", usd_hour=12.5))
+
+    async def act() -> None:
+        cluster = await up(world, make_plan(places))
+        assert cluster.placement == places[4]
+        assert list_creates(bed) == [("ec2:CreateFleet", 3), ("ec2:RunInstances", 1), ("ec2:RunInstances", 1)]
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize("zones", [ZONES[:2], ZONES[:1]])
+def test_few_zones_are_asked_one_by_one(world: World, bed: AwsBed, zones: tuple[str, ...]) -> None:
+    async def act() -> None:
+        cluster = await up(world, make_plan(make_place(zone) for zone in zones))
+        assert cluster.placement == make_place(zones[0])
+        assert list_creates(bed) == [("ec2:RunInstances", 1)]
+
+    bed.run(act())
+
+
+def test_zones_that_the_user_put_in_order_are_asked_in_it(world: World, bed: AwsBed) -> None:
+    wishes = [Resources(instance_type=KIND, zone=zone) for zone in reversed(ZONES)]
+
+    async def act() -> None:
+        cluster = await up(world, make_plan((make_place(zone) for zone in reversed(ZONES)), *wishes))
+        assert cluster.placement.offer.zone == ZONES[2]
+        assert list_creates(bed) == [("ec2:RunInstances", 1)]
+
+    bed.run(act())
+
+
+def test_gang_with_the_best_network_names_its_zone(world: World, bed: AwsBed) -> None:
+    """A fleet gives machines one card only."""
+
+    async def act() -> None:
+        await up(world, make_plan((make_place(zone) for zone in ZONES), replace(WISH, network_tier="best")))
+        assert list_creates(bed) == [("ec2:RunInstances", 1)]
+
+    bed.run(act())
+
+
+def test_zone_that_refused_lately_is_left_out(world: World, bed: AwsBed) -> None:
+    places = [make_place(zone) for zone in ZONES]
+    bed.account.full = {(ZONES[0], KIND)}
+
+    async def act() -> None:
+        with pytest.raises(CapacityError):
+            await world.provisioner().up("first", make_plan(places[:1]), hedge=1)
+        bed.account.calls.clear()
+        cluster = await up(world, make_plan(places))
+        assert cluster.placement == places[1]
+        assert list_creates(bed) == [("ec2:CreateFleet", 2)]
+
+    bed.run(act())
+
+
+def test_zones_that_were_not_to_blame_are_asked_after_one_whose_machines_died(world: World, bed: AwsBed) -> None:
+    """The fleet chose a zone, and the gang did not live there: of the others nothing is known yet."""
+    places = [make_place(zone) for zone in ZONES]
+    bed.account.on_started = lambda each: (
+        bed.account.preempt(each.id) if each.zone == ZONES[0] and each.index == 0 else None
+    )
+
+    async def act() -> None:
+        cluster = await up(world, make_plan(places))
+        assert cluster.placement == places[1]
+        assert {each.zone for each in world.store.active_refusals(bed.clock.now_s())} == {ZONES[0]}
+        assert list_creates(bed) == [("ec2:CreateFleet", 3), ("ec2:CreateFleet", 2)]
+        assert await count_living(bed) == 2
+
+    bed.run(act())
+
+
+def test_search_that_a_crash_cut_short_is_gone_on_with(world: World, bed: AwsBed) -> None:
+    """Its intent names all zones that may have machines now: none of them is asked a second time."""
+    bed.account.full = {(ZONES[0], KIND)}
+    places = [make_place(zone) for zone in ZONES]
+
+    async def act() -> None:
+        dying = Dying(bed.settings, clock=bed.clock, open_session=open_session)
+        with pytest.raises(KilledError):
+            await up(world, make_plan(places), provisioner=world.provisioner(dying))
+        (intent,) = world.store.list_open_intents("train")
+        assert intent.request.placement == replace(places[0], other_zones=ZONES[1:])
+        bed.account.calls.clear()
+        cluster = await up(world, make_plan(places))
+        assert cluster.placement == places[1]
+        assert {node.id for node in cluster.nodes} == set(bed.account.instances)
+        assert len(list_creates(bed)) == 1, "the same token"
+        assert not world.store.list_open_intents("train")
+
+    bed.run(act())
+
+
+def test_what_a_cut_search_made_is_found_by_its_tag(world: World, bed: AwsBed) -> None:
+    async def act() -> None:
+        dying = Dying(bed.settings, clock=bed.clock, open_session=open_session)
+        with pytest.raises(KilledError):
+            await up(world, make_plan(make_place(zone) for zone in ZONES), provisioner=world.provisioner(dying))
+        await world.provisioner().down("train")
+        assert await count_living(bed) == 0 and not world.store.list_open_intents("train")
+        await world.provisioner().sweep()
+        assert bed.list_leftovers() == []
+
+    bed.run(act())

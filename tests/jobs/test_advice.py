@@ -1,0 +1,27 @@
+"""What a cloud advises is part of the job's story, once a node, and changes nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from broker.types import Cluster, JobStatus
+from tests.simulation.test_crashes import check, run_to_end
+from tests.simulation.world import Report, SimulatedGang, World
+
+
+class AdvisedGang(SimulatedGang):
+    """Node 1 is expected to go, at every look."""
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        return replace(await super().poll(cluster, run_id), advised=(1,))
+
+
+def test_advice_is_told_once_for_each_node(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.gang = AdvisedGang(world.cloud, world.clock, exit_codes=())
+    run_to_end(world, "none")
+    check(world, JobStatus.SUCCEEDED)
+    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "advised"]
+    assert told == ["the cloud expects to take node 1 sooner than usual"]
+    assert len(world.get_job().attempts) == 1

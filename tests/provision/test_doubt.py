@@ -1,0 +1,131 @@
+"""A region that answers nothing clear: the search soon goes on elsewhere, and ends in bounded time where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
+from broker.provision.refusals import REASK_S, REFUSAL_S_SHORT
+from broker.provision.tries import UNCLEAR_S_MAX
+from broker.types import Cluster, Node, NodeRequest
+from tests.simulation.world import World, make_plan
+
+FAULTS: list[Callable[[str], CloudError]] = [TransientError, UnknownOutcomeError]
+EAST, WEST = ("east1a", "east1b"), ("west1a",)
+
+
+class Search:
+    """A launch while creates in region east1 fail `times` times."""
+
+    def __init__(self, folder: Path, fault: Callable[[str], CloudError], *, times: float = float("inf")) -> None:
+        self.world = World(folder)
+        self.told: list[str] = []
+        self.asked: list[str] = []
+        self.end_s = 0.0
+        create, left = self.world.cloud.create_nodes, times
+
+        async def fail(request: NodeRequest) -> Sequence[Node]:
+            nonlocal left
+            self.asked.append(str(request.placement.offer.zone))
+            if request.placement.offer.region == "east1" and left > 0:
+                left -= 1
+                raise fault("InternalError")
+            return await create(request)
+
+        self.world.cloud.create_nodes = fail  # type: ignore[method-assign]
+
+    def up(self, *zones: str, hedge: int = 2, name: str = "c") -> Cluster:
+        """`end_s`: how long it took, success or not."""
+        provisioner, start_s = self.world.make_provisioner(), self.world.clock.now_s()
+
+        async def act() -> Cluster:
+            try:
+                plan = make_plan(self.world.task, *zones)
+                return await provisioner.up(name, plan, hedge=hedge, on_event=self.told.append)
+            finally:
+                self.end_s = self.world.clock.now_s() - start_s
+                await provisioner.finish()
+
+        cluster = self.world.clock.run(act)
+        assert isinstance(cluster, Cluster)
+        return cluster
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_region_is_asked_soon_and_the_doubtful_ones_zones_are_spared(
+    tmp_path: Path, fault: Callable[[str], CloudError]
+) -> None:
+    search = Search(tmp_path, fault)
+    assert search.up(*EAST, *WEST).placement.offer.zone == "west1a"
+    usual_s = search.world.cloud.settle_s + search.world.cloud.market.boot_s_max
+    assert search.end_s <= usual_s + 10.0, "one look for what was made, then the other region's own time"
+    assert set(search.asked) == {"east1a", "west1a"}
+    assert "gives no clear answer: asking for 2 x big spot in west1a" in "\n".join(search.told)
+    assert not search.world.store.list_open_intents() and search.world.count_live(lambda node: True) == 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_hedging_a_place_is_given_up_in_time_and_buried_beside_the_next(
+    tmp_path: Path, fault: Callable[[str], CloudError]
+) -> None:
+    search = Search(tmp_path, fault)
+    assert search.up(*EAST, *WEST, hedge=1).placement.offer.zone == "west1a"
+    assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.market.boot_s_max + 10.0
+    assert set(search.asked) == {"east1a", "west1a"}
+    assert not any("is left to ask" in line for line in search.told)
+    assert not search.world.store.list_open_intents()
+
+
+@pytest.mark.parametrize("hedge", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_nowhere_else_to_go_it_says_so_and_ends(
+    tmp_path: Path, fault: Callable[[str], CloudError], hedge: int
+) -> None:
+    """It used to ask one zone and the other in turn for ever: by the time one failed, the other was due again."""
+    search = Search(tmp_path, fault)
+    with pytest.raises(CapacityError) as caught:
+        search.up(*EAST, hedge=hedge)
+    assert search.end_s <= 5 * UNCLEAR_S_MAX
+    assert len([line for line in search.told if "no place outside east1 (simulated) is left to ask" in line]) == 1
+    assert "east1a" in str(caught.value.details) and "east1b" in str(caught.value.details)
+    assert not search.world.store.list_open_intents() and not search.world.list_live_nodes()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_region_is_left_alone_by_all_until_it_may_be_well_again(
+    tmp_path: Path, fault: Callable[[str], CloudError]
+) -> None:
+    search = Search(tmp_path, fault)
+    with pytest.raises(CapacityError):
+        search.up("east1a")
+    search.asked.clear()
+    assert search.up("east1b", *WEST, name="two").placement.offer.zone == "west1a"
+    assert search.asked == ["west1a"], "another zone of the same region, another job"
+    search.world.cloud.create_nodes = type(search.world.cloud).create_nodes.__get__(search.world.cloud)  # type: ignore[method-assign]
+    search.world.clock.run(lambda: search.world.clock.sleep(REFUSAL_S_SHORT + REASK_S))
+    assert search.up("east1b", *WEST, name="three").placement.offer.zone == "east1b"
+
+
+def test_place_that_is_well_again_after_one_fault_is_kept_where_it_is_better(tmp_path: Path) -> None:
+    search = Search(tmp_path, TransientError, times=1)
+    cluster = search.up(*EAST, hedge=1)
+    assert cluster.placement.offer.zone == "east1a" and search.asked == ["east1a", "east1a"]
+
+
+def test_one_search_asks_no_place_again_and_again(tmp_path: Path) -> None:
+    """Each refusal comes so late that by then the other place may be asked again."""
+    search = Search(tmp_path, TransientError, times=0)
+    world = search.world
+
+    async def refuse_late(request: NodeRequest) -> Sequence[Node]:
+        search.asked.append(str(request.placement.offer.zone))
+        await world.clock.sleep(2 * REASK_S * len(search.asked))
+        raise CapacityError("full", scope="zone")
+
+    world.cloud.create_nodes = refuse_late  # type: ignore[method-assign]
+    with pytest.raises(CapacityError):
+        search.up(*EAST, hedge=1)
+    assert len(search.asked) <= 4

@@ -1,0 +1,128 @@
+"""Goes round the training loop: what is told, measured and saved while steps are taken, and how they end."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainers.checkpoint import CheckpointManager
+from trainers.config import RunConfig
+from trainers.elastic import Elastic
+from trainers.evaluate import Evaluation
+from trainers.garbage import Garbage
+from trainers.interval import Pacer
+from trainers.loop import StepReport
+from trainers.metrics import Meter, MetricFiles, read_memory
+from trainers.preemption import EXIT_CODE_PREEMPTED
+from trainers.profile import Profile
+from trainers.progress import Progress
+from trainers.watchdog import Watchdog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervisor:
+    """Goes round the loop: reports, evaluates, saves every so often, at the end, and at once when asked to stop."""
+
+    config: RunConfig
+    checkpoints: CheckpointManager
+    pacer: Pacer
+    progress: Progress
+    files: MetricFiles
+    meter: Meter
+    evaluation: Evaluation
+    profile: Profile
+    watchdog: Watchdog
+    device: torch.device
+    elastic: Elastic | None = None
+
+    def drive(self, steps: Iterator[StepReport]) -> int:
+        """Take all steps; return the exit code."""
+        with Garbage() as garbage:
+            return self._drive(steps, garbage)
+
+    def _drive(self, steps: Iterator[StepReport], garbage: Garbage) -> int:
+        config, checkpoints = self.config, self.checkpoints
+        told = checkpoints.step_committed
+        for report in steps:
+            self.watchdog.beat(f"in step {report.step + 1}")
+            garbage.step()
+            self.meter.count(config.train.batch)
+            self.profile.step()
+            committed = checkpoints.step_committed
+            values = self._measure(report)
+            if values or committed != told or report.is_skipped:
+                event = "checkpoint" if committed != told else "skipped" if report.is_skipped else None
+                self._tell(report, values, event)
+                told = committed
+            if report.is_stop_asked and report.step < config.train.steps:
+                verdict = self.elastic.decide(checkpoints, report.step) if self.elastic else "stop"
+                if verdict == "stop":
+                    return self._flush(report.step)
+                if verdict == "go":
+                    self.progress.report(step=report.step, event="preempted, the others go on")
+                    return EXIT_CODE_PREEMPTED
+            if self.pacer.is_due(report.step):
+                self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
+                checkpoints.save(report.step)
+        self.watchdog.beat("saving the last step")
+        checkpoints.save(config.train.steps)
+        checkpoints.wait()
+        self.profile.stop()
+        self.files.close()
+        self.progress.report(step=config.train.steps, event="finished", checkpoint_step=checkpoints.step_committed)
+        return 0
+
+    def _measure(self, report: StepReport) -> dict[str, Any]:
+        """What is to be told of this step; nothing at most of them, if so configured."""
+        last = report.step == self.config.train.steps
+        values: dict[str, Any] = {}
+        if last or is_due(report.step, self.config.log.every_steps):
+            values = {
+                "norm": report.norm,
+                "learning_rate": report.learning_rate,
+                **read_memory(self.device),
+                **self.meter.read(),
+            }
+        every_steps = self.config.evaluate.every_steps
+        if (last and every_steps) or is_due(report.step, every_steps):
+            begin = time.perf_counter()
+            values["validation_loss"] = self.evaluation.run()
+            self.meter.pause(time.perf_counter() - begin)
+        return values
+
+    def _tell(self, report: StepReport, values: dict[str, Any], event: str | None) -> None:
+        self.progress.report(
+            step=report.step,
+            loss=report.loss,
+            event=event,
+            checkpoint_step=self.checkpoints.step_committed,
+            **values,
+        )
+        if values:
+            self.files.write(report.step, {"loss": report.loss, **values})
+
+    def _flush(self, step: int) -> int:
+        """Save this very step before the machine goes, and say whether that worked."""
+        self.watchdog.beat("saving before the machine goes")
+        begin = time.perf_counter()
+        event = "preempted, checkpoint committed"
+        try:
+            self.checkpoints.save(step)
+            self.checkpoints.wait()
+        except Exception as error:
+            # The process ends as preempted either way; the next attempt goes on from an older checkpoint.
+            print(f"error: checkpoint of step {step} was not made: {error}", file=sys.stderr, flush=True)
+            event = "preempted, checkpoint not made"
+        flush_s = round(time.perf_counter() - begin, 3)
+        committed = self.checkpoints.step_committed
+        self.progress.report(step=step, event=event, checkpoint_step=committed, flush_s=flush_s)
+        self.files.close()
+        return EXIT_CODE_PREEMPTED
+
+
+def is_due(step: int, every_steps: int) -> bool:
+    """Whether something done every so many steps is done after this one; 0 is never."""
+    return every_steps > 0 and step % every_steps == 0
