@@ -291,7 +291,7 @@ class _Race:
         if late and not one.is_resumed:
             first = min(late, key=lambda each: each.rank)
             waited_s = self._clock.now_s() - first.begun_s
-            at_stake_usd = sum(each.placement.usd_hour for each in self._tries)
+            at_stake_usd = sum(each.placement.usd_hour for each in self._tries if not each.is_ending)
             why = "gives no clear answer" if first.is_doubtful else f"is late after {waited_s:.0f} s"
             text = f"{describe(first.placement)} {why}: {text} too, {at_stake_usd:.2f} USD/h at stake"
         self._wanted.on_event(text)
