@@ -111,6 +111,7 @@ class _Race:
         self._hints: dict[str, None] = {}
         self._has_temporary = False
         self._last_resort: list[tuple[int, Placement]] = []
+        self._postponed: list[tuple[int, Placement]] = []
         self._asked = Counter[Placement]()
         self._changed = asyncio.Event()  # a try has become doubtful, or is ending
         self._is_exhausted = self._is_alone_told = False
@@ -142,7 +143,7 @@ class _Race:
             self._begin(len(self._tries), self._begun.pop(0))
         while self._has_room() and all(self._measure_left_s(one) <= 0 for one in self._tries):
             busy = [each for one in self._tries for each in split_zones(one.placement)]
-            found = self._candidates.take(frozenset(_name_zone(each) for each in busy))
+            found = self._take_postponed() or self._candidates.take(frozenset(_name_zone(each) for each in busy))
             if found is not None:
                 rank, placement = found
                 free = self._find_free(rank, [each for each in split_zones(placement) if each not in busy])
@@ -155,6 +156,14 @@ class _Race:
                 return
             self._last_resort.remove(due)
             self._begin(*due)  # nowhere else to go, and it may have room again
+
+    def _take_postponed(self) -> tuple[int, Placement] | None:
+        """The best place that was passed over for its region's sake, once that is in doubt no more."""
+        free = [each for each in self._postponed if not self._is_in_doubt(each[1])]
+        best = min(free, key=lambda each: each[0], default=None)
+        if best is not None:
+            self._postponed.remove(best)
+        return best
 
     def _has_room(self) -> bool:
         """What is only being ended takes nobody's place."""
@@ -196,9 +205,7 @@ class _Race:
                 self._note_reason(each, f"it has refused too many calls of late and rests for {wait_s:.0f} s more")
             return ()
         if self._is_in_doubt(placements[0]):
-            for each in placements:
-                self._note_reason(each, f"not asked: {each.offer.region} has given no clear answer elsewhere")
-            self._keep_in_mind(rank, unite_zones(placements))
+            self._postponed.append((rank, unite_zones(placements)))
             return ()
         active = self._memory.list_active()
         free = []
@@ -291,7 +298,7 @@ class _Race:
         if late and not one.is_resumed:
             first = min(late, key=lambda each: each.rank)
             waited_s = self._clock.now_s() - first.begun_s
-            at_stake_usd = sum(each.placement.usd_hour for each in self._tries)
+            at_stake_usd = sum(each.placement.usd_hour for each in self._tries if not each.is_ending)
             why = "gives no clear answer" if first.is_doubtful else f"is late after {waited_s:.0f} s"
             text = f"{describe(first.placement)} {why}: {text} too, {at_stake_usd:.2f} USD/h at stake"
         self._wanted.on_event(text)

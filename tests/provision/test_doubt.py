@@ -115,6 +115,24 @@ def test_place_that_is_well_again_after_one_fault_is_kept_where_it_is_better(tmp
     assert cluster.placement.offer.zone == "east1a" and search.asked == ["east1a", "east1a"]
 
 
+def test_place_that_was_spared_has_its_turn_when_the_doubt_is_over(tmp_path: Path) -> None:
+    """The region recovers and its first zone turns out to be full: the dearer region still comes after the second."""
+    search = Search(tmp_path, TransientError, times=2)
+    world, create = search.world, search.world.cloud.create_nodes
+
+    async def answer(request: NodeRequest) -> Sequence[Node]:
+        zone = str(request.placement.offer.zone)
+        if zone == "west1a" or (zone == "east1a" and search.asked.count("east1a") >= 2):
+            search.asked.append(zone)
+            await world.clock.sleep(15.0 if zone == "west1a" else 2.0)
+            raise CapacityError("full", scope="zone")
+        return await create(request)
+
+    world.cloud.create_nodes = answer  # type: ignore[method-assign]
+    assert search.up(*EAST, *WEST, "north1a").placement.offer.zone == "east1b"
+    assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"]
+
+
 def test_one_search_asks_no_place_again_and_again(tmp_path: Path) -> None:
     """Each refusal comes so late that by then the other place may be asked again."""
     search = Search(tmp_path, TransientError, times=0)

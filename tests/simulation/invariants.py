@@ -257,6 +257,14 @@ def check_s8_only_ours(universe: Universe, event: Event) -> None:
         raise Violation("S8", f"{node.id} of `{node.owner}` is ended")
 
 
+def note_bills(universe: Universe, event: Event) -> None:
+    """When each node was first on record: it is billed from its creation, which nobody knew of before."""
+    if "nodes" in event.written:
+        known: dict[str, float] = universe.memory.setdefault("bills", {})
+        for (node_id,) in universe.read("SELECT id FROM nodes"):
+            known.setdefault(node_id, event.time_s)
+
+
 def check_s9_budget(universe: Universe, event: Event) -> None:
     """A job whose money is spent asks for nothing more, but for one look."""
     assert event.request is not None
@@ -372,6 +380,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     "search": (note_search,),
     "commit": (
         note_cancels,
+        note_bills,
         check_s13_nobody_is_passed_over,
         check_s3_only_the_lost_are_collected,
         check_s7_success_is_kept,

@@ -258,13 +258,15 @@ class Universe:
         return int(rest.partition("-")[0]) if kind == "job" else None
 
     def measure_recorded_usd(self, job_id: int | None, *, ago_s: float = 0.0) -> float:
-        """Of this job, or of everything there ever was."""
+        """Of this job, or of everything there ever was; as far as it was known so long ago."""
+        then_s = self.clock.now_s() - ago_s
         rows = self.read(
-            "SELECT total(usd_hour * max(0.0, min(coalesce(ended_s, ?1), ?1) - created_s)) / 3600 FROM nodes "
+            "SELECT id, usd_hour * max(0.0, min(coalesce(ended_s, ?1), ?1) - created_s) / 3600 FROM nodes "
             "WHERE ?2 IS NULL OR job_id = ?2",
-            (self.clock.now_s() - ago_s, job_id),
+            (then_s, job_id),
         )
-        return float(rows[0][0])
+        known_s: dict[str, float] = self.memory.get("bills", {})
+        return sum(usd for node_id, usd in rows if not ago_s or known_s.get(node_id, then_s) <= then_s)
 
     def is_over_budget(self, job_id: int) -> bool:
         budget_usd = self.budgets.get(job_id)
