@@ -59,6 +59,7 @@ def read_situation(
     spells: Mapping[PlaceKey, Spells],
     look_hours: float,
     sightings: Mapping[PlaceKey, Sighting],
+    spent_usd: float,
     live: Attempt | None = None,
 ) -> Situation:
     """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up.
@@ -94,6 +95,7 @@ def read_situation(
         last=_find(candidates, last),
         work_hours=goal.work_hours,
         deadline_hours=goal.deadline_hours,
+        spent_usd=spent_usd,
     )
     return Situation(view=view, candidates=tuple(candidates), sightings=seen)
 

@@ -113,7 +113,8 @@ class Pilot:
 
     def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
         now_s = self._clock.now_s()
-        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
+        spent_usd = self._store.spend_usd(job_id=job.id, now_s=now_s)
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=spent_usd)
         plan = self._planner(drop_limits(rest), None)
         refusals = self._store.active_refusals(now_s)
         situation = read_situation(
@@ -124,6 +125,7 @@ class Pilot:
             sightings=self._sightings,
             spells=gather_spells(self._store.list_spot_stays(), now_s=now_s),
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
+            spent_usd=spent_usd,
             live=live,
         )
         self._sightings = situation.sightings

@@ -95,8 +95,11 @@ def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
     plan = plan_of(TASK)
     here = Attempt(job_id=1, number=1, cluster="c", placement=plan.choice.placement, started_s=0.0, resumed_s=60.0)
     job = make_job(attempts=(here,), progress=Progress(step=330, total=STEPS, checkpoint_step=300))
-    situation = read_situation(job, plan, now_s=1800.0, refusals=(), spells={}, sightings={}, look_hours=0.1, live=here)
+    situation = read_situation(
+        job, plan, now_s=1800.0, refusals=(), spells={}, sightings={}, look_hours=0.1, spent_usd=1.5, live=here
+    )
     view = situation.view
+    assert view.spent_usd == 1.5, "what failed starts may cost is bounded in production as in a replay"
     assert view.time_left_hours == pytest.approx(0.5) and view.deadline_hours == 1.0
     assert view.unsaved_hours == pytest.approx(30 / 3600)
     assert view.current is not None and situation.candidates[view.current].placement == here.placement
