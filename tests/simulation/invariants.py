@@ -120,8 +120,11 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
         "SELECT id, message FROM events WHERE kind = 'collected' AND id > ? ORDER BY id", (last,)
     ):
         universe.memory["collected"] = number
-        is_owned, process, ended_s = ends.get(message.split()[0], (False, None, 0.0))
-        if is_owned and process is event.process and event.time_s - ended_s < 1.0:  # else it was ended before
+        node_id = message.split()[0]
+        is_owned, process, ended_s = ends.get(node_id, (False, None, 0.0))
+        # Else it was ended before, and maybe known to be: a stale list shows it alive once more.
+        is_news = universe.memory.get("gone", {}).get(node_id, event.time_s) >= event.time_s
+        if is_owned and process is event.process and event.time_s - ended_s < 1.0 and is_news:
             raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
 
 
@@ -258,11 +261,14 @@ def check_s8_only_ours(universe: Universe, event: Event) -> None:
 
 
 def note_bills(universe: Universe, event: Event) -> None:
-    """When each node was first on record: it is billed from its creation, which nobody knew of before."""
+    """When each node was first on record, as it is billed from its creation, which nobody knew of before; and gone."""
     if "nodes" in event.written:
         known: dict[str, float] = universe.memory.setdefault("bills", {})
-        for (node_id,) in universe.read("SELECT id FROM nodes"):
+        gone: dict[str, float] = universe.memory.setdefault("gone", {})
+        for node_id, ended_s in universe.read("SELECT id, ended_s FROM nodes"):
             known.setdefault(node_id, event.time_s)
+            if ended_s is not None:
+                gone.setdefault(node_id, event.time_s)
 
 
 def check_s9_budget(universe: Universe, event: Event) -> None:
