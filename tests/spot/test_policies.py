@@ -187,6 +187,18 @@ def test_a_choice_holds_until_time_or_age_alone_would_change_it() -> None:
     assert isinstance(policy(view_of(10, 18.0 - decision.hours * 0.99), [later, sure]), Wait)
 
 
+def test_a_dear_calm_place_is_weighed_by_its_own_price() -> None:
+    """Beside a cheap place that has just opened, with little time to spare."""
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    young = make_candidate("young", is_spot=True, usd=0.2, age_hours=0.3)
+    calm = make_candidate("calm", is_spot=True, usd=0.85, age_hours=30.0)
+    view = view_of(20, 20.4)
+    decision = policy(view, [young, calm, sure])
+    assert isinstance(decision, Move) and decision.target.is_spot
+    spot_usd = dict(decision.weighed)["spot now"]
+    assert spot_usd >= decision.target.usd_work_hour * view.work_left_hours, "nothing cheaper can be hoped for there"
+
+
 def test_an_open_market_is_used_from_the_first_hour() -> None:
     found = live([1], "adaptive", slack=1.2)
     assert found.usd == pytest.approx((WORK + 0.1) / 3.1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from broker.spot.forecast import Market, expect_second_chance, read_market
@@ -83,8 +83,10 @@ class _Scale:
     view: JobView
     refuge: Candidate
     markets: Sequence[Market]
+    prior: Prior
     best: Market  # the open market that is best to be in, else the one that is best to wait for
-    outlook: Outlook
+    outlook: Outlook  # by the terms of `basis`
+    basis: Market
     spare: float
     work: float
 
@@ -94,18 +96,40 @@ class _Scale:
         start = refuge.start_hours
         work = view.work_left_hours / refuge.speed
         best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
-        outlook = _find_outlook(view, refuge, markets, best, prior)
-        spare = max(spare_hours(view, refuge), 0.0)
-        found = cls(view=view, refuge=refuge, markets=markets, best=best, outlook=outlook, spare=spare, work=work)
+        found = cls(
+            view=view,
+            refuge=refuge,
+            markets=markets,
+            prior=prior,
+            best=best,
+            outlook=_find_outlook(view, refuge, markets, best, prior),
+            basis=best,
+            spare=max(spare_hours(view, refuge), 0.0),
+            work=work,
+        )
         if len(opened) == 1:
             return found
         loss = found.loss_of(best)
-        best = min(opened, key=lambda each: each.rate(loss, work))
-        return cls(view=view, refuge=refuge, markets=markets, best=best, outlook=outlook, spare=spare, work=work)
+        return replace(found, best=min(opened, key=lambda each: each.rate(loss, work)))
 
     def choose(self, current: Candidate | None) -> Decision:
         if current is not None and current.is_spot:
             return self._choose_on_spot(current)
+        return self._find_entry(current)._choose_off_spot(current)
+
+    def _find_entry(self, current: Candidate | None) -> _Scale:
+        """The cheap place or the calm one, whichever costs less to the end, each by its own terms."""
+        if self.best is self.basis:
+            return self
+        calm = replace(
+            self,
+            outlook=_find_outlook(self.view, self.refuge, self.markets, self.best, self.prior),
+            basis=self.best,
+        )
+        cheap = replace(self, best=self.basis)
+        return min((calm, cheap), key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
+
+    def _choose_off_spot(self, current: Candidate | None) -> Decision:
         options = self._weigh_options(current, 0.0)
         best = min(options, key=options.__getitem__)
         weighed = tuple((name, worth * self.refuge.usd_work_hour) for name, worth in options.items())
