@@ -216,11 +216,13 @@ class JobController:
         return 0.0
 
     async def _look(self, job: Job, attempt: Attempt) -> float:
-        cluster = self._store.get_cluster(attempt.cluster)
+        cluster, watch = self._store.get_cluster(attempt.cluster), self._get_watch(attempt)
+        if cluster is None and watch.has_succeeded:
+            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if cluster is None:
             return self._endings.lose(attempt, "its cluster was taken down")
-        watch = self._get_watch(attempt)
         report = await self._gang.poll(cluster, RUN_ID)
+        watch.has_succeeded = watch.has_succeeded or report.status is RunStatus.SUCCEEDED
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
         for rank in watch.take_advised(report, cluster):
@@ -241,7 +243,7 @@ class JobController:
             await self._renew_lease(watch, cluster)
             await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
             return await self._look_closer(job, attempt, cluster, watch, report)
-        if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
+        if verdict is Verdict.LOST and (watch.has_succeeded or await self._has_left_success(job, attempt, cluster)):
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable

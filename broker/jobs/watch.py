@@ -31,6 +31,7 @@ class Watch:
         self._stepped_s: float | None = None
         self._stall_looked_s: float | None = None
         self._advised: set[str] = set()
+        self.has_succeeded = False  # heard, though it may not be on record yet
 
     def is_suspicious(self, report: GangReport) -> bool:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)

@@ -13,6 +13,8 @@ import pytest
 from tests.simulation.coverage import find_empty, fold
 from tests.simulation.runner import Result, play_seed
 
+# Found among 20,000 seeds, and mended here or in the product; what went wrong is in the log of commits.
+MENDED = (15902, 17976, 20100, 31226, 77557, 208639, 306576, 310725)
 COVERED = 400  # seeds that meet every cell together
 CHUNK = 100
 UNOWNED_S_MAX = 10.0  # mean over the seeds: a node of ours runs, and nobody knows of it
@@ -40,6 +42,12 @@ def test_no_history_breaks_what_must_hold(first: int) -> None:
     for seed in range(first, first + CHUNK):
         result = play_seed(seed)
         assert not result.failure, explain(result)
+
+
+@pytest.mark.parametrize("seed", MENDED)
+def test_a_history_that_once_failed_is_well(seed: int) -> None:
+    result = play_seed(seed)
+    assert not result.failure, explain(result)
 
 
 def test_a_seed_replays_whatever_the_order_of_hashes() -> None:
