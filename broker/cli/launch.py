@@ -118,7 +118,9 @@ def _name_cluster(task: Task, owner: str) -> str:
 def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop | None, *, yes: bool) -> None:
     """That it can be called so and end so, and that its price is wanted; one that is up is paid for already."""
     if not re.fullmatch(CLUSTER_NAME, name):
-        raise UsageError(f"`{name}` cannot be a cluster's name", hints=["letters, digits, `-`, `_`, `.`; at most 63"])
+        raise UsageError(
+            f"`{name}` cannot be a cluster's name", hints=["a letter, then letters, digits, `-`, `_`, `.`; at most 63"]
+        )
     context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(name)
     if known is None or known.status is not ClusterStatus.UP:

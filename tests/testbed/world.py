@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def find_obstacle() -> str:
         return f"the test-bed needs programs: apt-get install {' '.join(missing)}"
     if os.geteuid() != 0:
         return "the test-bed makes network namespaces: run `make testbed` as root"
+    folder = Path(tempfile.gettempdir()).resolve()
+    if folder.parts[1:2] in (("dev",), ("proc",), ("run",), ("sys",)):
+        return f"pretend machines have a /{folder.parts[1]} of their own: set TMPDIR elsewhere, it is {folder}"
     trial = "mount -t tmpfs tmpfs /mnt && ip link add one type veth peer name two"
     done = subprocess.run([*UNSHARE, "sh", "-c", trial], capture_output=True, text=True)
     return f"no namespaces may be made here: {done.stderr.strip()}" if done.returncode else ""
