@@ -30,7 +30,7 @@ from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, RunStatus, Task
+from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
 POLL_S = 0.5
 PIPELINE_POLL_S = 1.0
@@ -222,7 +222,7 @@ class JobController:
         if cluster is None:
             return self._endings.lose(attempt, "its cluster was taken down")
         report = await self._gang.poll(cluster, RUN_ID)
-        watch.has_succeeded = watch.has_succeeded or report.status is RunStatus.SUCCEEDED
+        watch.hear(report)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
         for rank in watch.take_advised(report, cluster):
@@ -232,7 +232,7 @@ class JobController:
                 is_suspicious = watch.is_suspicious(report)
                 cluster = await self._provisioner.refresh(cluster, age_s_max=0.0 if is_suspicious else LIST_AGE_S_MAX)
             except CloudError:
-                if report.status is not RunStatus.SUCCEEDED:
+                if not watch.has_succeeded:
                     return POLL_S  # no answer is no evidence, and a failure is not judged without the list
             watch.note_list(self._clock.now_s())
         await self._undertaker.copy_log(attempt, cluster)
@@ -243,7 +243,7 @@ class JobController:
             await self._renew_lease(watch, cluster)
             await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
             return await self._look_closer(job, attempt, cluster, watch, report)
-        if verdict is Verdict.LOST and (watch.has_succeeded or await self._has_left_success(job, attempt, cluster)):
+        if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.LOST:
             ranks = list_lost_ranks(cluster.nodes) or report.unreachable

@@ -31,7 +31,11 @@ class Watch:
         self._stepped_s: float | None = None
         self._stall_looked_s: float | None = None
         self._advised: set[str] = set()
-        self.has_succeeded = False  # heard, though it may not be on record yet
+        self.has_succeeded = False
+
+    def hear(self, report: GangReport) -> None:
+        """A success stays one: it may not be on record yet when the gang is asked again, or gone."""
+        self.has_succeeded = self.has_succeeded or report.status is RunStatus.SUCCEEDED
 
     def is_suspicious(self, report: GangReport) -> bool:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
@@ -88,7 +92,7 @@ class Watch:
         else:
             self._failed_since_s = None
         return Signs(
-            status=report.status,
+            status=RunStatus.SUCCEEDED if self.has_succeeded else report.status,
             returncode=report.returncode,
             unreachable=tuple(report.unreachable),
             nodes=cluster.nodes,
