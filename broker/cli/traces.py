@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,8 @@ import typer
 from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.render import print_json, print_note, print_table, show_hours, show_usd
-from broker.errors import CapacityError, UsageError
+from broker.errors import UsageError
+from broker.provision.recording import Recorder
 from broker.types import Estimate, Plan
 
 app = typer.Typer(
@@ -89,7 +89,7 @@ def record(
     if not yes and usd_hour > 0 and not typer.confirm("Record?", err=True):
         raise typer.Exit(1)
     try:
-        asyncio.run(_Recorder(context, plan, chosen, out, every * 60).run(ticks))
+        asyncio.run(_make_recorder(context, plan, chosen, out, every * 60).run(ticks))
     except KeyboardInterrupt:
         print_note("interrupted; what was recorded is kept")
         raise typer.Exit(130) from None
@@ -109,53 +109,8 @@ def _choose_places(plan: Plan, count: int) -> list[Estimate]:
     return list(found.values())
 
 
-class _Recorder:
-    """One cluster a place, brought up and taken down at every look: intents and tags as for any other."""
-
-    def __init__(self, context: Context, plan: Plan, chosen: Sequence[Estimate], out: Path, every_s: float) -> None:
-        self._context, self._plan, self._chosen = context, plan, chosen
-        self._out, self._every_s = out, every_s
-        self._counts: list[list[int]] = [[] for _ in chosen]
-        self._started_s = context.clock.now_s()
-
-    async def run(self, ticks: int) -> None:
-        clock = self._context.clock
-        for tick in range(ticks):
-            await clock.sleep(max(self._started_s + tick * self._every_s - clock.now_s(), 0.0))
-            for index, estimate in enumerate(self._chosen):
-                is_open = await self._look(index, estimate)
-                self._counts[index].append(self._plan.task.num_nodes if is_open else 0)
-                self._write(index, estimate)
-            given = sum(counts[-1] > 0 for counts in self._counts)
-            print_note(f"look {tick + 1} of {ticks}: {given} of {len(self._chosen)} places give the nodes")
-
-    async def _look(self, index: int, estimate: Estimate) -> bool:
-        name = f"broker-trace-{self._context.config.owner[:4]}-{index}"
-        provisioner = self._context.provisioner
-        try:
-            await provisioner.up(name, replace(self._plan, estimates=(estimate,)))
-            return True
-        except CapacityError:
-            return False
-        finally:
-            await provisioner.down(name)
-
-    def _write(self, index: int, estimate: Estimate) -> None:
-        """After every look, so that an end at any moment loses nothing."""
-        from broker.spot.traces import Trace, write_trace
-
-        offer, counts = estimate.placement.offer, tuple(self._counts[index])
-        name = f"{offer.cloud}-{offer.zone or offer.region}-{offer.instance_type}".replace("/", "-")
-        trace = Trace(
-            name=name,
-            gap_hours=max(self._every_s, 1.0) / 3600,
-            counts=counts,
-            gang=self._plan.task.num_nodes,
-            prices=(offer.spot_usd_hour,) * len(counts) if offer.spot_usd_hour is not None else (),
-            ondemand_usd_hour=offer.ondemand_usd_hour,
-            started_s=self._started_s,
-        )
-        target = self._out / f"{name}.json"
-        aside = target.with_suffix(".part")
-        aside.write_text(write_trace(trace))
-        aside.replace(target)
+def _make_recorder(context: Context, plan: Plan, chosen: Sequence[Estimate], out: Path, every_s: float) -> Recorder:
+    return Recorder(
+        context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out, every_s=every_s,
+        tell=print_note,
+    )  # fmt: skip

@@ -70,9 +70,10 @@ class Failover:
     async def acquire(self, wanted: Wanted, placements: Iterable[Placement], *, begun: Sequence[Placement] = ()) -> Won:
         """The first whole gang, best place first; places `begun` by an earlier process all go on at once.
 
-        Raises CapacityError when all refused for now, the AuthError or InvalidRequestError itself when no place would
-        ever answer otherwise, and what `wanted.check_budget` raises. On a CloudError nothing is left; on any other
-        end what was begun stays as open intents.
+        Raises CapacityError when all refused for now (its cause is the last answer, None if nobody was asked), the
+        AuthError or InvalidRequestError itself when no place would ever answer otherwise, and what
+        `wanted.check_budget` raises. On a CloudError nothing is left; on any other end what was begun stays as open
+        intents.
         """
         race = _Race(wanted, placements, begun, self._clouds, self.asker, self._memory, self._patience, self._clock)
         try:
@@ -110,6 +111,7 @@ class _Race:
         self._remembered: set[tuple[str, str]] = set()  # of those, what nobody was asked for
         self._hints: dict[str, None] = {}
         self._has_temporary = False
+        self._last_answer: CloudError | None = None  # to a question that may be answered otherwise later
         self._last_resort: list[tuple[int, Placement]] = []
         self._postponed: list[tuple[int, Placement]] = []
         self._asked = Counter[Placement]()
@@ -121,7 +123,7 @@ class _Race:
         while True:
             self._begin_due()
             if not self._tries:
-                raise self._explain()
+                raise self._explain() from self._last_answer
             self._tell_alone()
             await self._wait()
             ended = sorted((one for one in self._tries if one.doing.done()), key=lambda one: one.rank)
@@ -271,6 +273,7 @@ class _Race:
             self._wanted.on_event(f"{where} skipped: {error.message}")
         else:
             landed, asked = one.landed, split_zones(one.placement)
+            self._last_answer = error
             self._note_reason(landed, error.message)
             self._remembered.discard((one.cloud.name, error.message))
             self._hints.update(dict.fromkeys(error.hints))
