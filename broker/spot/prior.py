@@ -14,8 +14,9 @@ from functools import cached_property
 from broker.spot.spells import AGES, Spells, class_of, hours_in_classes
 
 OLD = class_of(1.0)  # the class from which spells count as old
-# Recorded markets change their pace from day to day: what a few spells say of tomorrow is mostly chance.
-DOUBT_WEIGHT = 16.0
+# How many ended spells one must see to doubt the prior by half. Recorded markets change pace from day to day: what
+# a few spells say of tomorrow is mostly chance, of closed ones more than of open ones.
+OPEN_WEIGHT, CLOSED_WEIGHT = 6.0, 16.0
 SPLIT_WEIGHT = 16.0  # how many ended spells of an age one must see to believe in a pace of its own
 
 
@@ -25,8 +26,8 @@ class Prior:
 
     open_hazards: tuple[float, ...]
     closed_hazards: tuple[float, ...]
-    open_weight: float = DOUBT_WEIGHT
-    closed_weight: float = DOUBT_WEIGHT
+    open_weight: float = OPEN_WEIGHT
+    closed_weight: float = CLOSED_WEIGHT
 
     @cached_property
     def mean_open_hours(self) -> float:
@@ -85,14 +86,14 @@ def _learn(
     return young, old
 
 
-def fit_prior(recordings: Sequence[Spells], *, weight: float = DOUBT_WEIGHT) -> Prior:
+def fit_prior(recordings: Sequence[Spells]) -> Prior:
     """The shape that recordings have in common, each weighing the same however long it is."""
     assert recordings
     opened, closed = (
         _pool([(each.open_hours, each.open_ends) for each in recordings]),
         _pool([(each.closed_hours, each.closed_ends) for each in recordings]),
     )
-    return Prior(open_hazards=opened, closed_hazards=closed, open_weight=weight, closed_weight=weight)
+    return Prior(open_hazards=opened, closed_hazards=closed)
 
 
 def _pool(recordings: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:

@@ -33,7 +33,8 @@ from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.spells import class_of
 
 PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
-PACE_STEPS_MAX = 4  # up only: belief that a recorded market is slower than the prior cost 0.003 to 0.010 of the optimum
+# At least and at most so many: belief in closed spells slower than the prior's cost 0.001 to 0.006 of the optimum.
+OPEN_STEPS, CLOSED_STEPS = (-1, 4), (0, 4)
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
 # Hostile markets teach nothing in time, so what they may cost beyond on-demand is bounded: by a share, or by a few
@@ -255,8 +256,8 @@ def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], b
     )
     return _solve(
         prior,
-        _round_paces(best.open_paces),
-        _round_paces((reopening[0], reopening[1])),
+        _round_paces(best.open_paces, OPEN_STEPS),
+        _round_paces((reopening[0], reopening[1]), CLOSED_STEPS),
         max(each for each in CHANCES if each <= chance + 0.02),
         round(best.price / PRICE_STEP) * PRICE_STEP,
         round(max(best.candidate.start_hours, 0.005), 4),
@@ -265,8 +266,8 @@ def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], b
     )
 
 
-def _round_paces(paces: Paces) -> tuple[int, int]:
-    young, old = (max(0, min(round(math.log(each) / PACE_STEP), PACE_STEPS_MAX)) for each in paces)
+def _round_paces(paces: Paces, bounds: tuple[int, int]) -> tuple[int, int]:
+    young, old = (max(bounds[0], min(round(math.log(each) / PACE_STEP), bounds[1])) for each in paces)
     return young, old
 
 
