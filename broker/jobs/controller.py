@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from broker.clock import Clock
@@ -241,7 +242,8 @@ class JobController:
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(watch, cluster)
-            await self._mender.look(job, cluster, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S)
+            make_envs = partial(self._make_envs, job, attempt, cluster)
+            await self._mender.look(job, cluster, make_envs=make_envs, lease_s=LEASE_S)
             return await self._look_closer(job, attempt, cluster, watch, report)
         if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
@@ -351,7 +353,7 @@ class JobController:
             "BROKER_JOB_ID": str(job.id),
             "BROKER_ATTEMPT": str(attempt.number),
             "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
-            **self._pilot.advise(job.task, attempt.placement),
+            **self._pilot.advise(job.task, attempt),
             **{key: place for key, place in places.items() if place is not None},
         }
 

@@ -96,13 +96,14 @@ class Pilot:
         await self._move(job, attempt, cluster, decision)
         return True
 
-    def advise(self, task: Task, placement: Placement) -> Mapping[str, str]:
+    def advise(self, task: Task, attempt: Attempt) -> Mapping[str, str]:
         """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
         now_s = self._clock.now_s()
+        age_s_max = min(SHARED_S_MAX, now_s - attempt.started_s)  # the preemption before it is to count
         hazard = estimate_start_hazard(
             task,
-            placement,
-            history=self._store.read_spot_history(age_s_max=SHARED_S_MAX),
+            attempt.placement,
+            history=self._store.read_spot_history(age_s_max=age_s_max),
             spells=gather_spells(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
             sightings=self._sightings,
             now_s=now_s,

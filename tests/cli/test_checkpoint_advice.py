@@ -1,0 +1,54 @@
+"""How often to save is advised for where a job runs now, and the bundled trainer follows."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
+
+# Steps of some milliseconds; every checkpoint is kept, so that they can be counted.
+TRAIN = """\
+name: train
+resources: {{infra: local, use_spot: true}}
+checkpoint: {{stall: {stall}}}
+run: |
+  python -m trainers.lm --model.depth 1 --model.width 16 --model.heads 2 --model.context 16 --train.batch 2 \\
+    --train.steps 600 --checkpoint.keep 1000
+"""
+TELL = """\
+name: tell
+resources: {infra: local, use_spot: true}
+checkpoint: {stall: 5s}
+run: |
+  mkdir -p $BROKER_CHECKPOINT_DIR
+  echo $BROKER_CHECKPOINT_EVERY_S >> $BROKER_CHECKPOINT_DIR/told
+  [ $BROKER_ATTEMPT != 1 ] || sleep 1000
+"""
+
+
+def count_saves(shell: Shell, job_id: int) -> int:
+    return len(list((shell.home / "checkpoints" / f"job-{job_id}").glob("step*")))
+
+
+def test_the_trainer_saves_as_often_as_a_save_is_said_to_cost_little(shell: Shell) -> None:
+    """The dearer a save, the longer the advised interval: nothing but the task's `stall` differs."""
+    for job_id, stall in enumerate(("0s", "60s"), start=1):
+        shell.run("jobs", "launch", shell.write(f"{job_id}.yaml", TRAIN.format(stall=stall)), "--yes")
+        assert shell.read_json("jobs", "queue")[0]["status"] == "SUCCEEDED"
+    cheap, dear = count_saves(shell, 1), count_saves(shell, 2)
+    assert dear == 3  # the two that measure what a save takes, and the last
+    assert cheap > dear
+
+
+def test_a_place_that_has_just_preempted_the_job_is_saved_at_more_often(shell: Shell) -> None:
+    shell.run("jobs", "launch", shell.write("tell.yaml", TELL), "--yes", "--detach-run")
+    told = shell.home / "checkpoints" / "job-1" / "told"
+    shell.wait_until(told.exists, "the program runs")
+    shell.run("local", "preempt", "tell")
+    shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
+    first_s, second_s = map(float, told.read_text().split())
+    assert 1 <= second_s < first_s / 2
