@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from broker.spot.forecast import advise_interval_s
 from broker.spot.markets import make_site
 from broker.spot.policies import ORACLES, POLICIES, load_policy
-from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait
+from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 from broker.spot.replay import Case, Outcome, replay
 from broker.spot.spells import MET_HOURS
 from broker.spot.traces import Trace
@@ -185,6 +185,19 @@ def test_a_choice_holds_until_time_or_age_alone_would_change_it() -> None:
     assert isinstance(decision, Wait) and 0.02 <= decision.hours <= 1.0
     later = make_candidate(is_spot=True, usd=0.9, age_hours=0.1 + decision.hours * 0.99)
     assert isinstance(policy(view_of(10, 18.0 - decision.hours * 0.99), [later, sure]), Wait)
+
+
+def test_a_cheaper_place_that_has_just_closed_is_waited_for_while_there_is_time() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    dear = make_candidate("dear", is_spot=True, usd=0.6, age_hours=30.0)
+
+    def decide(left: float, closed_hours: float) -> Decision:
+        cheap = make_candidate("cheap", is_spot=True, usd=0.3, is_open=False, age_hours=closed_hours)
+        return policy(view_of(20, left), [cheap, dear, sure])
+
+    assert isinstance(decide(40, 0.15), Wait)
+    for decision in (decide(20.5, 0.15), decide(40, 200.0)):
+        assert isinstance(decision, Move) and decision.target is dear
 
 
 def test_a_dear_calm_place_is_weighed_by_its_own_price() -> None:

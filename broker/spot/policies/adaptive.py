@@ -167,6 +167,11 @@ class _Scale:
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = self.outlook.wait_open if is_open else self.outlook.wait_closed
             options[WAITING] = table.read(age, work, spare)
+        if current is None and spare > EPSILON_HOURS and self._awaited is not None:
+            closed, outlook = self._awaited
+            table = outlook.wait_closed
+            awaited = table.read(class_of(closed.candidate.age_hours + ahead), work, spare)
+            options[WAITING] = min(awaited, options.get(WAITING, math.inf))
         return options
 
     def _find_change(self, current: Candidate | None, choice: str) -> float:
@@ -215,6 +220,15 @@ class _Scale:
         if self.best.candidate.is_open:
             return self.best.candidate.age_hours
         return min(each.candidate.age_hours for each in self.markets)
+
+    @cached_property
+    def _awaited(self) -> tuple[Market, Outlook] | None:
+        """The cheapest place that is closed, if cheaper than the best open one, and its table."""
+        closed = [each for each in self.markets if not each.candidate.is_open and each.price < self.best.price]
+        if not closed or not self.best.candidate.is_open:
+            return None
+        cheapest = min(closed, key=lambda each: (each.price, each.candidate.age_hours))
+        return cheapest, _find_outlook(self.view, self.refuge, self.markets, cheapest, self.prior)
 
     @cached_property
     def _can_enter(self) -> bool:
