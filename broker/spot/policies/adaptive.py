@@ -41,7 +41,7 @@ PRICE_STEP = 0.02
 # failed starts where those are dearer, as recordings ask for that much trust.
 EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
 LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
-LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 1.7**step for step in range(8))
+LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
 MOVE_GAIN = 1.15  # a better place must promise so much more than the move costs: promises are uncertain
 TABLES_MAX = 512
 SPOT, SURE, WAITING = "spot now", "on-demand now", "waiting"
