@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import print_json, print_note, print_table, show_hours, show_usd
+from broker.cli.render import print_json, print_note, print_table, show_count, show_hours, show_usd
 from broker.errors import UsageError
 from broker.provision.recording import Recorder
 from broker.types import Estimate, Plan
@@ -83,13 +82,17 @@ def record(
         raise UsageError(f"cannot make the folder {out}: {error.strerror}") from None
     usd_hour = sum(each.placement.usd_hour for each in chosen)
     print_note(
-        f"{ticks} looks at {len(chosen)} places, {every:g} minutes apart; each starts the nodes and ends them, "
-        f"and clouds bill the minute or so between: {show_usd(usd_hour)} USD/h while all are up"
+        f"{show_count(ticks, 'look')} at {show_count(len(chosen), 'place')}, {every:g} minutes apart: each starts\n"
+        f"the nodes and ends them, and clouds bill the minute or so between ({show_usd(usd_hour)} USD/h)"
     )
     if not yes and usd_hour > 0 and not typer.confirm("Record?", err=True):
         raise typer.Exit(1)
+    recorder = Recorder(
+        context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out,
+        every_s=every * 60, tell=print_note,
+    )  # fmt: skip
     try:
-        asyncio.run(_make_recorder(context, plan, chosen, out, every * 60).run(ticks))
+        asyncio.run(recorder.run(ticks))
     except KeyboardInterrupt:
         print_note("interrupted; what was recorded is kept")
         raise typer.Exit(130) from None
@@ -107,10 +110,3 @@ def _choose_places(plan: Plan, count: int) -> list[Estimate]:
     if not found:
         raise UsageError("nothing that fits the task is sold as spot", hints=["broker plan TASK.yaml"])
     return list(found.values())
-
-
-def _make_recorder(context: Context, plan: Plan, chosen: Sequence[Estimate], out: Path, every_s: float) -> Recorder:
-    return Recorder(
-        context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out, every_s=every_s,
-        tell=print_note,
-    )  # fmt: skip
