@@ -228,7 +228,7 @@ def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: P
     print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions a replay")
     known = sum(each is not None for each in study.optima)
     if known:
-        print_line(f"BEST: the optimum with the future known, found for {known} of the {len(study.scenes)} replays")
+        print_line(f"OVER: above the optimum, the future known; found for {known} of the {len(study.scenes)} replays")
 
 
 def _list_cells(score: Score, base: float) -> list[str]:
