@@ -52,21 +52,22 @@ class Terms:
     second_chance: float = 0.0  # that another place is open when spot is lost
 
 
+Point = tuple[int, float, float]  # a node, and the share of the way to the next one of work and of spare time
+
+
 class Table:
     """The worth of one way to go on, at every node."""
 
-    def __init__(self, work: Sequence[float], spare: Sequence[float]) -> None:
-        self._work, self._spare = work, spare
-        self.rows: list[Row] = [_NOTHING] * (len(work) * len(spare))
+    def __init__(self, width: int, height: int) -> None:
+        self.width = width  # nodes of work in a row of the grid
+        self.rows: list[Row] = [_NOTHING] * (width * height)
 
-    def read(self, age_class: int, work: float, spare: float) -> float:
-        """At any work left and spare time, by bilinear interpolation."""
+    def read(self, age_class: int, point: Point) -> float:
+        """At any point of the grid, by bilinear interpolation."""
         rows, k = self.rows, OLDEST - age_class
-        j, across = _place(self._work, work)
-        i, up = _place(self._spare, spare)
-        at = i * len(self._work) + j
+        at, across, up = point
         near = rows[at][k] + across * (rows[at + 1][k] - rows[at][k])
-        at += len(self._work)
+        at += self.width
         far = rows[at][k] + across * (rows[at + 1][k] - rows[at][k])
         return near + up * (far - near)
 
@@ -83,7 +84,7 @@ class Outlook:
         self.terms = terms
         self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
         self.spare = _list_spare(terms)
-        tables = [Table(self.work, self.spare) for _ in range(9)]
+        tables = [Table(len(self.work), len(self.spare)) for _ in range(9)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
         self.keep_open, self.keep_closed, self.sure_open, self.sure_closed = tables[5:]
         self.paces, self.drains = _list_ways(terms, self.work), _list_ways(terms, self.spare)
@@ -94,6 +95,12 @@ class Outlook:
             for i in range(len(self.spare)):
                 _Cell(self, i, j, starts, backs[i], losses[i]).solve()
 
+    def locate(self, work: float, spare: float) -> Point:
+        """Where to read the tables for any work left and spare time."""
+        j, across = _place(self.work, work)
+        i, up = _place(self.spare, spare)
+        return i * len(self.work) + j, across, up
+
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """The worth of a start on spot: it is survived, or lost halfway.
 
@@ -102,15 +109,17 @@ class Outlook:
         price, start = self.terms.spot_price, self.terms.start_hours
         way = self.starts[OLDEST - age_class]
         survive = (SURVIVAL_WEIGHT * way.survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
-        on = sum(chance * self.run.read(OLDEST - place, work, spare - start) for place, chance in way.landings)
+        point = self.locate(work, spare - start)
+        on = sum(chance * self.run.read(OLDEST - place, point) for place, chance in way.landings)
         on = start * price + on / max(way.survive, 1e-9)
         off = way.lost_hours * price + self.lost_usd(work, spare - way.lost_hours)
         return survive * on + (1 - survive) * off
 
     def lost_usd(self, work: float, spare: float) -> float:
         """The worth of having just lost spot: another place may be open."""
-        rho, closed = self.terms.second_chance, self.idle_closed.read(0, work, spare)
-        return rho * self.idle_open.read(0, work, spare) + (1 - rho) * closed if rho else closed
+        rho, point = self.terms.second_chance, self.locate(work, spare)
+        closed = self.idle_closed.read(0, point)
+        return rho * self.idle_open.read(0, point) + (1 - rho) * closed if rho else closed
 
 
 # For a class of age: chance that nothing happens; hours until something does or the next node is reached; the chances

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from broker.spot.spells import AGES, Spells, class_of, hours_in_classes
 
@@ -69,21 +69,31 @@ def _mean_spell_hours(hazards: Sequence[float]) -> float:
 
 
 def _learn(
-    hazards: Sequence[float],
-    hours: Sequence[float],
-    ends: Sequence[float],
+    hazards: tuple[float, ...],
+    hours: tuple[float, ...],
+    ends: tuple[float, ...],
     watched: tuple[float, float] | None,
     weight: float,
 ) -> Paces:
     """First one factor for all ages, from the prior 1; then one for each half, from that factor."""
-    expected = [hazard * lived for hazard, lived in zip(hazards, hours, strict=True)]
+    young_ends, old_ends, young, old = _count_ends(hazards, hours, ends)
     if watched:
         for index, lived in hours_in_classes(*watched):
-            expected[index] += hazards[index] * lived
-    pace = (weight + sum(ends)) / (weight + sum(expected))
-    young = (SPLIT_WEIGHT * pace + sum(ends[:OLD])) / (SPLIT_WEIGHT + sum(expected[:OLD]))
-    old = (SPLIT_WEIGHT * pace + sum(ends[OLD:])) / (SPLIT_WEIGHT + sum(expected[OLD:]))
-    return young, old
+            if index < OLD:
+                young += hazards[index] * lived
+            else:
+                old += hazards[index] * lived
+    pace = SPLIT_WEIGHT * (weight + young_ends + old_ends) / (weight + young + old)
+    return (pace + young_ends) / (SPLIT_WEIGHT + young), (pace + old_ends) / (SPLIT_WEIGHT + old)
+
+
+@lru_cache(maxsize=1024)  # what was seen stays the same until a spell ends
+def _count_ends(
+    hazards: tuple[float, ...], hours: tuple[float, ...], ends: tuple[float, ...]
+) -> tuple[float, float, float, float]:
+    """Ends of young and of old spells, and how many of each the hazards let one expect."""
+    expected = [hazard * lived for hazard, lived in zip(hazards, hours, strict=True)]
+    return sum(ends[:OLD]), sum(ends[OLD:]), sum(expected[:OLD]), sum(expected[OLD:])
 
 
 def fit_prior(recordings: Sequence[Spells]) -> Prior:

@@ -96,7 +96,9 @@ class _Scale:
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = refuge.start_hours
         work = view.work_left_hours / refuge.speed
-        best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
+        best = opened[0]
+        if len(opened) > 1:
+            best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
         found = cls(
             view=view,
             refuge=refuge,
@@ -145,7 +147,7 @@ class _Scale:
 
     def _weigh_options(self, current: Candidate | None, ahead: float) -> dict[str, float]:
         """What each way to go on costs to the end, so many hours from now if nothing changes until then."""
-        target, is_open = self.best.candidate, self.best.candidate.is_open
+        outlook, target, is_open = self.outlook, self.best.candidate, self.best.candidate.is_open
         begun = self.view.starting_hours if current is not None else ahead  # hours ahead that bring no work
         idle = min(ahead, begun)
         work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
@@ -154,28 +156,30 @@ class _Scale:
         can_enter = is_open and is_safe and self._can_enter
         if can_enter:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
-            options[SPOT] = self.outlook.enter_usd(age, work, spare, seen=outlived) + self.best.move_price
+            options[SPOT] = outlook.enter_usd(age, work, spare, seen=outlived) + self.best.move_price
         if current is not None:  # where its start is not over, the rest is still to be paid
             rest = begun - idle
-            table = self.outlook.keep_open if is_open else self.outlook.keep_closed
-            options[SURE] = rest + table.read(age, work, max(spare - rest, 0.0))
+            table = outlook.keep_open if is_open else outlook.keep_closed
+            options[SURE] = rest + table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
         else:
-            start = self.outlook.terms.start_hours
-            table, after = self.outlook.sure_open if is_open else self.outlook.sure_closed, spare - start
-            options[SURE] = start + (table.read(age, work, after) if after >= 0 else work)
+            start = outlook.terms.start_hours
+            table, after = outlook.sure_open if is_open else outlook.sure_closed, spare - start
+            options[SURE] = start + (table.read(age, outlook.locate(work, after)) if after >= 0 else work)
         # Machines that run are not given up for none, and waiting shows nothing of spot that is not watched.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
-            table = self.outlook.wait_open if is_open else self.outlook.wait_closed
-            options[WAITING] = table.read(age, work, spare)
+            table = outlook.wait_open if is_open else outlook.wait_closed
+            options[WAITING] = table.read(age, outlook.locate(work, spare))
         if current is None and spare > EPSILON_HOURS and self._awaited is not None:
-            closed, outlook = self._awaited
-            table = outlook.wait_closed
-            awaited = table.read(class_of(closed.candidate.age_hours + ahead), work, spare)
-            options[WAITING] = min(awaited, options.get(WAITING, math.inf))
+            closed, awaited = self._awaited
+            age = class_of(closed.candidate.age_hours + ahead)
+            worth = awaited.wait_closed.read(age, awaited.locate(work, spare))
+            options[WAITING] = min(worth, options.get(WAITING, math.inf))
         return options
 
     def _find_change(self, current: Candidate | None, choice: str) -> float:
         """Hours for which the choice holds if nothing changes: what time and age alone bring is foreseen."""
+        if current is not None and not self.best.candidate.is_open:
+            return math.inf  # there is no other choice before spot opens
         hours = LOOK_HOURS_MIN
         for ahead in LOOKS_AHEAD:
             options = self._weigh_options(current, ahead)
@@ -205,14 +209,16 @@ class _Scale:
 
     def loss_of(self, market: Market) -> float:
         """What being lost there now costs."""
-        on = self.outlook.run.read(class_of(market.candidate.age_hours), self.work, self.spare)
+        here = self.outlook.locate(self.work, self.spare)
+        on = self.outlook.run.read(class_of(market.candidate.age_hours), here)
         return max(self.outlook.lost_usd(self.work, self.spare) - on, 0.0)
 
     def _usd_spare_hour(self) -> float:
         """What an hour of spare time is worth."""
-        run, age, step = self.outlook.run, class_of(self._age_hours), max(self.outlook.terms.start_hours, 0.1)
+        age, step = class_of(self._age_hours), max(self.outlook.terms.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
-        return max(run.read(age, self.work, low) - run.read(age, self.work, low + step), 0.0) / step
+        less, more = (self.outlook.run.read(age, self.outlook.locate(self.work, each)) for each in (low, low + step))
+        return max(less - more, 0.0) / step
 
     @cached_property
     def _age_hours(self) -> float:
