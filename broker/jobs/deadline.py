@@ -171,7 +171,7 @@ def estimate_start_hazard(
         place = name_place(placement)
         known = note_sightings(sightings, [(place, True)], (), live=None, now_s=now_s)[place]
         here = _sight(Candidate(placement=placement), known, spells.get(place, NOTHING_SEEN), now_s=now_s)
-        hazard = max(hazard, read_market(here, None, MEASURED).hazard)
+        hazard = max(hazard, read_market(here, None, MEASURED).soon_hazard)
     return hazard
 
 

@@ -12,7 +12,7 @@ from broker.spot.policies.base import Candidate
 from broker.spot.prior import MEASURED, OLD, Paces, Prior
 from broker.spot.spells import hours_in_classes
 
-AHEAD_HOURS = 2.0  # a market's hazard is averaged over so long
+SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
 STINT_HOURS_MAX = 24.0  # nobody knows a market for longer than a day
 
 
@@ -28,16 +28,38 @@ class Market:
     closed_paces: Paces
 
     @cached_property
-    def hazard(self) -> float:
+    def soon_hazard(self) -> float:
         """Mean rate at which it closes in the hours to come."""
+        return sum(hazard * hours for hazard, hours in self._list_hazards(SOON_HOURS)) / SOON_HOURS
+
+    @property
+    def stint_hours(self) -> float:
+        """How long a job might stay: the mean time until it closes, of a day at most."""
+        return self._stint[0]
+
+    @property
+    def hazard(self) -> float:
+        """Rate at which it closes over such a stint."""
+        return self._stint[1] / self._stint[0]
+
+    @cached_property
+    def _stint(self) -> tuple[float, float]:
+        """(mean hours, chance that it closes) of the day to come."""
+        alive, mean = 1.0, 0.0
+        for hazard, hours in self._list_hazards(STINT_HOURS_MAX):
+            rate = max(hazard, 1e-6)
+            closed = -math.expm1(-rate * hours)
+            mean += alive * closed / rate
+            alive *= 1 - closed
+        return mean, 1 - alive
+
+    def _list_hazards(self, ahead_hours: float) -> list[tuple[float, float]]:
+        """(rate at which it closes, hours) of the time to come."""
         begin = self.candidate.age_hours if self.candidate.is_open else 0.0
-        return (
-            sum(
-                self.prior.open_hazards[index] * self.open_paces[index >= OLD] * hours
-                for index, hours in hours_in_classes(begin, begin + AHEAD_HOURS)
-            )
-            / AHEAD_HOURS
-        )
+        return [
+            (self.prior.open_hazards[index] * self.open_paces[index >= OLD], hours)
+            for index, hours in hours_in_classes(begin, begin + ahead_hours)
+        ]
 
     @cached_property
     def mean_open_hours(self) -> float:
@@ -61,11 +83,6 @@ class Market:
         share = self.mean_open_hours / (self.mean_open_hours + self.mean_closed_hours)
         memory = math.exp(-ahead_hours * (1 / self.mean_open_hours + 1 / self.mean_closed_hours))
         return share + (self.candidate.is_open - share) * memory
-
-    @property
-    def stint_hours(self) -> float:
-        """How long a job might stay."""
-        return min(STINT_HOURS_MAX, 1 / max(self.hazard, 1e-3))
 
     @property
     def loss_price(self) -> float:
@@ -111,7 +128,7 @@ def advise_interval_s(candidate: Candidate, stall_s: float, prior: Prior = MEASU
     """
     if not candidate.is_spot:
         return math.inf
-    return best_interval_s(stall_s, read_market(candidate, None, prior).hazard)
+    return best_interval_s(stall_s, read_market(candidate, None, prior).soon_hazard)
 
 
 def expect_second_chance(markets: Sequence[Market], best: Market) -> float:
