@@ -19,10 +19,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.spot.spells import AGES
+from broker.spot.spells import AGES, class_of
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
+# The age of the spell at a second place, as at any moment one mostly meets long ones. Taken young, losses look too
+# dear; five hours or more would be too much trust where places close together.
+SECOND_CLASS = class_of(2.0)
 WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the steps of the grids: the worth bends little with work, more with time
 # An hour of waiting counts as so much of an on-demand hour: of plans that cost the same the sooner is better.
 WAIT_PRICE = 0.02
@@ -34,6 +37,7 @@ Row = list[float]  # the worth at one node for each class of age, the oldest fir
 _NOTHING: Row = [0.0] * CLASSES  # no work left: worth 0; rows are replaced, never changed
 # At which rate a spell of some age becomes one of the next class; the oldest stays what it is.
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))
+_SECOND = OLDEST - SECOND_CLASS  # in a row
 EVEN_NODES = 10  # of spare time, half a start apart
 LEAPS, LEAP_HOURS = 3, 1e-4  # at whole starts of spare time the worth leaps: a node lies just below each of the first
 START_PARTS = 50  # a start is followed through so many steps
@@ -119,7 +123,7 @@ class Outlook:
         """The worth of having just lost spot: another place may be open."""
         rho, point = self.terms.second_chance, self.locate(work, spare)
         closed = self.idle_closed.read(0, point)
-        return rho * self.idle_open.read(0, point) + (1 - rho) * closed if rho else closed
+        return rho * self.idle_open.read(SECOND_CLASS, point) + (1 - rho) * closed if rho else closed
 
 
 # For a class of age: chance that nothing happens; hours until something does or the next node is reached; the chances
@@ -271,11 +275,11 @@ class _Cell:
     def _drop(self, at: int) -> float:
         """Spot was lost at that node."""
         rho, closed = self.terms.second_chance, self.outlook.idle_closed.rows[at][-1]
-        return rho * self.outlook.idle_open.rows[at][-1] + (1 - rho) * closed if rho else closed
+        return rho * self.outlook.idle_open.rows[at][_SECOND] + (1 - rho) * closed if rho else closed
 
     def _pass_spot(self, closed_usd: float) -> None:
         outlook, rho = self.outlook, self.terms.second_chance
-        drop = rho * outlook.idle_open.rows[self.at][-1] + (1 - rho) * closed_usd
+        drop = rho * outlook.idle_open.rows[self.at][_SECOND] + (1 - rho) * closed_usd
         before = outlook.run.rows[self.before]
         outlook.run.rows[self.at] = _go_on(
             self.paces[0], self.terms.spot_price, before, drop, self._drop(self.before), None

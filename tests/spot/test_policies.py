@@ -244,7 +244,7 @@ def test_a_small_difference_or_a_dear_way_is_not_worth_a_move() -> None:
 def test_a_cheaper_place_is_moved_to_once_it_has_been_open_for_some_hours() -> None:
     """Its hazard is still high then, but falls: on average it lasts far longer than at the hazard of the moment."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
-    calm = make_candidate("calm", is_spot=True, usd=0.32, age_hours=30.0)
+    calm = make_candidate("calm", is_spot=True, usd=0.22, age_hours=30.0)
 
     def decide(open_hours: float) -> Decision:
         cheap = make_candidate("cheap", is_spot=True, usd=0.2, age_hours=open_hours)
