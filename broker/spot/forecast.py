@@ -9,7 +9,7 @@ from functools import cached_property
 
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate
-from broker.spot.prior import MEASURED, OLD, Paces, Prior
+from broker.spot.prior import MEASURED, OLD, Paces, Prior, live_through
 from broker.spot.spells import hours_in_classes
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
@@ -40,18 +40,13 @@ class Market:
     @property
     def hazard(self) -> float:
         """Rate at which it closes over such a stint."""
-        return self._stint[1] / self._stint[0]
+        mean, alive = self._stint
+        return (1 - alive) / mean
 
     @cached_property
     def _stint(self) -> tuple[float, float]:
-        """(mean hours, chance that it closes) of the day to come."""
-        alive, mean = 1.0, 0.0
-        for hazard, hours in self._list_hazards(STINT_HOURS_MAX):
-            rate = max(hazard, 1e-6)
-            closed = -math.expm1(-rate * hours)
-            mean += alive * closed / rate
-            alive *= 1 - closed
-        return mean, 1 - alive
+        """(mean hours open, chance to stay open) of the day to come."""
+        return live_through(self._list_hazards(STINT_HOURS_MAX))
 
     def _list_hazards(self, ahead_hours: float) -> list[tuple[float, float]]:
         """(rate at which it closes, hours) of the time to come."""

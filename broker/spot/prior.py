@@ -6,8 +6,9 @@ market's own pace is two factors, one for open and one for closed spells, learnt
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -57,15 +58,19 @@ def scale_hazards(hazards: Sequence[float], paces: Paces) -> tuple[float, ...]:
 
 
 def _mean_spell_hours(hazards: Sequence[float]) -> float:
-    """The integral of the chance to live on."""
+    widths = [end - begin for begin, end in itertools.pairwise((*AGES, math.inf))]
+    return live_through(zip(hazards, widths, strict=True))[0]
+
+
+def live_through(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(mean hours lived, chance to outlive them all) of a spell that ends at a rate for so many hours, part by part."""
     alive, mean = 1.0, 0.0
-    for index, hazard in enumerate(hazards):
+    for hazard, hours in parts:
         rate = max(hazard, 1e-6)
-        width = AGES[index + 1] - AGES[index] if index + 1 < len(AGES) else math.inf
-        ended = -math.expm1(-rate * width)
+        ended = -math.expm1(-rate * hours)
         mean += alive * ended / rate
         alive *= 1 - ended
-    return mean
+    return mean, alive
 
 
 def _learn(
@@ -83,8 +88,11 @@ def _learn(
                 young += hazards[index] * lived
             else:
                 old += hazards[index] * lived
-    pace = SPLIT_WEIGHT * (weight + young_ends + old_ends) / (weight + young + old)
-    return (pace + young_ends) / (SPLIT_WEIGHT + young), (pace + old_ends) / (SPLIT_WEIGHT + old)
+    pace = (weight + young_ends + old_ends) / (weight + young + old)
+    return (
+        (SPLIT_WEIGHT * pace + young_ends) / (SPLIT_WEIGHT + young),
+        (SPLIT_WEIGHT * pace + old_ends) / (SPLIT_WEIGHT + old),
+    )
 
 
 @lru_cache(maxsize=1024)  # what was seen stays the same until a spell ends
