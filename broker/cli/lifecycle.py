@@ -57,7 +57,8 @@ def down(
     for pattern in patterns:
         if not everything and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
             context.find_cluster(pattern)
-    if owned := [each for each in wanted if each.job_id is not None]:
+    live_jobs = context.store.list_live_job_ids()  # what an ended job has left may be taken down like any other
+    if owned := [each for each in wanted if each.job_id in live_jobs]:
         raise UsageError(
             f"cluster `{owned[0].name}` belongs to managed job {owned[0].job_id}",
             hints=[f"`broker jobs cancel {owned[0].job_id}` ends the job and its cluster"],

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from broker.clock import SystemClock
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, JobStatus, Placement, Task
 from tests.cli.conftest import Shell
+from tests.simulation.world import make_offer
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -142,3 +147,19 @@ def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> Non
     shell.wait_until(lambda: "1 lost" in shell.run("status", "--refresh").stdout, "the loss shows")
     shell.run("down", "dev", "--yes")
     assert shell.read_json("status")["clusters"] == []
+
+
+def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
+    """Jobs end before their clusters are gone: what is left then is no reason to refuse `down --all`."""
+    store = Store(shell.home / "state.db", clock=SystemClock())
+    job = store.add_job("train", Task())
+    placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)
+    store.put_cluster(
+        Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(), job_id=job.id)
+    )
+    refused = shell.run("down", "--all", "--yes", code=2)
+    assert "belongs to managed job 1" in refused.stderr and "broker jobs cancel 1" in refused.stderr
+    store.set_job_status(job.id, JobStatus.CANCELLED)
+    assert "is down" in shell.run("down", "--all", "--yes").stdout
+    assert not store.list_clusters()
+    store.close()
