@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tests.simulation.invariants import TERMINAL
+from tests.simulation.events import TERMINAL
 from tests.simulation.mixes import CLOUD_RATES_MAX
 from tests.simulation.processes import SQLITE_FAULTS
 

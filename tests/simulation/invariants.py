@@ -5,55 +5,25 @@ S1-S13 are safety: looked at whenever something happens. L1-L3 are liveness: loo
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from broker.jobs.judgement import UNREACHABLE_S_MIN
-from broker.types import JobStatus, Node, NodeRequest, NodeState, RunStatus
-from tests.simulation.machines import MachineRun
-from tests.simulation.processes import Process
+from broker.types import JobStatus, NodeState, RunStatus
+from tests.simulation.events import IS_TERMINAL, OTHER_FAILURES, TERMINAL, Event, Violation
+from tests.simulation.starts import (
+    check_s4_one_active_attempt,
+    check_s7_no_start_after_a_cancel,
+    check_s7_no_start_after_success,
+    check_s7_no_start_after_the_end,
+    check_whole_gang,
+)
 from tests.simulation.turns import check_l1_late_gangs_go, check_s13_nobody_is_passed_over, note_search
 from tests.simulation.world import OWNER
 
 if TYPE_CHECKING:
     from tests.simulation.universe import Universe
-
-TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
-OTHER_FAILURES = ("budget", "no new step", "fell apart")  # than an exit code
-IS_TERMINAL = f"status IN {TERMINAL}"
-
-
-class Violation(Exception):
-    def __init__(self, letter: str, text: str) -> None:
-        super().__init__(f"{letter}: {text}")
-        self.letter = letter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    kind: str
-    time_s: float
-    process: Process | None = None
-    request: NodeRequest | None = None
-    node: Node | None = None
-    run: MachineRun | None = None
-    step: int = 0
-    name: str = ""  # of a cluster that is searched for
-    written: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        what = {
-            "create": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
-            "terminate": lambda: f"{self.node.id} of {self.node.cluster}" if self.node else "",
-            "start": lambda: f"{self.run.cluster} from step {self.run.first_step}" if self.run else "",
-            "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
-            "commit": lambda: " ".join(self.written),
-            "search": lambda: self.name,
-        }.get(self.kind, lambda: "")()
-        return f"{self.process.name if self.process else 'world'} {self.kind} {what}"
 
 
 def check_s1_intent_first(universe: Universe, event: Event) -> None:
@@ -128,20 +98,6 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
             raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
 
 
-def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
-    """While one attempt of a job works no other starts, and their numbers grow."""
-    run = event.run
-    assert run is not None
-    roots = universe.gang.roots
-    for old in universe.gang.runs.values():
-        if old is run or roots.get(old.job, old.job) != roots.get(run.job, run.job):
-            continue
-        if universe.gang.is_working(old):
-            raise Violation("S4", f"{old.cluster} still works while {run.cluster} starts")
-        if old.attempt >= run.attempt:
-            raise Violation("S4", f"attempt {run.attempt} of job {run.job} starts after attempt {old.attempt}")
-
-
 def check_s4_stale_writes(universe: Universe, event: Event) -> None:
     """A leader that was replaced changes nothing in the store."""
     store = event.process.store if event.process else None
@@ -202,26 +158,6 @@ def check_s7_ends_are_final(universe: Universe, event: Event) -> None:
             raise Violation("S7", f"job {job_id} was {ended[job_id]} and is {end}")
 
 
-def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
-    """What is ended, or was reported as cancelled, does not run again."""
-    assert event.run is not None
-    status = universe.read("SELECT status FROM jobs WHERE id = ?", (event.run.job,))[0][0]
-    was_stopped = event.process is not None and event.process.was_stopped
-    if status in TERMINAL and not was_stopped:
-        raise Violation("S7", f"job {event.run.job} is {status} and its program starts on {event.run.cluster}")
-
-
-def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
-    """Whoever was told that the job is being cancelled does not see it start a while later."""
-    run = event.run
-    assert run is not None
-    asked_s = universe.memory.get("cancels", {}).get(run.job, math.inf)
-    was_stopped = event.process is not None and event.process.was_stopped
-    if event.time_s - asked_s > universe.mix.poll_s + 1.0 and not was_stopped:  # the next life begins with the cancel
-        late_s = event.time_s - asked_s
-        raise Violation("S7", f"{run.cluster} starts {late_s:.0f} s after job {run.job} was to be cancelled")
-
-
 def note_cancels(universe: Universe, event: Event) -> None:
     if "jobs" in event.written:
         asked = universe.memory.setdefault("cancels", {})
@@ -239,16 +175,6 @@ def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
             rows = universe.read(sql, (cluster,))
             if rows and '"outcome":"preempted' in rows[0][0]:
                 raise Violation("S7", f"{cluster} has succeeded and counts as lost")
-
-
-def check_whole_gang(universe: Universe, event: Event) -> None:
-    """A program starts on as many nodes as its task asks for, all of one zone."""
-    run = event.run
-    assert run is not None
-    wanted = universe.tasks[run.job].num_nodes
-    zones = {node.zone for node in universe.cloud.find(run.ids)}
-    if len(set(run.ids)) != wanted or len(zones) != 1:
-        raise Violation("S2", f"{run.cluster} starts on {len(run.ids)} of {wanted} nodes in {sorted(map(str, zones))}")
 
 
 def check_s8_only_ours(universe: Universe, event: Event) -> None:
@@ -379,6 +305,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     "start": (
         check_s4_one_active_attempt,
         check_s7_no_start_after_the_end,
+        check_s7_no_start_after_success,
         check_s7_no_start_after_a_cancel,
         check_whole_gang,
     ),
@@ -411,4 +338,4 @@ def check_all(universe: Universe, event: Event) -> None:
         check(universe, event)
 
 
-__all__ = ["CHECKERS", "Any", "Event", "Violation", "check_all"]
+__all__ = ["CHECKERS", "TERMINAL", "Any", "Event", "Violation", "check_all"]

@@ -15,7 +15,7 @@ from broker.types import Goal, JobRecovery, JobStatus, NodeState, Resources, Tas
 from tests.simulation import stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.universe import ZONES, Universe
+from tests.simulation.universe import STOPPED_S, ZONES, Universe
 
 MARKET = Market(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
 Act = Callable[[Universe], None]
@@ -91,9 +91,7 @@ def stop_leader(universe: Universe) -> None:
     """SIGSTOP for so long that another one takes over; then it goes on where it was."""
     for process in universe.processes:
         if process.store is not None and process.store._epoch is not None:
-            universe.note_fault("stop")
-            process.stop()
-            universe.loop.call_world(40.0, process.resume)
+            universe.stop(process, STOPPED_S)
 
 
 def black_out(universe: Universe) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
-from tests.simulation.invariants import Violation
+from tests.simulation.events import Violation
 from tests.simulation.mixes import JobSpec
 from tests.simulation.processes import SQLITE_FAULTS, Process
 from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
@@ -236,9 +236,7 @@ def stop(universe: Universe) -> None:
     if not going:
         return
     process = universe.random.choice(going)
-    universe.note_fault("stop")
-    process.stop()
-    universe.loop.call_world(universe.random.choice((1.0, 10.0, 30.0, 100.0)), process.resume)
+    universe.stop(process, universe.random.choice((1.0, 10.0, 30.0, 100.0)))
 
 
 def fail_statement(universe: Universe) -> None:

@@ -23,7 +23,8 @@ from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
-from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
+from tests.simulation.events import TERMINAL, Event, Violation
+from tests.simulation.invariants import check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
@@ -36,6 +37,7 @@ ZONES = ("east1a", "east1b", "west1a", "north1a")
 TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
+STOPPED_S = 40.0  # long enough for another leader to take over
 L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
 
 
@@ -85,11 +87,21 @@ class WatchedProvisioner(Provisioner):
 
 
 class Universe:
-    def __init__(self, folder: Path, seed: int, mix: Mix, *, kill_at: int | None = None, trace: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        mix: Mix,
+        *,
+        kill_at: int | None = None,
+        stop_at: int | None = None,
+        trace: bool = False,
+    ) -> None:
         self.folder = folder
         self.seed = seed
         self.mix = mix
         self.kill_at = kill_at  # the one deed or commit, of all, to be killed at
+        self.stop_at = stop_at  # as `kill_at`, but with SIGSTOP, for `STOPPED_S`
         self.random = Random(f"{seed}/world")
         self.loop = ShuffledLoop(Random(f"{seed}/order"))
         self.start_s = self.loop.time()
@@ -353,6 +365,10 @@ class Universe:
             self.kill_at = None
             self._kill(process, "kill:point")
             return
+        if self.points == self.stop_at:
+            self.stop_at = None
+            self.stop(process, STOPPED_S)
+            return
         if self.is_healed:
             return
         self._points_to_kill -= 1
@@ -364,6 +380,12 @@ class Universe:
         self.kills += 1
         self.note_fault(fault)
         process.kill()
+
+    def stop(self, process: Process, duration_s: float) -> None:
+        """SIGSTOP; it continues much later, sure that it still leads."""
+        self.note_fault("stop")
+        process.stop()
+        self.loop.call_world(duration_s, process.resume)
 
     def _draw_points(self) -> float:
         mean = self.mix.points_between_kills

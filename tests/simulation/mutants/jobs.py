@@ -10,10 +10,11 @@ from unittest.mock import patch
 
 from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
+from broker.jobs.endings import Endings
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
 from broker.state.database import Database
 from broker.state.jobs import JobRows
-from broker.types import Job, JobStatus, RunStatus
+from broker.types import Attempt, Job, JobStatus, RunStatus
 
 Patches = Sequence[Any]
 
@@ -130,3 +131,13 @@ def retry_counts_attempts_anew() -> Patches:
         return replace(job, first_attempt=1)
 
     return (patch.object(JobRows, "add_job", add_from_one),)
+
+
+def outcome_and_status_in_two_commits() -> Patches:
+    """Between them, a job whose program has succeeded looks like one that lost its machines."""
+
+    def end(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
+        self._store.put_attempt(replace(attempt, outcome=outcome))
+        return float(self.finish(job, status, failure))
+
+    return (patch.object(Endings, "end", end),)

@@ -93,6 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(plant=jobs.controller_death_fails_the_job, letters="S7", scene="plain"),
     Mutant(plant=jobs.terminal_state_overwritten, letters="S7", scene="plain"),
+    Mutant(plant=jobs.outcome_and_status_in_two_commits, letters="S7", scene="plain"),
     Mutant(plant=jobs.stale_epoch_writes, letters="S4", scene="a leader that sleeps"),
     Mutant(plant=jobs.two_leaders, letters="S4", scene="two brokers"),
     Mutant(plant=jobs.outcome_ignored, letters="S5 S7", scene="node lost after success"),
