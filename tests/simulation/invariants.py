@@ -32,6 +32,8 @@ def check_s1_intent_first(universe: Universe, event: Event) -> None:
     rows = universe.read("SELECT outcome FROM intents WHERE token = ?", (event.request.token,))
     if not rows:
         raise Violation("S1", f"{event.request.cluster} is made and no intent was written")
+    if not universe.file.is_intent_synced(event.request.token):
+        raise Violation("S1", f"{event.request.cluster} is made, and a power cut would lose its intent")
     may_be_late = event.process is None or event.process.was_stopped or event.request.cluster in universe.stuck
     if rows[0][0] is not None and not may_be_late:
         raise Violation("S1", f"{event.request.cluster} is made by an intent closed as `{rows[0][0]}`")

@@ -116,6 +116,7 @@ class MachineGang:
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
+        self._on_effect("start:asked")
         await self._reach(cluster)
         self._on_effect("start:before")
         if cluster.name not in self.runs:

@@ -52,11 +52,27 @@ class Mix:
     sqlite_every_s: float = math.inf
     jump_every_s: float = math.inf
     command_every_s: float = math.inf
+    cut_off_every_s: float = math.inf  # all nodes of a gang out of reach at once
+    power_every_s: float = math.inf
+    disk_every_s: float = math.inf  # full, for a while
+    suspend_every_s: float = math.inf
+    owner_every_s: float = math.inf  # the owner file is lost, and restored
+    offset_s: float = 0.0  # of the broker's wall clock to the cloud's
+    drift: float = 0.0  # seconds that it gains in one
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0
     poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
     end_s_max: float = END_S_MAX  # after the last fault every job has ended and nothing is left
     leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
+
+    @property
+    def may_lose_power(self) -> bool:
+        return not math.isinf(self.power_every_s)
+
+    @property
+    def is_clock_true(self) -> bool:
+        """Whether the broker's clock measures what passes; how far it is off matters to nothing that is measured."""
+        return math.isinf(self.jump_every_s) and self.drift == 0.0
 
 
 def draw_mix(random: Random) -> Mix:
@@ -96,6 +112,13 @@ def draw_mix(random: Random) -> Mix:
         sqlite_every_s=maybe(random.uniform(5.0, 60.0) / intensity),
         jump_every_s=maybe(random.uniform(60.0, 200.0) / intensity, 0.2),
         command_every_s=maybe(random.uniform(20.0, 100.0), 0.5),
+        cut_off_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
+        power_every_s=maybe(random.uniform(20.0, 120.0) / intensity, 0.2),
+        disk_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
+        suspend_every_s=maybe(random.uniform(40.0, 150.0) / intensity, 0.2),
+        owner_every_s=maybe(random.uniform(20.0, 100.0) / intensity, 0.2),
+        offset_s=random.choice((0.0, 0.0, -25.0, 25.0, 400.0)),
+        drift=random.choice((0.0, 0.0, 0.0, -0.01, 0.01)),
         is_doubled=random.random() < 0.35,
         restart_s_max=random.choice((1.0, 10.0, 40.0)),
         poll_s=random.choice((0.5, 2.0, 4.0, 4.0)),

@@ -169,6 +169,7 @@ def check_end(universe: Universe, scene: Scene) -> str:
 
 
 SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
+LONG_END = replace(MARKET, terminate_s=30.0)
 HANGING = replace(MARKET, hang_s=120.0)
 LONG_HANGING = replace(MARKET, hang_s=200.0)
 NEVER = replace(MARKET, hang_s=math.inf)
@@ -268,6 +269,11 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="a gang that falls apart", mix=make_mix(make_job(breaks=2))),
     Scene(name="a gang that always falls apart", mix=make_mix(make_job(breaks=9)), ends=(JobStatus.FAILED,)),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
+    Scene(
+        name="a budget that is spent while its leader sleeps",
+        mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.004, hedge=1), market=LONG_END, is_doubled=True),
+        ends=(JobStatus.FAILED,),
+    ),
     Scene(
         name="nodes that never boot",
         mix=make_mix(make_job(nodes=1, budget_usd=0.02), cloud=FaultRates(never_boots=1.0)),

@@ -10,9 +10,11 @@ from dataclasses import replace
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
+from tests.simulation import host
+from tests.simulation.disk import SQLITE_FAULTS
 from tests.simulation.events import Violation
 from tests.simulation.mixes import JobSpec
-from tests.simulation.processes import SQLITE_FAULTS, Process
+from tests.simulation.processes import Process
 from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
@@ -65,6 +67,11 @@ def list_actors(universe: Universe) -> list[Awaitable[None]]:
         (mix.stop_every_s, stop),
         (mix.sqlite_every_s, fail_statement),
         (mix.jump_every_s, jump),
+        (mix.cut_off_every_s, cut_off_gang),
+        (mix.power_every_s, host.cut_power),
+        (mix.disk_every_s, host.fill_disk),
+        (mix.suspend_every_s, host.suspend),
+        (mix.owner_every_s, host.lose_owner),
         (mix.command_every_s, command),
     ]
     actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
@@ -89,9 +96,10 @@ def heal(universe: Universe) -> None:
         node_id: [(since_s, min(until_s, universe.healed_s)) for since_s, until_s in windows]
         for node_id, windows in universe.gang.unreachable.items()
     }
+    host.mend(universe)
     for process in universe.processes:
         process.statements_left = None
-        process.resume()
+        process.release()
         if universe.mix.leaves_broker_dead:
             process.kill()
 
@@ -222,6 +230,20 @@ def partition(universe: Universe) -> None:
     now_s = universe.loop.time()
     window = (now_s, now_s + universe.random.choice((3.0, 20.0, 60.0, 200.0)))
     universe.gang.unreachable.setdefault(node.id, []).append(window)
+
+
+def cut_off_gang(universe: Universe) -> None:
+    """No node of one cluster answers, the broker's address is blocked, say; its cloud says RUNNING of each."""
+    clusters = sorted({node.cluster for node in universe.list_live_nodes()})
+    if not clusters:
+        return
+    name = universe.random.choice(clusters)
+    universe.note_fault("partition:gang", name)
+    now_s = universe.loop.time()
+    window = (now_s, now_s + universe.random.choice((20.0, 90.0, 300.0)))
+    for node in universe.list_live_nodes():
+        if node.cluster == name:
+            universe.gang.unreachable.setdefault(node.id, []).append(window)
 
 
 def kill(universe: Universe) -> None:

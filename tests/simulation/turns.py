@@ -158,7 +158,7 @@ def _find_passed_over(
     """The first place that should have been asked before this one; None: all is as it should be."""
     job_id = universe.get_job_id(cluster)
     searched_s = turns.searched_s.get(cluster, now_s)
-    if job_id is None or not math.isinf(universe.mix.jump_every_s) or turns.poor_s >= searched_s - PROBE_S:
+    if job_id is None or not universe.mix.is_clock_true or turns.poor_s >= searched_s - PROBE_S:
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:
         return None  # for a gang that stands: where that is

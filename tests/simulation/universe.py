@@ -17,17 +17,18 @@ from typing import Any
 
 from broker.clouds.simulated import SimulatedCloud
 from broker.config import Config
-from broker.errors import BrokerError, NoOfferError
+from broker.errors import BrokerError, NoOfferError, StateError
 from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
+from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
 from tests.simulation.events import TERMINAL, Event, Violation
 from tests.simulation.invariants import check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
+from tests.simulation.processes import Crash, Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.turns import note_unclear
 from tests.simulation.world import FOREIGN, OWNER, make_offer
@@ -105,7 +106,7 @@ class Universe:
         self.random = Random(f"{seed}/world")
         self.loop = ShuffledLoop(Random(f"{seed}/order"))
         self.start_s = self.loop.time()
-        self.clock = ProcessClock(self.loop)
+        self.clock = ProcessClock(self.loop, offset_s=mix.offset_s, drift=mix.drift)
         self.cloud = WatchedCloud(
             clock=TrueClock(self.loop),
             market=mix.market,
@@ -150,7 +151,9 @@ class Universe:
         self.trace_lines: list[str] | None = [] if trace else None
         self._kill_random = Random(f"{seed}/kill")
         self._points_to_kill = self._draw_points()
-        self.file = SimulatedFile()
+        self.file = SimulatedFile(may_lose_power=mix.may_lose_power)
+        self.is_suspended = False  # the machine that brokers and commands run on
+        self.is_owner_lost = False
         self._seen: dict[str, list[Any]] = {}
 
     # -- what the world tells -------------------------------------------------------------------------------------
@@ -204,6 +207,10 @@ class Universe:
         if sql not in self._seen:
             self._seen[sql] = self.read(sql)
         return self._seen[sql]
+
+    def forget_what_was_seen(self) -> None:
+        """The file has changed without a commit."""
+        self._seen.clear()
 
     def list_live_nodes(self) -> list[Node]:
         return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
@@ -292,10 +299,30 @@ class Universe:
     def spawn(self, name: str, work: Callable[[Process], Any]) -> Process:
         process = Process(name, self.loop, on_point=self._on_point, on_fault=self.note_fault)
         self.processes.append(process)
+        if self.is_suspended:
+            process.stop("suspended")
         process.begin(work(process))
         return process
 
+    def fall_asleep(self) -> None:
+        if self.is_healed:
+            return
+        self.note_fault("suspend")
+        self.is_suspended = True
+        for process in self.processes:
+            process.stop("suspended")
+        self.loop.freeze(set(self.processes))
+
+    def wake_up(self) -> None:
+        if self.is_suspended:
+            self.is_suspended = False
+            self.loop.thaw()
+            for process in self.processes:
+                process.resume("suspended")
+
     def open_store(self, process: Process) -> SimulatedStore:
+        if self.is_owner_lost:
+            raise StateError("the file `owner` is empty")
         return SimulatedStore(
             self.folder / "state.db", clock=self.clock, process=process, file=self.file, on_commit=self._on_commit
         )

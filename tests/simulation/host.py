@@ -1,0 +1,72 @@
+"""What befalls the machine that brokers and commands run on: its disk fills up, its power fails, its lid is closed."""
+
+from __future__ import annotations
+
+from tests.simulation.universe import Universe
+
+DISK_FULL_S = (15.0, 60.0, 180.0)
+SUSPENDED_S = (20.0, 90.0, 300.0, 600.0)  # below the lease, which nothing renews meanwhile
+OWNER_LOST_S = (10.0, 40.0)
+AWAY_BEFORE_S, AWAY_AFTER_S = 3.0, 6.0  # the network goes before the machine sleeps, and comes back after it wakes
+
+
+def fill_disk(universe: Universe) -> None:
+    """Nothing can be written, by any process, for as long as it takes until a user notices."""
+    universe.note_fault("disk:full")
+    universe.file.is_full = True
+    universe.loop.call_world(universe.random.choice(DISK_FULL_S), free_disk, universe)
+
+
+def free_disk(universe: Universe) -> None:
+    universe.file.is_full = False
+
+
+def cut_power(universe: Universe) -> None:
+    """Every process dies, and commits that were not synced are lost, the newest first."""
+    universe.note_fault("power:cut")
+    for process in list(universe.processes):
+        if process.is_alive:
+            universe.kills += 1
+            process.kill()
+    lost = universe.file.cut_power(universe.random)
+    universe.forget_what_was_seen()
+    universe.say(f"{lost} commits are lost")
+
+
+def suspend(universe: Universe) -> None:
+    """A laptop's lid: processes stand still and so does their monotonic clock; the wall clock and the nodes go on.
+
+    The network is away for a moment on both sides of it.
+    """
+    suspend_for(universe, universe.random.choice(SUSPENDED_S))
+
+
+def suspend_for(universe: Universe, duration_s: float) -> None:
+    if universe.is_suspended:
+        return
+    now_s = universe.loop.time()
+    wakes_s = now_s + AWAY_BEFORE_S + duration_s
+    for node in universe.list_live_nodes():
+        windows = universe.gang.unreachable.setdefault(node.id, [])
+        windows.append((now_s, now_s + AWAY_BEFORE_S + 0.5))
+        windows.append((wakes_s - 0.5, wakes_s + AWAY_AFTER_S))
+    universe.loop.call_world(AWAY_BEFORE_S, universe.fall_asleep)
+    universe.loop.call_world(AWAY_BEFORE_S + duration_s, universe.wake_up)
+
+
+def lose_owner(universe: Universe) -> None:
+    """The file that says whose the nodes are is empty: nothing starts until it is restored."""
+    universe.note_fault("owner:lost")
+    universe.is_owner_lost = True
+    universe.loop.call_world(universe.random.choice(OWNER_LOST_S), restore_owner, universe)
+
+
+def restore_owner(universe: Universe) -> None:
+    universe.is_owner_lost = False
+
+
+def mend(universe: Universe) -> None:
+    """No more faults."""
+    free_disk(universe)
+    restore_owner(universe)
+    universe.wake_up()
