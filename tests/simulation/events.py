@@ -29,10 +29,12 @@ class Event:
     run: MachineRun | None = None
     step: int = 0
     name: str = ""  # of a cluster that is searched for
+    late_s: float = 0.0  # how long before its asking a list set out
     written: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = {
+            "ask": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
             "create": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
             "terminate": lambda: f"{self.node.id} of {self.node.cluster}" if self.node else "",
             "start": lambda: f"{self.run.cluster} from step {self.run.first_step}" if self.run else "",

@@ -1,6 +1,6 @@
 """What must hold at every instant of every history: one function an invariant, by the letter it has in the notes.
 
-S1-S13 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
+S1-S14 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 from broker.jobs.judgement import UNREACHABLE_S_MIN
 from broker.types import JobStatus, NodeState, RunStatus
 from tests.simulation.events import IS_TERMINAL, OTHER_FAILURES, TERMINAL, Event, Violation
+from tests.simulation.records import (
+    check_fresh_list,
+    check_s3_only_the_lost_are_collected,
+    check_s3_records_outlive_nodes,
+    check_s3_replacements_are_spared,
+    check_s3_young_nodes_are_spared,
+    check_s4_stale_calls,
+    note_end,
+)
 from tests.simulation.starts import (
     check_s4_one_active_attempt,
     check_s7_no_start_after_a_cancel,
@@ -72,32 +81,6 @@ def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
     since_s = universe.unowned_since_s
     universe.unowned_since_s = {node.id: since_s.get(node.id, now_s) for node in unowned}
     universe.unowned_s += sum(now_s - last_s for node in unowned if node.id in since_s)
-
-
-def note_end(universe: Universe, event: Event) -> None:
-    """Whether a node was anybody's when it was asked to end."""
-    node = event.node
-    assert node is not None
-    is_owned = node.id not in {each.id for each in universe.list_unowned_nodes()}
-    universe.memory.setdefault("ends", {})[node.id] = (is_owned, event.process, event.time_s)
-
-
-def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> None:
-    """The collector ends nothing that an open intent or a record names."""
-    if "events" not in event.written:
-        return
-    last = universe.memory.get("collected", 0)
-    ends = universe.memory.get("ends", {})
-    for number, message in universe.read(
-        "SELECT id, message FROM events WHERE kind = 'collected' AND id > ? ORDER BY id", (last,)
-    ):
-        universe.memory["collected"] = number
-        node_id = message.split()[0]
-        is_owned, process, ended_s = ends.get(node_id, (False, None, 0.0))
-        # Else it was ended before, and maybe known to be: a stale list shows it alive once more.
-        is_news = universe.memory.get("gone", {}).get(node_id, event.time_s) >= event.time_s
-        if is_owned and process is event.process and event.time_s - ended_s < 1.0 and is_news:
-            raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
 
 
 def check_s4_stale_writes(universe: Universe, event: Event) -> None:
@@ -301,9 +284,17 @@ def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
 
 Checker = Callable[["Universe", Event], None]
 CHECKERS: dict[str, tuple[Checker, ...]] = {
+    "ask": (check_s4_stale_calls,),
+    "list": (check_fresh_list,),
     "create": (check_s1_intent_first, check_s9_budget),
     "created": (check_s2_no_twins,),
-    "terminate": (note_end, check_s8_only_ours, check_s5_healthy_work_is_kept),
+    "terminate": (
+        note_end,
+        check_s8_only_ours,
+        check_s5_healthy_work_is_kept,
+        check_s3_young_nodes_are_spared,
+        check_s3_replacements_are_spared,
+    ),
     "start": (
         check_s4_one_active_attempt,
         check_s7_no_start_after_the_end,
@@ -318,6 +309,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         note_bills,
         check_s13_nobody_is_passed_over,
         check_s3_only_the_lost_are_collected,
+        check_s3_records_outlive_nodes,
         check_s7_success_is_kept,
         check_s4_stale_writes,
         check_s7_ends_are_final,

@@ -274,6 +274,7 @@ def fail_statement(universe: Universe) -> None:
 
 def jump(universe: Universe) -> None:
     universe.note_fault("clock:jump")
+    universe.jumps += 1
     universe.clock.offset_s += universe.random.choice((-3600.0, -20.0, 20.0, 3600.0))
 
 

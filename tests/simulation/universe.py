@@ -8,7 +8,7 @@ import json
 import math
 import random as global_random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
+from broker.provision.listing import Lister, Listing
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
 from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
 from tests.simulation.events import TERMINAL, Event, Violation
@@ -29,6 +30,7 @@ from tests.simulation.invariants import check_all
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import Crash, Process, ProcessClock, get_process
+from tests.simulation.records import IS_COLLECTOR
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.turns import note_unclear
 from tests.simulation.world import FOREIGN, OWNER, make_offer
@@ -60,6 +62,10 @@ class WatchedCloud(SimulatedCloud):
 
     universe: Universe
 
+    def create_nodes(self, request: NodeRequest) -> Coroutine[Any, Any, Sequence[Node]]:
+        self.universe.emit("ask", request=request)
+        return super().create_nodes(request)
+
     def _make_gang(self, request: NodeRequest, now_s: float) -> list[str]:
         self.universe.emit("create", request=request)
         made = super()._make_gang(request, now_s)
@@ -77,14 +83,47 @@ class WatchedCloud(SimulatedCloud):
         return math.inf if ending_s is None else ending_s
 
 
-class WatchedProvisioner(Provisioner):
-    """Tells the universe whenever a search for nodes begins."""
+class WatchedLister(Lister):
+    """Tells the universe how old a list is that was asked for without an age."""
 
     universe: Universe
+
+    async def list(self, cloud: Any, *, age_s_max: float = 0.0, **named: Any) -> Listing:
+        jumps, asked_s = self.universe.jumps, self._clock.now_s()
+        listing = await super().list(cloud, age_s_max=age_s_max, **named)
+        if not age_s_max and jumps == self.universe.jumps:
+            self.universe.check_list(asked_s - listing.asked_s)
+        return listing
+
+
+class WatchedProvisioner(Provisioner):
+    """Tells the universe of searches, of replacements under way, and of what the collector does."""
+
+    universe: Universe
+
+    def watch(self, universe: Universe) -> None:
+        self.universe = universe
+        self._lister.__class__ = WatchedLister
+        self._lister.universe = universe  # type: ignore[attr-defined]
 
     async def up(self, name: str, *arguments: Any, **named: Any) -> Cluster:
         self.universe.emit("search", name=name)
         return await super().up(name, *arguments, **named)
+
+    async def replace_node(self, cluster: Cluster, *arguments: Any, **named: Any) -> Cluster:
+        replacing = self.universe.memory.setdefault("replacing", {})
+        replacing[cluster.name] = get_process()
+        try:
+            return await super().replace_node(cluster, *arguments, **named)
+        finally:
+            replacing.pop(cluster.name, None)
+
+    async def collect(self) -> int:
+        token = IS_COLLECTOR.set(True)
+        try:
+            return await super().collect()
+        finally:
+            IS_COLLECTOR.reset(token)
 
 
 class Universe:
@@ -140,6 +179,7 @@ class Universe:
         self.stuck: set[str] = set()  # clusters of which a create call got nowhere for a while
         self.requests: set[str] = set()
         self.retries = 0
+        self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
         self.is_healed = False
@@ -179,6 +219,11 @@ class Universe:
         self.digest.update(line.encode())
         if self.trace_lines is not None:
             self.trace_lines.append(line)
+
+    def check_list(self, late_s: float) -> None:
+        """Every list is looked at; only a late one is told, for there are many."""
+        if late_s > 1e-6:
+            self.emit("list", late_s=late_s)
 
     def note_made(self, ids: Sequence[str]) -> None:
         """Spot nodes may be fated: when each is preempted is drawn when it is made."""
@@ -329,7 +374,7 @@ class Universe:
 
     def make_provisioner(self, store: SimulatedStore) -> Provisioner:
         provisioner = WatchedProvisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
-        provisioner.universe = self
+        provisioner.watch(self)
         return provisioner
 
     async def run_broker(self, process: Process) -> None:
