@@ -183,6 +183,10 @@ class SimulatedCloud:
         """For so long every list is empty."""
         self._blank_until_s = self.clock.now_s() + duration_s
 
+    def lock_out(self, duration_s: float) -> None:
+        """For so long every call is refused, as with an expired login."""
+        self._locked_until_s = self.clock.now_s() + duration_s
+
     def end_by_itself(self, node_id: str, *, reason: str) -> None:
         """The machine switches itself off, as when its lease runs out."""
         self._end(self._machines[node_id], after_s=0.0, reason=reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from broker.clouds.simulated import FaultRates, Market
 from broker.types import Goal, JobRecovery, JobStatus, NodeState, Resources, Task
-from tests.simulation import stories
+from tests.simulation import host, stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.universe import STOPPED_S, ZONES, Universe
@@ -135,6 +135,28 @@ def use_cluster(universe: Universe) -> None:
     universe.begin(stories.use_cluster(universe, "launch"))
 
 
+def sleep(universe: Universe) -> None:
+    """The lid is closed for five minutes."""
+    host.suspend_for(universe, 300.0)
+
+
+def cut_power(universe: Universe) -> None:
+    host.cut_power(universe)
+
+
+def fill_disk(universe: Universe) -> None:
+    """For most of a minute."""
+    universe.note_fault("disk:full")
+    universe.file.is_full = True
+    universe.loop.call_world(50.0, host.free_disk, universe)
+
+
+def expire_login(universe: Universe) -> None:
+    """Nothing can be asked of the cloud for most of a minute, though all is well."""
+    universe.note_fault("list:auth")
+    universe.cloud.lock_out(50.0)
+
+
 async def act_out(universe: Universe, scene: Scene) -> None:
     """Acts in turn; without any program started within a while, they happen all the same."""
     universe.is_acting = True
@@ -169,6 +191,8 @@ def check_end(universe: Universe, scene: Scene) -> str:
 
 
 SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
+SLOW_BOOT = replace(MARKET, boot_s=30.0, boot_s_max=40.0)
+MIDDLE_BOOT = replace(MARKET, boot_s=12.0, boot_s_max=14.0)
 LONG_END = replace(MARKET, terminate_s=30.0)
 HANGING = replace(MARKET, hang_s=120.0)
 LONG_HANGING = replace(MARKET, hang_s=200.0)
@@ -253,12 +277,27 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="head out of reach for a while", mix=make_mix(make_job(steps=60)), acts=((5.0, cut_off),)),
     Scene(name="node lost after success", mix=make_mix(poll_s=8.0), acts=((13.5, end_rank_1),)),
     Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
+    Scene(
+        name="a leader that sleeps while nodes boot",
+        mix=make_mix(make_job(nodes=1), market=SLOW_BOOT, is_doubled=True),
+    ),
+    Scene(name="a laptop that sleeps", mix=make_mix(make_job(steps=400), heal_s=600.0), acts=((8.0, sleep),)),
+    Scene(name="a power cut", mix=make_mix(power_every_s=1e9), acts=((6.5, cut_power),)),
+    Scene(
+        name="a disk that is full for a while", mix=make_mix(make_job(steps=60), heal_s=120.0), acts=((5.0, fill_disk),)
+    ),
+    Scene(name="a login that expires under a program", mix=make_mix(make_job(steps=60)), acts=((5.0, expire_login),)),
     Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
     Scene(name="elastic", mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)), acts=((7.0, preempt),)),
     Scene(
         name="elastic, taken down while a node is on its way",
         mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)),
         acts=((7.0, preempt), (9.0, take_down)),
+    ),
+    Scene(
+        name="elastic, collected while a node is on its way",
+        mix=make_mix(make_job(nodes=3, steps=90, recovery=ELASTIC), market=MIDDLE_BOOT),
+        acts=((7.0, preempt), *((9.0 + 2.0 * count, collect) for count in range(8))),
     ),
     Scene(
         name="elastic, its answers lost",
@@ -269,6 +308,12 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="a gang that falls apart", mix=make_mix(make_job(breaks=2))),
     Scene(name="a gang that always falls apart", mix=make_mix(make_job(breaks=9)), ends=(JobStatus.FAILED,)),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
+    Scene(
+        name="budget over several attempts",
+        mix=make_mix(make_job(nodes=1, steps=150, budget_usd=0.03), heal_s=300.0),
+        acts=((38.0, preempt), (80.0, preempt), (122.0, preempt)),
+        ends=(JobStatus.FAILED,),
+    ),
     Scene(
         name="a budget that is spent while its leader sleeps",
         mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.004, hedge=1), market=LONG_END, is_doubled=True),
