@@ -19,9 +19,9 @@ CALLS = ("create", "list", "terminate")
 OF_EACH_CALL = ("transient", "throttled", "auth")
 OF_CHANGES = ("unknown_before", "unknown_after")  # a list has no effect that could be lost
 OF_CREATE = ("late", "full", "quota", "partial", "stuck", "mute")
-OF_LIST = ("forgotten", "blank", "blackout", "stale")
+OF_LIST = ("forgotten", "blank", "blackout", "stale", "behind", "repeated", "silent")
 OF_TERMINATE = ("ignored", "refused")
-OF_THE_HOST = ("power:cut", "disk:full", "suspend", "owner:lost")
+OF_THE_HOST = ("power:cut", "disk:full", "suspend", "owner:lost", "account:other")
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
 RARE = {"auth", "quota", "blackout"}  # too seldom, or too often fatal, to be seen in every state
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 from tests.simulation.universe import Universe
 
 DISK_FULL_S = (15.0, 60.0, 180.0)
-SUSPENDED_S = (20.0, 90.0, 300.0, 600.0)  # below the lease, which nothing renews meanwhile
+SUSPENDED_S = (20.0, 90.0, 300.0, 700.0)  # below the lease, which nothing renews meanwhile
 OWNER_LOST_S = (10.0, 40.0)
+HOME, AWAY = "account-1", "account-2"
+AWAY_S = (20.0, 60.0, 150.0)
+VISIT_S = 90.0
 AWAY_BEFORE_S, AWAY_AFTER_S = 3.0, 6.0  # the network goes before the machine sleeps, and comes back after it wakes
 
 
@@ -65,8 +71,43 @@ def restore_owner(universe: Universe) -> None:
     universe.is_owner_lost = False
 
 
+def switch_login(universe: Universe) -> None:
+    """Brokers and commands are started from a shell that is logged in to another account; a user notices later."""
+    if universe.account != HOME:
+        return
+    universe.note_fault("account:other")
+    log_in(universe, AWAY)
+    universe.loop.call_world(universe.random.choice(AWAY_S), log_in, universe, HOME)
+
+
+def log_in(universe: Universe, account: str) -> None:
+    """What was started before keeps its login: it is ended, and will be started again."""
+    if universe.account != account:
+        universe.say(f"log in to {account}")
+        universe.account = account
+        for process in list(universe.processes):
+            process.kill()
+
+
+async def visit_accounts(universe: Universe) -> None:
+    """After the last fault a user logs in to each account in turn where nodes or intents are left."""
+    while True:
+        await asyncio.sleep(VISIT_S)
+        if not universe.is_healed or universe.mix.leaves_broker_dead:
+            continue
+        left = {node.account for node in universe.list_live_nodes()}
+        for (body,) in universe.read("SELECT body FROM intents WHERE outcome IS NULL"):
+            left.add(json.loads(body).get("account", ""))
+        for (body,) in universe.read("SELECT CAST(body AS TEXT) FROM clusters"):
+            left |= {node.get("account", "") for node in json.loads(body)["nodes"]}
+        others = sorted(left - {universe.account, ""})
+        if others:
+            log_in(universe, others[0])
+
+
 def mend(universe: Universe) -> None:
     """No more faults."""
     free_disk(universe)
     restore_owner(universe)
     universe.wake_up()
+    log_in(universe, HOME)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from broker.jobs.judgement import UNREACHABLE_S_MIN
+from broker.jobs.judgement import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
 from broker.types import JobStatus, NodeState, RunStatus
 from tests.simulation.events import IS_TERMINAL, OTHER_FAILURES, TERMINAL, Event, Violation
 from tests.simulation.records import (
@@ -107,7 +107,7 @@ def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
         or row[1]
         or run.cluster in universe.asked_down
         or any(peer.state is NodeState.TERMINATED or peer.reason for peer in peers)
-        or any(universe.gang.was_unreachable(peer.id, for_s=UNREACHABLE_S_MIN) for peer in peers)
+        or universe.gang.was_silent(run.ids, one_s=UNREACHABLE_S_MIN, all_s=GANG_UNREACHABLE_S_MIN)
         or universe.gang.is_hanging(run)
         or universe.is_over_budget(run.job)
     )

@@ -14,7 +14,8 @@ from tests.simulation.machines import Program
 CLOUD_RATES_MAX = {
     "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.15, "full": 0.3,
     "quota": 0.1, "auth": 0.03, "partial": 0.15, "never_boots": 0.1, "forgotten": 0.3, "blank": 0.25,
-    "blackout": 0.02, "stale": 0.2, "ignored": 0.2, "refused": 0.1, "stuck": 0.2, "mute": 0.2,
+    "blackout": 0.02, "stale": 0.2, "behind": 0.2, "repeated": 0.2, "silent": 0.1, "ignored": 0.2, "refused": 0.1,
+    "stuck": 0.2, "mute": 0.2,
 }  # fmt: skip
 assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
 
@@ -57,6 +58,7 @@ class Mix:
     disk_every_s: float = math.inf  # full, for a while
     suspend_every_s: float = math.inf
     owner_every_s: float = math.inf  # the owner file is lost, and restored
+    login_every_s: float = math.inf  # the next start is with a login for another account
     offset_s: float = 0.0  # of the broker's wall clock to the cloud's
     drift: float = 0.0  # seconds that it gains in one
     is_doubled: bool = False  # a second broker keeps trying to lead
@@ -93,6 +95,7 @@ def draw_mix(random: Random) -> Mix:
         terminate_s=random.choice((0.5, 3.0, 20.0)),
         vanish_s=random.choice((0.0, 30.0, math.inf, math.inf)),
         refused_s=random.choice((60.0, 180.0)),
+        silent_s=random.choice((5.0, 30.0, 200.0)),
         hang_s=random.choice((15.0, 60.0, 200.0, math.inf)),
     )
     return Mix(
@@ -117,6 +120,7 @@ def draw_mix(random: Random) -> Mix:
         disk_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
         suspend_every_s=maybe(random.uniform(40.0, 150.0) / intensity, 0.2),
         owner_every_s=maybe(random.uniform(20.0, 100.0) / intensity, 0.2),
+        login_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
         offset_s=random.choice((0.0, 0.0, -25.0, 25.0, 400.0)),
         drift=random.choice((0.0, 0.0, 0.0, -0.01, 0.01)),
         is_doubled=random.random() < 0.35,

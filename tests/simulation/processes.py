@@ -30,6 +30,7 @@ class Process:
     ) -> None:
         self.name = name
         self.loop = loop
+        self.account = ""  # that it is logged in to, from its start to its end
         self.is_alive = True
         self._held: set[str] = set()  # why it is stopped
         self.tasks: list[asyncio.Task[Any]] = []

@@ -100,6 +100,37 @@ def black_out(universe: Universe) -> None:
     universe.cloud.black_out(50.0)
 
 
+def black_out_for_long(universe: Universe) -> None:
+    """For ten minutes, while every agent answers."""
+    universe.note_fault("list:blackout")
+    universe.cloud.black_out(600.0)
+
+
+def silence_region(universe: Universe) -> None:
+    """No list covers the place of the newest program for two minutes."""
+    run = list(universe.gang.runs.values())[-1]
+    universe.note_fault("list:silent", run.cluster)
+    universe.cloud.silence(universe.cloud.find(run.ids)[0].region, 120.0)
+
+
+def cut_off_gang(universe: Universe) -> None:
+    """No node of any program answers for most of ten minutes; their cloud lists them as RUNNING."""
+    universe.note_fault("partition:gang")
+    now_s = universe.loop.time()
+    for run in universe.gang.runs.values():
+        for node_id in run.ids:
+            universe.gang.unreachable.setdefault(node_id, []).append((now_s, now_s + 500.0))
+
+
+def log_in_elsewhere(universe: Universe) -> None:
+    universe.note_fault("account:other")
+    host.log_in(universe, host.AWAY)
+
+
+def log_in_at_home(universe: Universe) -> None:
+    host.log_in(universe, host.HOME)
+
+
 def cancel(universe: Universe) -> None:
     universe.begin(
         stories.insist(universe, "cancel", lambda process: stories.cancel_job(universe, process, 0)),
@@ -136,8 +167,8 @@ def use_cluster(universe: Universe) -> None:
 
 
 def sleep(universe: Universe) -> None:
-    """The lid is closed for five minutes."""
-    host.suspend_for(universe, 300.0)
+    """The lid is closed for most of a quarter of an hour."""
+    host.suspend_for(universe, 700.0)
 
 
 def cut_power(universe: Universe) -> None:
@@ -194,12 +225,14 @@ SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
 SLOW_BOOT = replace(MARKET, boot_s=30.0, boot_s_max=40.0)
 MIDDLE_BOOT = replace(MARKET, boot_s=12.0, boot_s_max=14.0)
 LONG_END = replace(MARKET, terminate_s=30.0)
+SILENT = replace(MARKET, silent_s=100.0)
 HANGING = replace(MARKET, hang_s=120.0)
 LONG_HANGING = replace(MARKET, hang_s=200.0)
 NEVER = replace(MARKET, hang_s=math.inf)
 CHEAPEST = JobRecovery(strategy="cheapest")
 FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
 COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(7))
+LOGINS = ((5.0, log_in_elsewhere), (6.0, cut_off_gang), (305.0, log_in_at_home))
 STALL = JobRecovery(stall_timeout_s=20.0)
 AGAIN = JobRecovery(max_restarts_on_errors=1)
 ELASTIC = JobRecovery(nodes_min=2)
@@ -281,12 +314,33 @@ SCENES: tuple[Scene, ...] = (
         name="a leader that sleeps while nodes boot",
         mix=make_mix(make_job(nodes=1), market=SLOW_BOOT, is_doubled=True),
     ),
-    Scene(name="a laptop that sleeps", mix=make_mix(make_job(steps=400), heal_s=600.0), acts=((8.0, sleep),)),
+    Scene(name="a laptop that sleeps", mix=make_mix(make_job(steps=800), heal_s=900.0), acts=((8.0, sleep),)),
     Scene(name="a power cut", mix=make_mix(power_every_s=1e9), acts=((6.5, cut_power),)),
     Scene(
         name="a disk that is full for a while", mix=make_mix(make_job(steps=60), heal_s=120.0), acts=((5.0, fill_disk),)
     ),
     Scene(name="a login that expires under a program", mix=make_mix(make_job(steps=60)), acts=((5.0, expire_login),)),
+    Scene(name="a login for another account", mix=make_mix(make_job(steps=400), heal_s=900.0), acts=LOGINS),
+    Scene(
+        name="a region that is silent",
+        mix=make_mix(make_job(steps=60), heal_s=300.0),
+        acts=((5.0, silence_region), (20.0, preempt)),
+    ),
+    Scene(
+        name="lost answers of regions that are silent",
+        mix=make_mix(cloud=FaultRates(unknown_after=0.7, silent=0.5), market=SILENT, heal_s=300.0),
+        seed=3,
+    ),
+    Scene(
+        name="lists that are empty for ten minutes",
+        mix=make_mix(make_job(steps=700), heal_s=900.0),
+        acts=((6.0, black_out_for_long),),
+    ),
+    Scene(
+        name="a gang out of reach for minutes",
+        mix=make_mix(make_job(steps=400), heal_s=600.0),
+        acts=((5.0, cut_off_gang),),
+    ),
     Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
     Scene(name="elastic", mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)), acts=((7.0, preempt),)),
     Scene(

@@ -7,7 +7,6 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
 from tests.simulation import host
@@ -72,8 +71,10 @@ def list_actors(universe: Universe) -> list[Awaitable[None]]:
         (mix.disk_every_s, host.fill_disk),
         (mix.suspend_every_s, host.suspend),
         (mix.owner_every_s, host.lose_owner),
+        (mix.login_every_s, host.switch_login),
         (mix.command_every_s, command),
     ]
+    actors.append(host.visit_accounts(universe))
     actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
     return actors
 
@@ -90,8 +91,7 @@ def heal(universe: Universe) -> None:
     universe.say("healed")
     universe.is_healed = True
     universe.healed_s = universe.loop.time()
-    universe.cloud.faults = FaultRates()
-    universe.cloud.full_zones.clear()
+    universe.cloud.recover()
     universe.gang.unreachable = {
         node_id: [(since_s, min(until_s, universe.healed_s)) for since_s, until_s in windows]
         for node_id, windows in universe.gang.unreachable.items()

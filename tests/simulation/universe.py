@@ -78,6 +78,10 @@ class WatchedCloud(SimulatedCloud):
             self.universe.emit("terminate", node=self._look(machine))
         super()._end(machine, after_s=after_s, reason=reason)
 
+    def _find_login(self) -> str:
+        process = get_process()
+        return process.account if process is not None else self.account
+
     def get_ending_s(self, node_id: str) -> float:
         ending_s = self._machines[node_id].ending_s
         return math.inf if ending_s is None else ending_s
@@ -194,6 +198,7 @@ class Universe:
         self.file = SimulatedFile(may_lose_power=mix.may_lose_power)
         self.is_suspended = False  # the machine that brokers and commands run on
         self.is_owner_lost = False
+        self.account = self.cloud.account  # that whoever starts now is logged in to
         self._seen: dict[str, list[Any]] = {}
 
     # -- what the world tells -------------------------------------------------------------------------------------
@@ -343,6 +348,7 @@ class Universe:
 
     def spawn(self, name: str, work: Callable[[Process], Any]) -> Process:
         process = Process(name, self.loop, on_point=self._on_point, on_fault=self.note_fault)
+        process.account = self.account
         self.processes.append(process)
         if self.is_suspended:
             process.stop("suspended")

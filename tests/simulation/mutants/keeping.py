@@ -38,7 +38,16 @@ def intents_not_durable() -> Patches:
         with self._store.transaction(is_durable=False):
             return open_intent(self, *arguments, **named)
 
-    return (patch.object(Asker, "_open_intent", open_loosely),)
+    note_account = IntentRows.note_intent_account
+
+    def note_loosely(self: Any, *arguments: Any) -> None:
+        with self.transaction(is_durable=False):
+            note_account(self, *arguments)
+
+    return (
+        patch.object(Asker, "_open_intent", open_loosely),
+        patch.object(IntentRows, "note_intent_account", note_loosely),
+    )
 
 
 def synchronous_never_back_to_full() -> Patches:

@@ -12,7 +12,7 @@ from functools import partial
 from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
-from tests.simulation.mutants import jobs, keeping, provisioning
+from tests.simulation.mutants import believing, jobs, keeping, provisioning
 from tests.simulation.runner import Result, play_scene
 from tests.simulation.scenes import SCENES
 
@@ -129,6 +129,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=keeping.budget_per_attempt, letters="S9 S11", scene="budget over several attempts"),
     Mutant(plant=keeping.stopwatch_counts_suspended_time, letters="S5", scene="a laptop that sleeps"),
     Mutant(plant=keeping.lister_shares_an_older_list, letters="S14", scene="two jobs at once"),
+    Mutant(
+        plant=believing.list_of_another_account_believed, letters="S3 S4 S5 S10", scene="a login for another account"
+    ),
+    Mutant(
+        plant=believing.silent_region_counts_as_empty, letters="S3 S10", scene="lost answers of regions that are silent"
+    ),
+    Mutant(
+        plant=believing.answering_agent_is_no_proof_of_life,
+        letters="S5",
+        scene="lists that are empty for ten minutes",
+    ),
+    Mutant(
+        plant=believing.silent_gang_replaced_as_soon_as_one_node,
+        letters="S5",
+        scene="a gang out of reach for minutes",
+    ),
     Mutant(plant=keeping.failed_list_is_a_loss, letters="S5", scene="a login that expires under a program"),
 )
 
