@@ -12,7 +12,7 @@ SUSPENDED_S = (20.0, 90.0, 300.0, 700.0)  # below the lease, which nothing renew
 OWNER_LOST_S = (10.0, 40.0)
 HOME, AWAY = "account-1", "account-2"
 AWAY_S = (20.0, 60.0, 150.0)
-VISIT_S = 90.0
+VISIT_LOOK_S, VISIT_S = 30.0, 400.0  # longer than nodes must stay missing from lists to be believed gone
 AWAY_BEFORE_S, AWAY_AFTER_S = 3.0, 6.0  # the network goes before the machine sleeps, and comes back after it wakes
 
 
@@ -84,7 +84,7 @@ def log_in(universe: Universe, account: str) -> None:
     """What was started before keeps its login: it is ended, and will be started again."""
     if universe.account != account:
         universe.say(f"log in to {account}")
-        universe.account = account
+        universe.account, universe.login_s = account, universe.loop.time()
         for process in list(universe.processes):
             process.kill()
 
@@ -92,17 +92,24 @@ def log_in(universe: Universe, account: str) -> None:
 async def visit_accounts(universe: Universe) -> None:
     """After the last fault a user logs in to each account in turn where nodes or intents are left."""
     while True:
-        await asyncio.sleep(VISIT_S)
+        await asyncio.sleep(VISIT_LOOK_S)
         if not universe.is_healed or universe.mix.leaves_broker_dead:
             continue
-        left = {node.account for node in universe.list_live_nodes()}
-        for (body,) in universe.read("SELECT body FROM intents WHERE outcome IS NULL"):
-            left.add(json.loads(body).get("account", ""))
-        for (body,) in universe.read("SELECT CAST(body AS TEXT) FROM clusters"):
-            left |= {node.get("account", "") for node in json.loads(body)["nodes"]}
-        others = sorted(left - {universe.account, ""})
-        if others:
+        left = _list_accounts(universe)
+        others = sorted(left - {universe.account})
+        is_done = universe.account not in left or universe.loop.time() - universe.login_s >= VISIT_S
+        if others and is_done:
             log_in(universe, others[0])
+
+
+def _list_accounts(universe: Universe) -> set[str]:
+    """Where anything is left to do."""
+    left = {node.account for node in universe.list_live_nodes()}
+    for (body,) in universe.read("SELECT body FROM intents WHERE outcome IS NULL"):
+        left.add(json.loads(body)["account"])
+    for (body,) in universe.read("SELECT CAST(body AS TEXT) FROM clusters"):
+        left |= {node["account"] for node in json.loads(body)["nodes"]}
+    return left - {""}
 
 
 def mend(universe: Universe) -> None:

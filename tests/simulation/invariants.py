@@ -252,7 +252,9 @@ def check_l1_unowned_go(universe: Universe, event: Event) -> None:
     from tests.simulation.universe import L1_S
 
     for node_id, since_s in universe.unowned_since_s.items():
-        if event.time_s - max(since_s, universe.healed_s) > L1_S and not universe.mix.leaves_broker_dead:
+        is_seen = universe.cloud.find([node_id])[0].account == universe.account
+        seen_s = max(since_s, universe.healed_s, universe.login_s)
+        if event.time_s - seen_s > L1_S and is_seen and not universe.mix.leaves_broker_dead:
             raise Violation("L1", f"{node_id} has been nobody's for {event.time_s - since_s:.0f} s")
 
 

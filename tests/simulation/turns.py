@@ -105,7 +105,9 @@ def check_l1_late_gangs_go(universe: Universe, event: Event) -> None:
     late = universe.memory["late gangs"] = {
         node.id: since_s.get(node.id, event.time_s)
         for node in (universe.list_live_nodes() if tokens else ())
-        if node.token in tokens and math.isinf(universe.cloud.get_ending_s(node.id))
+        if node.account == universe.account
+        and node.token in tokens
+        and math.isinf(universe.cloud.get_ending_s(node.id))
     }
     for node_id, begun_s in late.items():
         if event.time_s - begun_s > LATE_S:

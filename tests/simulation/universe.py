@@ -198,7 +198,8 @@ class Universe:
         self.file = SimulatedFile(may_lose_power=mix.may_lose_power)
         self.is_suspended = False  # the machine that brokers and commands run on
         self.is_owner_lost = False
-        self.account = self.cloud.account  # that whoever starts now is logged in to
+        self.account = self.cloud.account  # that whoever starts now is logged in to, since
+        self.login_s = self.start_s
         self._seen: dict[str, list[Any]] = {}
 
     # -- what the world tells -------------------------------------------------------------------------------------
