@@ -208,6 +208,8 @@ class JobController:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
         if list_lost_ranks(cluster.nodes):
+            if await self._has_left_success(job, attempt, cluster):  # an earlier life of this process had started it
+                return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)

@@ -18,6 +18,7 @@ from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
 
 SAVE_EVERY = 10
+LEAVE_S = 1.0  # a head needs so long to leave an outcome in the bucket
 STEPS_MAX = 1_000_000
 
 
@@ -26,6 +27,7 @@ class Program:
     """What a job's program does, whatever its broker does.
 
     `hang_at`: the first `hangs` starts stop there. `break_at`: the first `breaks` starts of a gang lose a rank there.
+    `linger_s`: so long after a success the nodes end themselves; what is in the bucket tells of it.
     """
 
     steps: int = 30
@@ -35,6 +37,7 @@ class Program:
     hangs: int = 0
     break_at: int = 7
     breaks: int = 0
+    linger_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,28 @@ class MachineGang:
             return step, RunStatus.FAILED, None
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
 
+    def find_run(self, root: int, attempt: int) -> MachineRun | None:
+        runs = (run for run in self.runs.values() if self.roots.get(run.job, run.job) == root)
+        return next((run for run in runs if run.attempt == attempt), None)
+
+    def has_left_success(self, run: MachineRun) -> bool:
+        """Whether its head lived long enough after the success to leave word of it."""
+        if self.measure(run)[1] is not RunStatus.SUCCEEDED:
+            return False
+        left_s = run.started_s + self._measure_work_s(run) + LEAVE_S
+        heads = [each.id for each in run.members if each.rank == 0]
+        ends = [node.ended_s for node in self._cloud.find(heads) if node.ended_s is not None]
+        return left_s <= min([self._loop.time(), *ends])
+
+    def _measure_work_s(self, run: MachineRun) -> float:
+        """From its start to its end, if nothing comes between."""
+        return run.program.setup_s + max(0, run.program.steps - run.first_step)
+
+    def _leave(self, run: MachineRun) -> None:
+        if self.measure(run)[1] is RunStatus.SUCCEEDED:
+            for node_id in run.ids:
+                self._cloud.end_by_itself(node_id, reason="done")
+
     def _find_loss_s(self, run: MachineRun, begun_s: float) -> float:
         ends = {node.id: node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None}
         for end_s in sorted(ends.values()):
@@ -287,6 +312,8 @@ class MachineGang:
         self.runs[cluster.name] = started
         self._on_start(started)
         old.append(started)
+        if not math.isinf(started.program.linger_s):
+            self._loop.call_world(self._measure_work_s(started) + started.program.linger_s, self._leave, started)
 
     def _join(self, cluster: Cluster) -> None:
         """Nodes that have taken the place of lost ones; a program that has ended takes in none."""

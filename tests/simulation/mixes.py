@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 
 from broker.clouds.simulated import FaultRates, Market
-from broker.types import Goal, JobRecovery, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, Resources, Task
+from tests.simulation.buckets import BUCKET
 from tests.simulation.machines import Program
 
 CLOUD_RATES_MAX = {
@@ -30,6 +31,7 @@ class JobSpec:
     program: Program
     cancel_s: float = math.inf
     hedge: int = 2  # places that may be asked at once
+    needs: tuple[int, ...] = ()  # indexes of jobs that have to succeed before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class Mix:
     owner_every_s: float = math.inf  # the owner file is lost, and restored
     login_every_s: float = math.inf  # the next start is with a login for another account
     offset_s: float = 0.0  # of the broker's wall clock to the cloud's
+    bucket_silence: float = 0.0  # chance that a look into a bucket gets no answer
     drift: float = 0.0  # seconds that it gains in one
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0
@@ -99,7 +102,7 @@ def draw_mix(random: Random) -> Mix:
         hang_s=random.choice((15.0, 60.0, 200.0, math.inf)),
     )
     return Mix(
-        jobs=tuple(draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))),
+        jobs=draw_jobs(random),
         cloud=FaultRates(**rates),
         market=market,
         heal_s=random.uniform(60.0, 240.0),
@@ -123,10 +126,19 @@ def draw_mix(random: Random) -> Mix:
         login_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
         offset_s=random.choice((0.0, 0.0, -25.0, 25.0, 400.0)),
         drift=random.choice((0.0, 0.0, 0.0, -0.01, 0.01)),
+        bucket_silence=random.choice((0.0, 0.0, 0.5)),
         is_doubled=random.random() < 0.35,
         restart_s_max=random.choice((1.0, 10.0, 40.0)),
         poll_s=random.choice((0.5, 2.0, 4.0, 4.0)),
         leaves_broker_dead=random.random() < 0.04,
+    )
+
+
+def draw_jobs(random: Random) -> tuple[JobSpec, ...]:
+    """Now and then one needs the one before it."""
+    jobs = [draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))]
+    return tuple(
+        replace(job, needs=(index - 1,)) if index and random.random() < 0.2 else job for index, job in enumerate(jobs)
     )
 
 
@@ -138,6 +150,7 @@ def draw_job(random: Random) -> JobSpec:
         nodes_min=random.choice((None, None, None, 1, 2)),
     )
     steps = random.choice((12, 25, 45))
+    has_bucket = random.random() < 0.4
     program = Program(
         steps=steps,
         setup_s=random.choice((0.5, 4.0)),
@@ -146,6 +159,7 @@ def draw_job(random: Random) -> JobSpec:
         hangs=random.choice((0, 1)) if recovery.stall_timeout_s else 0,
         break_at=random.choice((0, 7)),
         breaks=random.choice((0, 0, 0, 1, 2)),
+        linger_s=random.choice((3.0, 10.0, math.inf)) if has_bucket else math.inf,
     )
     budget_usd = random.choice((None, None, None, None, None, 0.05))
     task = Task(
@@ -154,6 +168,7 @@ def draw_job(random: Random) -> JobSpec:
         num_nodes=random.choice((1, 1, 2, 2, 3)),
         resources=(Resources(job_recovery=recovery),),
         goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+        checkpoint=CheckpointSpec(to=BUCKET) if has_bucket else CheckpointSpec(),
     )
     cancel_s = random.uniform(1.0, 120.0) if random.random() < 0.2 else math.inf
     return JobSpec(

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from broker.clouds.simulated import FaultRates, Market
-from broker.types import Goal, JobRecovery, JobStatus, NodeState, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeState, Resources, Task
 from tests.simulation import host, stories
+from tests.simulation.buckets import BUCKET
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.universe import STOPPED_S, ZONES, Universe
@@ -44,6 +45,8 @@ def make_job(
     recovery: JobRecovery = JobRecovery(),
     submit_s: float = 0.5,
     hedge: int = 2,
+    linger_s: float = math.inf,
+    needs: tuple[int, ...] = (),
 ) -> JobSpec:
     task = Task(
         name="train",
@@ -51,9 +54,18 @@ def make_job(
         num_nodes=nodes,
         resources=(Resources(job_recovery=recovery),),
         goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+        checkpoint=CheckpointSpec() if math.isinf(linger_s) else CheckpointSpec(to=BUCKET),
     )
-    program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks)
-    return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge)
+    program = Program(
+        steps=steps,
+        setup_s=0.5,
+        exit_codes=exit_codes,
+        hang_at=6,
+        hangs=hangs,
+        breaks=breaks,
+        linger_s=linger_s,
+    )
+    return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge, needs=needs)
 
 
 def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: Market = MARKET, **more: object) -> Mix:
@@ -309,6 +321,19 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(name="head out of reach for a while", mix=make_mix(make_job(steps=60)), acts=((5.0, cut_off),)),
     Scene(name="node lost after success", mix=make_mix(poll_s=8.0), acts=((13.5, end_rank_1),)),
+    Scene(
+        name="nodes that leave their success in a bucket and end",
+        mix=make_mix(make_job(linger_s=2.0), poll_s=8.0, restart_s_max=30.0),
+    ),
+    Scene(
+        name="a pipeline",
+        mix=make_mix(make_job(nodes=1), make_job(nodes=1, needs=(0,))),
+    ),
+    Scene(
+        name="a pipeline whose first job fails",
+        mix=make_mix(make_job(nodes=1, exit_codes=(3,)), make_job(nodes=1, needs=(0,))),
+        ends=(JobStatus.FAILED, JobStatus.CANCELLED),
+    ),
     Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
     Scene(
         name="a leader that sleeps while nodes boot",

@@ -6,6 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
+from broker.types import JobStatus
 from tests.simulation.events import TERMINAL, Event, Violation
 
 if TYPE_CHECKING:
@@ -61,3 +62,13 @@ def check_whole_gang(universe: Universe, event: Event) -> None:
     zones = {node.zone for node in universe.cloud.find(run.ids)}
     if len(set(run.ids)) != wanted or len(zones) != 1:
         raise Violation("S2", f"{run.cluster} starts on {len(run.ids)} of {wanted} nodes in {sorted(map(str, zones))}")
+
+
+def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
+    """A job of a pipeline starts when all that it needs have succeeded."""
+    assert event.run is not None
+    needs = json.loads(universe.read("SELECT needs FROM jobs WHERE id = ?", (event.run.job,))[0][0])
+    for other in needs:
+        status = universe.read("SELECT status FROM jobs WHERE id = ?", (other,))[0][0]
+        if status != JobStatus.SUCCEEDED:
+            raise Violation("S15", f"{event.run.cluster} starts, and job {other}, which it needs, is {status}")

@@ -110,6 +110,8 @@ def heal(universe: Universe) -> None:
 async def submit(universe: Universe, index: int, spec: JobSpec) -> None:
     """As a script would: with one request id, again and again until it worked."""
     await asyncio.sleep(spec.submit_s)
+    while not all(other in universe.jobs_in for other in spec.needs):
+        await asyncio.sleep(1.0)
     for _ in range(200):
         if await run_command(universe, f"submit-{index}", lambda process: submit_once(universe, process, index, spec)):
             break
@@ -125,7 +127,8 @@ async def submit_once(universe: Universe, process: Process, index: int, spec: Jo
     request_id = f"request-{index}"
     universe.requests.add(request_id)
     universe.expect_job(request_id, spec)
-    job = store.add_job(f"train-{index}", spec.task, request_id, hedge=spec.hedge)
+    needs = [universe.jobs_in[other] for other in spec.needs]
+    job = store.add_job(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
     universe.jobs_in[index] = job.id
     store.close()
 

@@ -24,6 +24,7 @@ from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister, Listing
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
+from tests.simulation.buckets import serve_buckets
 from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
 from tests.simulation.events import TERMINAL, Event, Violation
 from tests.simulation.invariants import check_all
@@ -504,7 +505,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
     state = global_random.getstate()
     global_random.seed(universe.seed)  # the product's jitter
     try:
-        with pace(universe.mix.poll_s):
+        with pace(universe.mix.poll_s), serve_buckets(universe):
             universe.loop.run_until_complete(universe.loop.begin(story(universe), None))
     except (Violation, RuntimeError, AssertionError) as error:
         universe.fail(error)

@@ -141,3 +141,17 @@ def outcome_and_status_in_two_commits() -> Patches:
         return float(self.finish(job, status, failure))
 
     return (patch.object(Endings, "end", end),)
+
+
+def left_success_unread() -> Patches:
+    """Nodes that are gone are lost, whatever they left in the bucket."""
+
+    async def find_nothing(self: Any, *arguments: Any) -> bool:
+        return False
+
+    return (patch.object(JobController, "_has_left_success", find_nothing),)
+
+
+def needs_ignored() -> Patches:
+    """All jobs of a pipeline start at once."""
+    return (patch.object(JobController, "_wait_for_others", lambda self, job: 0.0),)

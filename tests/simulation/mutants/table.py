@@ -105,6 +105,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=jobs.lease_never_renewed, letters="S11", scene="long program"),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
     Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
+    Mutant(plant=jobs.left_success_unread, letters="S7", scene="nodes that leave their success in a bucket and end"),
+    Mutant(plant=jobs.needs_ignored, letters="S15", scene="a pipeline"),
     Mutant(plant=keeping.intents_not_durable, letters="S1", scene="a cluster beside a job"),
     Mutant(plant=keeping.synchronous_never_back_to_full, letters="S1", scene="plain"),
     Mutant(plant=keeping.record_deleted_before_nodes_are_gone, letters="S3", scene="plain"),
