@@ -51,7 +51,8 @@ class Stream:
             _closed.append(self.process)
 
     def kill(self) -> None:
-        """For one that does not answer: nothing is waited for."""
+        """For one that does not answer: what it has not read yet is not waited for."""
+        self._writer.transport.abort()
         self.close()
         if self.process is not None:
             self.process.kill()
