@@ -67,6 +67,10 @@ def test_cancel_is_seen_within_a_second(world: World) -> None:
     async def work() -> None:
         daemon = start_daemon(world)
         await wait_until_running(world)
+        assert isinstance(world.gang, TellingGang)
+        looked = world.gang.polls
+        while world.gang.polls == looked:  # just after a look: the next one is far
+            await world.clock.sleep(0.1)
         world.store.request_cancel(world.job_id)
         await world.clock.sleep(1.0)
         assert world.get_job().status in (JobStatus.CANCELLING, JobStatus.CANCELLED)
