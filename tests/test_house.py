@@ -44,6 +44,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent_bucket.py",
     "broker/runtime/agent_container.py",
     "broker/runtime/agent_files.py",
+    "broker/runtime/agent_follow.py",
     "broker/runtime/agent_gang.py",
     "broker/runtime/agent_link.py",
     "broker/runtime/agent_notice.py",

@@ -28,7 +28,7 @@ from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
-from broker.jobs.gang import Gang, GangReport
+from broker.jobs.gang import Gang, GangReport, HearsNews
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
@@ -42,6 +42,7 @@ from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
 POLL_S = 0.5
+NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone changes, such as budget and lists
 PIPELINE_POLL_S = 1.0
 LEASE_S = 900.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
@@ -83,9 +84,18 @@ class JobController:
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
         self._blind_to = ""  # why lists tell nothing of its nodes, as last told
+        self._quiet: Cluster | None = None  # runs, and nothing but news or time changes what is to be done
+
+    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
+        """Between two steps: less than `wait_s` when `wake` is set, longer where the gang itself tells of news."""
+        if self._quiet is not None and isinstance(self._gang, HearsNews):
+            await self._gang.wait_news(self._quiet, RUN_ID, wake=wake, timeout_s=NEWS_S)
+        else:
+            await self._clock.sleep(wait_s)
 
     async def step(self) -> float:
         """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
+        self._quiet = None
         job = self._store.get_job(self.job_id)
         assert job is not None, f"job {self.job_id} was submitted"
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
@@ -238,8 +248,9 @@ class JobController:
         for rank in watch.take_advised(report, cluster):
             self._tell("advised", f"the cloud expects to take node {rank} sooner than usual")
         refreshed = await self._refresh(watch, report, cluster)
-        if refreshed is None:
-            return POLL_S  # no answer is no evidence, and a failure is not judged without the list
+        if refreshed is None:  # no answer is no evidence, and a failure is not judged without the list
+            await self._renew_lease(watch, cluster)
+            return POLL_S
         cluster = refreshed
         await self._undertaker.copy_log(attempt, cluster)
         nodes_min = get_recovery(job.task).nodes_min
@@ -295,8 +306,12 @@ class JobController:
             return self._endings.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
         if await self._pilot.reconsider(job, attempt, cluster, report.progress):
             return 0.0
-        timeout_s = get_recovery(job.task).stall_timeout_s
+        recovery = get_recovery(job.task)
+        timeout_s = recovery.stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(report, now_s) < timeout_s:
+            # A gang that is being mended, or whose signs are not clear, is looked at closely.
+            is_clear = not watch.is_suspicious(report) and recovery.nodes_min is None
+            self._quiet = cluster if is_clear else None
             return POLL_S
         what = f"no new step for {timeout_s:g} s"
         return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, report.progress)

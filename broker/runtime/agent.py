@@ -1,7 +1,8 @@
 """The agent on every node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, status, log, cancel, lease, autostop. All state is below ~/.broker. A watcher, started with the first
-verb that needs one, ends the node when its lease runs out or it idles past its autostop: nobody outside has to notice.
+Verbs: submit, status, log, cancel, lease, autostop, and follow, a session that is kept open (agent_follow.py). All
+state is below ~/.broker. A watcher, started with the first verb that needs one, ends the node when its lease runs out
+or it idles past its autostop: nobody outside has to notice.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def main(verb: str, *arguments: str) -> None:
         agent_container.main(*arguments)
     elif verb == "_watch":
         watch()
+    elif verb == "follow":
+        import agent_follow  # type: ignore[import-not-found]
+
+        agent_follow.main(report_status, {"lease": renew_lease, "cancel": cancel})
     elif verb == "log":
         send_log(read_request())
     else:
