@@ -10,10 +10,10 @@ from dataclasses import replace
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
-from tests.simulation.invariants import Violation
+from tests.simulation.invariants import Violation, find_allowance_s
 from tests.simulation.mixes import JobSpec
 from tests.simulation.processes import SQLITE_FAULTS, Process
-from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
+from tests.simulation.universe import CALM_TICK_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
 TRIES_MAX = 40
@@ -35,7 +35,7 @@ async def play(universe: Universe) -> None:
                 universe.fail(Violation("L2", "the history has no end"))
             elif universe.is_healed:
                 if mix.leaves_broker_dead:
-                    if universe.loop.time() > universe.healed_s + L3_S + 2 * CALM_TICK_S:
+                    if universe.loop.time() > universe.healed_s + measure_allowance_s(universe) + 4 * CALM_TICK_S:
                         return
                 elif is_done:
                     return
@@ -51,6 +51,11 @@ async def play(universe: Universe) -> None:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+
+def measure_allowance_s(universe: Universe) -> float:
+    """After so long without a broker no node may be left."""
+    return max(find_allowance_s(universe, job_id) for job_id in universe.tasks) if universe.tasks else 0.0
 
 
 def list_actors(universe: Universe) -> list[Awaitable[None]]:
