@@ -7,16 +7,17 @@ deadline does, whichever is first. While the broker is there it renews the lease
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from broker.clock import Clock
 from broker.config import SETTINGS, Config, find_unattended
 from broker.errors import UsageError
+from broker.jobs.checkpoints import HERE
 from broker.jobs.watch import LEASE_EVERY_S
 from broker.state.store import Store
 from broker.task.measures import UNATTENDED_S_MIN, Duration
-from broker.types import Cluster, Job, Task
+from broker.types import Cluster, Job, Plan, Task
 
 UNATTENDED_S = 12 * 3600.0
 # A late job still wants to finish, and a broker that is there lets it: past its deadline, and just before, it has this.
@@ -78,6 +79,22 @@ def read_unattended_s(config: Config) -> float:
             hints=('write a duration of at least 15m: `unattended = "12h"`',),
         )
     return float(found_s)
+
+
+def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
+    """One sentence for the user, or one a task where they differ; none for what runs on this machine only."""
+    sentences: dict[str, str] = {}  # sentence -> the first task it is true of
+    paid = [plan for plan in plans if any(each.placement.offer.cloud != HERE for each in plan.estimates)]
+    for plan in paid:
+        allowed_s = measure_allowance_s(plan.task, usd_hour=plan.choice.placement.usd_hour)
+        sentences.setdefault(describe_allowance(allowed_s), plan.task.name or "the task")
+    if len(sentences) == 1:
+        return list(sentences)
+    return [f"{name}: {sentence}" for sentence, name in sentences.items()]
+
+
+def describe_allowance(allowed_s: float) -> str:
+    return f"continues for up to {show_hours(allowed_s)} without this machine; a preemption meanwhile waits for it"
 
 
 def show_hours(duration_s: float) -> str:

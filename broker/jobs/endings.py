@@ -34,7 +34,7 @@ class Endings:
 
     def leave_unattended(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
         """Its nodes ended themselves while no broker renewed their lease: no market took them."""
-        return self._restart(attempt, f"unattended: {reason}", told=f"{reason}: restarted on new nodes", lost_s=lost_s)
+        return self._restart(attempt, reason, told=f"{reason}: restarted on new nodes", lost_s=lost_s)
 
     def conclude(
         self,

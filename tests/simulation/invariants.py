@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from broker.jobs.judgement import UNREACHABLE_S_MIN
 from broker.jobs.allowance import LATE_S, UNATTENDED_S
+from broker.jobs.judgement import UNREACHABLE_S_MIN
 from broker.jobs.watch import LEASE_EVERY_S
 from broker.types import JobStatus, Node, NodeRequest, NodeState, RunStatus
 from tests.simulation.machines import MachineRun
