@@ -112,15 +112,8 @@ def black_out(universe: Universe) -> None:
 
 
 def leave(duration_s: float) -> Act:
-    """The laptop is closed: whoever is a broker is gone, and none comes back before."""
-
-    def act(universe: Universe) -> None:
-        universe.note_fault("away")
-        universe.away_until_s = universe.loop.time() + duration_s
-        for process in list(universe.processes):
-            process.kill()
-
-    return act
+    """The laptop is closed."""
+    return lambda universe: stories.leave(universe, duration_s)
 
 
 def cancel(universe: Universe) -> None:

@@ -72,6 +72,8 @@ def list_actors(universe: Universe) -> list[Awaitable[None]]:
         (mix.jump_every_s, jump),
         (mix.command_every_s, command),
     ]
+    if mix.away_s:
+        actors.append(close(universe))
     actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
     return actors
 
@@ -244,6 +246,21 @@ def stop(universe: Universe) -> None:
     universe.note_fault("stop")
     process.stop()
     universe.loop.call_world(universe.random.choice((1.0, 10.0, 30.0, 100.0)), process.resume)
+
+
+async def close(universe: Universe) -> None:
+    """The machine of all brokers and commands is closed for a while."""
+    await asyncio.sleep(universe.mix.away_at_s)
+    if not universe.is_healed:
+        leave(universe, universe.mix.away_s)
+
+
+def leave(universe: Universe, duration_s: float) -> None:
+    """Whoever is a broker or a command is gone, and no broker comes back before."""
+    universe.note_fault("away")
+    universe.away_until_s = universe.loop.time() + duration_s
+    for process in list(universe.processes):
+        process.kill()
 
 
 def fail_statement(universe: Universe) -> None:
