@@ -44,7 +44,7 @@ class LostGang:
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
-        if left and is_programs_failure(left, cluster.nodes):
+        if left and is_programs_failure(left, cluster.nodes, report.unreachable):
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
             return self._endings.conclude(job, attempt, verdict, left.returncode, left.reason, progress)
         ranks = list_lost_ranks(cluster.nodes) or report.unreachable
@@ -66,27 +66,25 @@ class LostGang:
         if place is None or not place.startswith(BUCKET_SCHEMES):
             return None
         left = await self._outcomes.read_outcome(place, attempt.number)
-        if left is None:
-            return None
-        if left.progress is not None and left.progress != job.progress:
+        if left is not None and left.progress is not None and left.progress != job.progress:
             self._store.set_progress(job.id, left.progress)
         if (content := await self._outcomes.read_log(place, attempt.number)) is not None:
             copy_left_log(self._store, self._config.logs, attempt=attempt, content=content)
         return left
 
 
-def is_programs_failure(left: Outcome, nodes: Sequence[Node]) -> bool:
+def is_programs_failure(left: Outcome, nodes: Sequence[Node], unreachable: Sequence[int]) -> bool:
     """Whether a failure that was left in the bucket is the program's own, and not the end of a peer's machine.
 
-    All nodes must have switched themselves off, and no lease may have been about to end when the program did: where
-    one ends first, the programs of the others fail with an exit code of theirs.
+    Each node must have switched itself off, or be there and answer. No lease may have been about to end when the
+    program did: where one ends first, the programs of the others fail with an exit code of theirs.
     """
     return (
         left.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
         and left.returncode is not None
         and left.lease_left_s is not None
         and left.lease_left_s >= LEASES_APART_S
-        and all(node.state in GONE and node.reason in SELF_ENDED for node in nodes)
+        and all(node.reason in SELF_ENDED if node.state in GONE else node.rank not in unreachable for node in nodes)
     )
 
 

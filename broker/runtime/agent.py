@@ -37,7 +37,7 @@ def main(verb: str, *arguments: str) -> None:
     os.umask(0o077)
     files.make_private(files.RUNS)
     if not verb.startswith("_"):
-        agent_lease.note_heard()
+        files.note_heard()
     if verb == "_run":
         import agent_run  # type: ignore[import-not-found]  # beside us on the node; only the runner needs it
 

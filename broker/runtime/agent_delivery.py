@@ -19,6 +19,7 @@ else:
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
 PARTS = ("outcome", "log")
+KEEP_LOG_S = 600.0  # between two copies of the log of a run that works while its broker is away
 
 
 def has_bucket(spec: dict[str, Any]) -> bool:
@@ -74,8 +75,24 @@ def send(run_id: int, part: str) -> None:
     agent_bucket.leave_outcome({**outcome, "progress": progress}, variables)
 
 
+def keep_log(run_id: int, known_bytes: int) -> int:
+    """While the broker is away nobody copies the log, and it would go with a node that is preempted: leave what there
+    is of it now. Returns its size; `known_bytes` where there is nothing to do. Raises Refused."""
+    folder = agent_files.run_folder(run_id)
+    spec = agent_files.read_json(folder / "spec.json") or {}
+    if agent_files.measure_quiet_s() < agent_files.QUIET_S or int(spec.get("rank", -1)) or not has_bucket(spec):
+        return known_bytes
+    size = (folder / "log").stat().st_size if (folder / "log").exists() else 0
+    if size == known_bytes or (folder / "outcome.json").exists():
+        return known_bytes
+    send(run_id, "log")
+    return size
+
+
 def deliver_forever() -> None:
     """A thread of the watcher. Each run that is due is tried until all of it is in the bucket, at growing distances."""
+    kept: dict[int, int] = {}  # run -> bytes of its log in the bucket
+    kept_s = time.monotonic()
     waits: dict[int, tuple[float, float]] = {}  # run -> not before (monotonic), and how long to wait after that
     while True:
         for run_id in agent_files.list_run_ids():
@@ -88,4 +105,11 @@ def deliver_forever() -> None:
                 error = repr(fault)
             if error:
                 waits[run_id] = (time.monotonic() + wait_s, min(RETRY_S_MAX, 2 * wait_s))
+        if time.monotonic() - kept_s >= KEEP_LOG_S:
+            kept_s = time.monotonic()
+            for run_id in agent_files.list_run_ids():
+                try:
+                    kept[run_id] = keep_log(run_id, kept.get(run_id, 0))
+                except Exception:  # next time
+                    continue
         time.sleep(LOOK_S)

@@ -13,6 +13,10 @@ from typing import Any
 HOME = Path(os.environ.get("HOME") or Path.home())
 STATE = HOME / ".broker"
 RUNS = STATE / "runs"
+HEARD = "heard.json"
+# Without a word from the broker, before it counts as away. One that is there renews the lease each minute; once the
+# program has ended, it reads the log and takes the node down itself.
+QUIET_S = 300.0
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 
@@ -74,6 +78,16 @@ def read_of_this_boot(path: Path) -> dict[str, Any] | None:
     """What was written in an earlier boot counts no more: a stopped node that starts again must not end at once."""
     value = read_json(path)
     return value if value and value.get("boot") == read_boot() else None
+
+
+def note_heard() -> None:
+    """The broker, or another command of the user, has just asked for something."""
+    write_json(STATE / HEARD, {"at_s": read_uptime_s(), "boot": read_boot()}, is_durable=False)
+
+
+def measure_quiet_s() -> float:
+    heard = read_of_this_boot(STATE / HEARD)
+    return read_uptime_s() - float(heard["at_s"]) if heard else 0.0
 
 
 def try_lock(path: Path) -> int | None:

@@ -16,10 +16,7 @@ else:
     import agent_delivery as delivery
     import agent_files as files
 
-LEASE, HEARD = "lease.json", "heard.json"
-# Without a word from the broker, before a node with nothing left to do ends itself. A broker that is there renews the
-# lease each minute: it reads the log and takes the node down itself.
-QUIET_S = 300.0
+LEASE = "lease.json"
 
 
 def renew(lease_s: float) -> None:
@@ -44,17 +41,6 @@ def measure_left_s() -> float | None:
     return float(lease["expires_s"]) - time.time()  # given by an older agent
 
 
-def note_heard() -> None:
-    """The broker, or another command of the user, has just asked for something."""
-    heard = {"at_s": files.read_uptime_s(), "boot": files.read_boot()}
-    files.write_json(files.STATE / HEARD, heard, is_durable=False)
-
-
-def measure_quiet_s() -> float:
-    heard = files.read_of_this_boot(files.STATE / HEARD)
-    return files.read_uptime_s() - float(heard["at_s"]) if heard else 0.0
-
-
 def find_end() -> str:
     """ "" to stay, "lease" or "done" to end the node. Clusters have no lease: they end by their autostop."""
     left_s = measure_left_s()
@@ -63,7 +49,7 @@ def find_end() -> str:
     if left_s <= 0:
         return "lease"
     ids = files.list_run_ids()
-    is_done = bool(ids) and measure_quiet_s() >= QUIET_S and all(is_safe_to_go(run_id) for run_id in ids)
+    is_done = bool(ids) and files.measure_quiet_s() >= files.QUIET_S and all(is_safe_to_go(run_id) for run_id in ids)
     return "done" if is_done else ""
 
 

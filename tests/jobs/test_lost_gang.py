@@ -133,13 +133,18 @@ def test_failed_setup_is_told_as_such(tmp_path: Path) -> None:
     ],
 )
 def test_failure_that_may_be_a_lost_peers_is_a_loss(tmp_path: Path, left: Outcome, reasons: tuple[str, ...]) -> None:
-    assert not is_programs_failure(left, make_nodes(*reasons))
+    assert not is_programs_failure(left, make_nodes(*reasons), SILENT.unreachable)
     job, _ = conclude(tmp_path, Left(left), *reasons)
     assert job.status is JobStatus.RECOVERING and job.attempts[0].outcome.startswith("preempted: node")
 
 
 def test_node_that_its_cloud_keeps_stopped_ended_itself_too() -> None:
-    assert is_programs_failure(FAILED, make_nodes("lease", "lease", state=NodeState.STOPPED))
+    assert is_programs_failure(FAILED, make_nodes("lease", "lease", state=NodeState.STOPPED), (0, 1))
+
+
+def test_node_that_still_answers_is_not_a_lost_one() -> None:
+    assert is_programs_failure(FAILED, make_nodes("", "done"), ())
+    assert not is_programs_failure(FAILED, make_nodes("", "done"), (0,))
 
 
 def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: Path) -> None:
@@ -174,3 +179,9 @@ def test_folder_is_no_bucket_to_look_in(tmp_path: Path) -> None:
     left = Left(FAILED)
     job, _ = conclude(tmp_path, left, "done", "done", to="/shared")
     assert not left.asked and job.status is JobStatus.RECOVERING
+
+
+def test_log_so_far_is_fetched_where_the_run_never_ended(tmp_path: Path) -> None:
+    job, _ = conclude(tmp_path, Left(None, b"step 1\n"), "lease", "preempted")
+    assert job.status is JobStatus.RECOVERING
+    assert get_log_path(tmp_path / "logs", job.id).read_bytes() == b"step 1\n"

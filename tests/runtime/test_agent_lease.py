@@ -94,7 +94,7 @@ def test_lease_that_an_older_agent_gave_still_holds(node: Node) -> None:
 
 def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_asks(node: Node) -> None:
     lease.renew(12 * HOUR)
-    lease.note_heard()
+    files.note_heard()
     folder = node.begin()
     node.uptime_s += HOUR
     assert agent.decide_power_off() == "", "the program works"
@@ -104,8 +104,8 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_ask
     assert agent.decide_power_off() == "", "the log exists here only"
     (folder / "delivery.json").write_text('{"outcome": true, "log": true, "error": ""}')
     assert agent.decide_power_off() == "done"
-    lease.note_heard()
-    node.uptime_s += lease.QUIET_S - 1
+    files.note_heard()
+    node.uptime_s += files.QUIET_S - 1
     assert agent.decide_power_off() == "", "a broker that is there takes the node down itself"
     node.uptime_s += 1
     assert agent.decide_power_off() == "done"
@@ -113,7 +113,7 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_ask
 
 def test_failed_run_is_done_as_well(node: Node) -> None:
     lease.renew(12 * HOUR)
-    lease.note_heard()
+    files.note_heard()
     folder = node.begin()
     node.finish(folder, "FAILED")
     (folder / "delivery.json").write_text('{"outcome": true, "log": true}')
@@ -127,7 +127,7 @@ def test_failed_run_is_done_as_well(node: Node) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_a_bucket_the_node_stays_until_its_lease_ends(node: Node, envs: dict[str, str], rank: int) -> None:
     lease.renew(12 * HOUR)
-    lease.note_heard()
+    files.note_heard()
     node.finish(node.begin(rank=rank, envs=envs))
     node.uptime_s += 11 * HOUR
     assert agent.decide_power_off() == ""
@@ -140,7 +140,7 @@ def test_other_ranks_leave_before_the_head_unless_that_ends_the_head(
     node: Node, ends_together: bool, reason: str
 ) -> None:
     lease.renew(12 * HOUR)
-    lease.note_heard()
+    files.note_heard()
     folder = node.begin(rank=1, ends_together=ends_together)
     node.uptime_s += HOUR
     assert agent.decide_power_off() == ""
@@ -149,7 +149,7 @@ def test_other_ranks_leave_before_the_head_unless_that_ends_the_head(
 
 
 def test_node_of_a_cluster_has_no_lease_and_is_never_done(node: Node) -> None:
-    lease.note_heard()
+    files.note_heard()
     folder = node.begin()
     node.finish(folder)
     (folder / "delivery.json").write_text('{"outcome": true, "log": true}')
@@ -171,10 +171,10 @@ def test_every_verb_from_outside_is_heard_and_none_of_our_own(
         node.uptime_s += 50
         monkeypatch.setattr(agent, "read_request", lambda request=request: request)
         agent.main(verb)
-        assert lease.measure_quiet_s() == 0, verb
+        assert files.measure_quiet_s() == 0, verb
     node.uptime_s += 50
     agent.main("_watch")
-    assert lease.measure_quiet_s() == 50
+    assert files.measure_quiet_s() == 50
 
 
 @pytest.mark.parametrize("reason", ["lease", "done"])
@@ -236,6 +236,31 @@ def test_delivery_goes_on_where_it_failed_also_in_another_process(node: Node, bu
     bucket.objects.clear()
     assert delivery.deliver(1) == "" and delivery.is_delivered(1)
     assert list(bucket.objects) == ["s3://b/me-job-1/logs/1.log"], "what has arrived is not sent again"
+
+
+def test_log_of_a_run_that_works_is_kept_while_the_broker_is_away(node: Node, bucket: Bucket) -> None:
+    folder = node.begin()
+    (folder / "log").write_bytes(b"step 1\n")
+    files.note_heard()
+    node.uptime_s += files.QUIET_S - 1
+    assert delivery.keep_log(1, 0) == 0 and not bucket.objects, "a broker that is there copies it"
+    node.uptime_s += 1
+    assert delivery.keep_log(1, 0) == 7
+    assert bucket.objects.pop("s3://b/me-job-1/logs/1.log") == b"step 1\n"
+    assert delivery.keep_log(1, 7) == 7 and not bucket.objects, "nothing new"
+    (folder / "log").write_bytes(b"step 1\nstep 2\n")
+    node.finish(folder)
+    assert delivery.keep_log(1, 7) == 7 and not bucket.objects, "an ended run is delivered whole"
+
+
+@pytest.mark.parametrize(("rank", "envs"), [(1, BUCKET), (0, {})])
+def test_log_is_kept_by_the_head_and_with_a_bucket_only(
+    node: Node, bucket: Bucket, rank: int, envs: dict[str, str]
+) -> None:
+    (node.begin(rank=rank, envs=envs) / "log").write_bytes(b"x\n")
+    files.note_heard()
+    node.uptime_s += HOUR
+    assert delivery.keep_log(1, 0) == 0 and not bucket.objects
 
 
 def test_two_processes_do_not_deliver_at_once(node: Node, bucket: Bucket) -> None:

@@ -19,7 +19,7 @@ from tests.simulation.shuffled import ShuffledLoop
 
 SAVE_EVERY = 10
 STEPS_MAX = 1_000_000
-QUIET_S = 300.0  # as `agent_lease.QUIET_S`
+QUIET_S = 300.0  # as `agent_files.QUIET_S`
 LOOK_S = 60.0  # how often a machine that is alone looks whether it is done
 
 

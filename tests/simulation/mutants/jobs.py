@@ -118,7 +118,11 @@ def lease_regardless_of_the_budget() -> Patches:
 
 def failure_left_behind_is_the_programs() -> Patches:
     """Whatever ended the nodes, the exit code that the head left counts as the program's."""
-    return (patch.object(lost_gang, "is_programs_failure", lambda left, nodes: left.status is RunStatus.FAILED),)
+    return (
+        patch.object(
+            lost_gang, "is_programs_failure", lambda left, nodes, unreachable: left.status is RunStatus.FAILED
+        ),
+    )
 
 
 def outcome_left_behind_is_not_read() -> Patches:
