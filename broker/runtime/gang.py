@@ -26,9 +26,11 @@ AGENT_FILES = (
     "agent.py",
     "agent_bucket.py",
     "agent_container.py",
+    "agent_delivery.py",
     "agent_files.py",
     "agent_follow.py",
     "agent_gang.py",
+    "agent_lease.py",
     "agent_link.py",
     "agent_notice.py",
     "agent_run.py",
@@ -120,6 +122,8 @@ class Gang:
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
+            # SkyPilot takes a whole cluster down when one of its nodes ends itself.
+            "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": recovery.nodes_min if recovery else None,
             "head": {
                 "address": nodes[0].address,
@@ -207,7 +211,7 @@ class Gang:
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """The nodes go on for so many seconds from now."""
+        """The nodes go on for at most so many seconds from now, unless it is renewed."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
