@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.api import Market, find_cache
+from broker.cli.render import print_note
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, load_config
 from broker.errors import StateError, UsageError
@@ -47,7 +48,7 @@ class Context:
     def store(self) -> Store:
         from broker.state.store import Store
 
-        return Store(self.config.database, clock=self.clock)
+        return Store(self.config.database, clock=self.clock, owner=self.config.owner)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
@@ -133,6 +134,9 @@ class Context:
         """Start the daemon of this state folder unless one runs."""
         from broker.jobs.daemon import ensure_daemon
 
+        if self.store.is_read_only:
+            print_note("note: the state folder cannot be written, so nothing drives its jobs from here")
+            return
         ensure_daemon(self.config, self.store, DAEMON)
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:

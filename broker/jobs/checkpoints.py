@@ -42,7 +42,7 @@ def has_left_success(place: str, attempt: int) -> bool:
 
 def name_job_folder(job: Job) -> str:
     """A job that was submitted again goes on with the first one's checkpoints."""
-    return f"job-{job.resumes or job.id}"
+    return job.folder
 
 
 def is_here(cluster: Cluster) -> bool:

@@ -17,7 +17,7 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError, UnreachedError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
+from broker.jobs.burial import RUN_ID, Undertaker
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.gang import Gang, GangReport
@@ -128,7 +128,7 @@ class JobController:
             return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
             cluster = await self._provisioner.up(
-                name_cluster(job.id, number),
+                job.name_cluster(number),
                 plan,
                 attempt=number,
                 job_id=job.id,
@@ -352,7 +352,7 @@ class JobController:
         return {
             "BROKER_JOB_ID": str(job.id),
             "BROKER_ATTEMPT": str(attempt.number),
-            "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
+            "SKYPILOT_TASK_ID": f"broker-{job.stem}",
             **self._pilot.advise(job.task, attempt),
             **{key: place for key, place in places.items() if place is not None},
         }
