@@ -35,6 +35,7 @@ from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Prog
 
 POLL_S = 0.5
 PIPELINE_POLL_S = 1.0
+ADOPTION_POLL_S = 5.0
 LEASE_S = 900.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
 NOT_STARTED_OUTCOME = "not started"
@@ -89,7 +90,7 @@ class JobController:
             return await self._cancel(job, live)
         try:
             if live is None:
-                if wait_s := self._wait_for_others(job):
+                if wait_s := await self._wait_for_adoption(job) or self._wait_for_others(job):
                     return wait_s
                 return await self._until_unwanted(job, self._bring_up(job))
             if live.outcome:
@@ -102,6 +103,13 @@ class JobController:
             return await self._look(job, live)
         except _Interrupted:
             return 0.0
+
+    async def _wait_for_adoption(self, job: Job) -> float:
+        """Seconds to wait, after a restore, until all clouds were asked: an attempt that is not recorded may run."""
+        if job.submitted_s > self._store.restored_s or self._provisioner.is_adopted():
+            return 0.0
+        await self._provisioner.adopt()
+        return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
         """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
