@@ -104,11 +104,17 @@ def read_owner(identity: Path) -> str | None:
 
 def read_guarded_owner(folder: Path) -> str | None:
     """The owner id that the guard of the state file keeps; None where there is none to read."""
-    try:
-        owner = json.loads((folder / "state.guard").read_bytes())["owner"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    owner = _read_guard(folder).get("owner")
     return owner if isinstance(owner, str) and OWNER.fullmatch(owner) else None
+
+
+def _read_guard(folder: Path) -> dict[str, object]:
+    """Empty where there is none, or none that can be read."""
+    try:
+        found = json.loads((folder / "state.guard").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_owner(folder: Path, owner: str) -> None:
@@ -121,8 +127,9 @@ def write_owner(folder: Path, owner: str) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether there was a store here. The owner is drawn before, so one that is missing then is lost."""
+    """Whether there was a store here that has an owner. That is drawn first, so one that is missing then is lost."""
     is_used = any((folder / name).exists() for name in ("state.db", "state.guard"))
+    is_used = is_used and _read_guard(folder).get("owner") != ""  # a program of the user's may have made it without one
     return is_used and not (folder / "owner").exists()  # looked at again: another first command may have just drawn it
 
 
