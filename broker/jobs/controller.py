@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError, UnreachedError
+from broker.errors import (
+    AccountError,
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    NoOfferError,
+    UnreachedError,
+)
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
@@ -25,7 +33,7 @@ from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
 from broker.jobs.pilot import Pause, Pilot
-from broker.jobs.watch import Watch
+from broker.jobs.watch import Watch, list_answering
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
@@ -75,6 +83,7 @@ class JobController:
         self._mender = Mender(store, provisioner, gang, clock)
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
+        self._blind_to = ""  # why lists tell nothing of its nodes, as last told
 
     async def step(self) -> float:
         """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
@@ -147,7 +156,7 @@ class JobController:
         except Overspent as error:
             return self._endings.finish(job, JobStatus.FAILED, str(error))
         except (CapacityError, AuthError) as error:
-            if isinstance(error, AuthError) and not job.attempts:
+            if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
                 return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
             self._refusals += 1  # a login that has expired under a job that worked ends only its patience
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
@@ -236,14 +245,10 @@ class JobController:
             attempt = self._note_progress(job, attempt, report.progress)
         for rank in watch.take_advised(report, cluster):
             self._tell("advised", f"the cloud expects to take node {rank} sooner than usual")
-        if watch.needs_list(report, self._clock.now_s()):
-            try:
-                is_suspicious = watch.is_suspicious(report)
-                cluster = await self._provisioner.refresh(cluster, age_s_max=0.0 if is_suspicious else LIST_AGE_S_MAX)
-            except CloudError:
-                if not watch.has_succeeded:
-                    return POLL_S  # no answer is no evidence, and a failure is not judged without the list
-            watch.note_list(self._clock.now_s())
+        refreshed = await self._refresh(watch, report, cluster)
+        if refreshed is None:
+            return POLL_S  # no answer is no evidence, and a failure is not judged without the list
+        cluster = refreshed
         await self._undertaker.copy_log(attempt, cluster)
         nodes_min = get_recovery(job.task).nodes_min
         signs = watch.read_signs(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
@@ -265,6 +270,22 @@ class JobController:
                 attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
             )
         return self._endings.conclude(job, attempt, verdict, report.returncode, report.reason, report.progress)
+
+    async def _refresh(self, watch: Watch, report: GangReport, cluster: Cluster) -> Cluster | None:
+        """As the cloud lists it now, where it is time to look; None where a list that is needed tells nothing."""
+        if not watch.needs_list(report, self._clock.now_s()):
+            return cluster
+        age_s_max = 0.0 if watch.is_suspicious(report) else LIST_AGE_S_MAX
+        answering = list_answering(report, cluster)
+        try:
+            cluster = await self._provisioner.refresh(cluster, age_s_max=age_s_max, answering=answering)
+            self._blind_to = ""
+        except CloudError as error:
+            if not watch.has_succeeded:
+                self._tell_blind(error)
+                return None
+        watch.note_list(self._clock.now_s())
+        return cluster
 
     async def _has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
         """Nodes that end themselves leave a success beside the checkpoints: nobody may have looked in time."""
@@ -364,6 +385,12 @@ class JobController:
             **self._pilot.advise(job.task, attempt),
             **{key: place for key, place in places.items() if place is not None},
         }
+
+    def _tell_blind(self, error: CloudError) -> None:
+        """Once for each reason that only the user can mend; what passes by itself is no news."""
+        if isinstance(error, AuthError) and error.message != self._blind_to:
+            self._blind_to = error.message
+            self._tell("unseen", f"its nodes cannot be looked at: {error.message}")
 
     def _tell(self, kind: str, message: str) -> None:
         self._store.add_event(kind, message, job_id=self.job_id)

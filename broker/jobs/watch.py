@@ -5,7 +5,7 @@ from __future__ import annotations
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
-from broker.types import Cluster, RunStatus
+from broker.types import Cluster, NodeState, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
@@ -16,6 +16,13 @@ NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a n
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
     """Also when the last time lies ahead: a wall clock set back by an hour must not stop what keeps nodes alive."""
     return not 0.0 <= now_s - last_s < every_s
+
+
+def list_answering(report: GangReport, cluster: Cluster) -> frozenset[str]:
+    """Ids of the nodes whose agents have just answered: proof of life that no list can take back."""
+    silent = report.unreachable
+    nodes = (node for node in cluster.nodes if node.state is not NodeState.TERMINATED)
+    return frozenset(node.id for node in nodes if node.rank not in silent)
 
 
 class Watch:

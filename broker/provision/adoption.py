@@ -149,8 +149,14 @@ class Adopter:
         with self._store.transaction():  # the records are read and written with no other process in between
             for adoption in decide(self._find_strangers(listed), self._find_jobs(listed)):
                 names.append(self._carry_out(adoption))
-            self._store.note_listed(cloud.name, settled_after_s=max(SETTLED_S_MIN, 4 * cloud.settle_s))
+            if not listed.unseen and self._is_same_account(cloud.name, listed.account):
+                self._store.note_listed(cloud.name, settled_after_s=max(SETTLED_S_MIN, 4 * cloud.settle_s))
         return names
+
+    def _is_same_account(self, cloud: str, account: str) -> bool:
+        """Whether this login sees what the records speak of: that of another account sees nothing of it."""
+        nodes = (node for cluster in self._store.list_clusters() for node in cluster.nodes if node.cloud == cloud)
+        return all(account == node.account for node in nodes if account and node.account)
 
     def _find_strangers(self, listed: Iterable[Node]) -> Sequence[Node]:
         """A token that is in the store is ours in this life: its nodes are recorded, or lost and collected."""
@@ -215,6 +221,7 @@ class Adopter:
                     attempt=adoption.attempt,
                     token=token,
                     placement=make_placement(made),
+                    account=made[0].account,
                 )
                 self._store.put_intent(request)
                 if is_kept:

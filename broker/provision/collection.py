@@ -94,7 +94,7 @@ class Collector:
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         if lost:
-            await cloud.terminate_nodes([node.id for node in lost])
+            await cloud.terminate_nodes(lost)
             for node in lost:
                 self._store.record_node(node)
                 self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
@@ -106,17 +106,18 @@ class Collector:
         Of a cloud that is not adopted yet, only nodes that this store has asked for: others may be at work.
         `left`: tokens whose open intents save nobody.
         """
-        listed: Sequence[Node] = await cloud.list_nodes(self._owner)
+        listed = await cloud.list_nodes(self._owner)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
+        known = None
         if not self._store.is_adopted(cloud.name):
             known = self._store.list_known_tokens({node.token for node in listed})
-            listed = [node for node in listed if node.token in known]
         return [
             node
             for node in listed
-            if node.owner == self._owner
+            if (known is None or node.token in known)
+            and node.owner == self._owner
             and node.state is not NodeState.TERMINATED
             and node.created_s < oldest_s
             and node.token not in tokens

@@ -58,8 +58,11 @@ class MetaRows(Database):
                 return False
             if age_s < settled_after_s:
                 return False
-            self.put_meta(f"{ADOPTED}{cloud}", repr(now_s))
+            self.mark_adopted(cloud)
         return True
+
+    def mark_adopted(self, cloud: str) -> None:
+        self.put_meta(f"{ADOPTED}{cloud}", repr(self.clock.now_s()))
 
     def forget_adoptions(self, *, prefixes: Sequence[str] = (ADOPTED, SEEN)) -> None:
         """After this the clouds are compared with the records again."""

@@ -77,6 +77,8 @@ _CALLS = (
 
 _HINTS = ("ALTER TABLE refusals ADD COLUMN hints TEXT NOT NULL DEFAULT '[]'",)
 
+_MADE_NODES = ("ALTER TABLE intents ADD COLUMN nodes BLOB",)
+
 _IDENTITY = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "INSERT INTO meta (key, value) VALUES ('lineage', lower(hex(randomblob(8))))",
@@ -89,12 +91,7 @@ _IDENTITY = (
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    _FIRST,
-    _LEADER,
-    _PIPELINES,
-    _LIVE_INDEXES,
-    _COMPACTION,
-    _CALLS,
-    _HINTS,
+    *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
+    _MADE_NODES,
     _IDENTITY,
 )
