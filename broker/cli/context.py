@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.api import Market, find_cache
-from broker.cli.render import print_note
+from broker.cli.render import note_damage, print_note
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, load_config
 from broker.errors import StateError, UsageError
@@ -158,7 +158,7 @@ class Context:
         cluster = self.store.get_cluster(name)
         if cluster is not None:
             return cluster
-        names = [each.name for each in self.store.list_clusters()]
+        names = [each.name for each in self.store.list_clusters(on_damage=note_damage)]
         hint = (
             f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
         )

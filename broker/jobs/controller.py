@@ -88,7 +88,8 @@ class JobController:
     async def step(self) -> float:
         """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
         job = self._store.get_job(self.job_id)
-        assert job is not None, f"job {self.job_id} was submitted"
+        if job is None:
+            return math.inf  # a user has dropped its damaged row: the collector ends what it left
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._mender.stop()

@@ -150,11 +150,11 @@ class Bill:
 
 
 class BillRows(Database):
-    def list_bills(self) -> Sequence[Bill]:
+    def list_bills(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Bill]:
         rows = self._rows(
             "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes ORDER BY created_s"
         )
-        return [_read_bill(row) for row in rows]
+        return keep_readable([partial(_read_bill, row) for row in rows], on_damage)
 
     def record_node(self, node: Node) -> None:
         """An end once seen stays: a lagging list cannot reopen a bill. Nor can it close one that a start has opened
