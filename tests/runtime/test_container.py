@@ -96,7 +96,7 @@ def test_notice_and_cancel_reach_the_program_inside_and_leave_nothing(rig: Rig, 
         await rig.start(cluster, plain, run_id=3)
         await rig.finish(cluster, run_id=3)
         assert (await rig.read_log(cluster, run_id=3)).splitlines()[-1] == "yes"
-        await rig.cloud.terminate_nodes([cluster.nodes[0].id])
+        await rig.cloud.terminate_nodes([cluster.nodes[0]])
         await wait_for(lambda: not docker.list_containers() and not processes_of(cluster.nodes[0]))
 
     asyncio.run(act())
