@@ -12,7 +12,7 @@ from broker.cli import jobs_show, options
 from broker.cli.context import Context
 from broker.cli.jobs_show import find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import print_json, print_line, print_note
+from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
 from broker.types import JobStatus
 
@@ -119,7 +119,7 @@ def cancel(
 ) -> None:
     """End jobs and their machines."""
     context = Context()
-    known = context.store.list_jobs()
+    known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     for text in [] if everything else jobs or []:
         wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
