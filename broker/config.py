@@ -1,7 +1,8 @@
 """Paths and settings. Precedence: flag > environment > `config.toml` > default; the CLI passes flags in.
 
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
-BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves.
+BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves;
+`unattended` there says how long managed jobs go on while this machine is away.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from broker.errors import StateError, UsageError
 from broker.nouns import noun
 
 SETTINGS = "config.toml"
-SETTING_NAMES = ("checkpoints", "keep_days")
+SETTING_NAMES = ("checkpoints", "keep_days", "unattended")
 KEEP_DAYS = 90.0
 # Where programs can keep checkpoints: buckets that the bundled trainers write to, and folders that every node sees.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # what every cloud takes as the value of a tag
@@ -147,6 +148,11 @@ def find_checkpoint_url(config: Config) -> str | None:
     return str(text)
 
 
+def find_unattended(config: Config) -> object:
+    """`unattended` as it is written in `config.toml`; None where it is not. Raises UsageError for a broken file."""
+    return _read_settings(config.home / SETTINGS).get("unattended")
+
+
 def read_keep_days(config: Config) -> float:
     """For how many days an ended job is kept whole: `keep_days` in `config.toml`, 90 without it."""
     value = _read_settings(config.home / SETTINGS).get("keep_days", KEEP_DAYS)
@@ -173,8 +179,7 @@ def _read_settings(path: Path) -> dict[str, object]:
         ) from error
     unknown = sorted(set(found) - set(SETTING_NAMES))
     if unknown:
-        names = " and ".join(f"`{name}`" for name in SETTING_NAMES)
-        raise UsageError(f"{path}: there is no `{unknown[0]}`", hints=(f"There is {names}.",))
+        raise UsageError(f"{path}: unknown setting `{unknown[0]}`", hints=(f"known: {', '.join(SETTING_NAMES)}",))
     return found
 
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
-from broker.errors import CloudError
+from broker.errors import AuthError, CloudError
 from broker.nouns import noun
 from broker.state.store import Store
 from broker.types import (
@@ -31,6 +31,7 @@ from broker.types import (
     Job,
     JobStatus,
     Node,
+    NodeList,
     NodeRequest,
     NodeState,
     Offer,
@@ -39,9 +40,8 @@ from broker.types import (
 
 log = logging.getLogger(__name__)
 
-SETTLED_S_MIN = (
-    60.0  # between the first and the last list that a cloud is compared by; four times the cloud's lag at least
-)
+# Between the first and the last list that a cloud is compared by; four times the cloud's lag at least.
+SETTLED_S_MIN = 60.0
 RESTORED_OUTCOME = "the state was restored"
 INCOMPLETE_OUTCOME = "the state was restored, and nodes of its gang were missing"
 UNKNOWN_TYPE = "unknown"  # lists do not tell the instance type
@@ -149,7 +149,7 @@ class Adopter:
         with self._store.transaction():  # the records are read and written with no other process in between
             for adoption in decide(self._find_strangers(listed), self._find_jobs(listed)):
                 names.append(self._carry_out(adoption))
-            if not listed.unseen and self._is_same_account(cloud.name, listed.account):
+            if _is_whole(listed) and self._is_same_account(cloud.name, listed.account):
                 self._store.note_listed(cloud.name, settled_after_s=max(SETTLED_S_MIN, 4 * cloud.settle_s))
         return names
 
@@ -260,6 +260,11 @@ def make_placement(nodes: Sequence[Node]) -> Placement:
         spot_usd_hour=usd_hour if first.is_spot else None,
     )
     return Placement(offer=offer, is_spot=first.is_spot, node_count=len(nodes))
+
+
+def _is_whole(listed: NodeList) -> bool:
+    """Whether no region may hide nodes of ours. One that this login may not even list is one where it made none."""
+    return all(isinstance(error, AuthError) for error in listed.unseen.values())
 
 
 def _read_status(nodes: Sequence[Node]) -> ClusterStatus:

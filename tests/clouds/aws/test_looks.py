@@ -212,3 +212,49 @@ def test_many_calls_at_once_stay_within_a_bound(bed: AwsBed) -> None:
 
     bed.run(act())
     assert bed.aws.calls_at_once_max <= 16
+
+
+def test_a_denied_region_hides_no_node_of_another(bed: AwsBed) -> None:
+    """An organisation's policy often denies the regions that it does not use."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        bed.account.fail("DescribeInstances", "UnauthorizedOperation", status=403, times=99, region="us-west-2")
+        listed = await bed.cloud.list_nodes(OWNER)
+        assert [each.id for each in listed] == [node.id]
+        assert listed.unseen.keys() == {"us-west-2"} and isinstance(listed.unseen["us-west-2"], AuthError)
+        assert listed.account == node.account == "123456789012"
+
+    bed.run(act())
+
+
+def test_a_node_on_record_is_terminated_though_no_list_answers(bed: AwsBed) -> None:
+    """By a process that has never listed: the record says in which region it was made."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        bed.account.fail("DescribeInstances", "InternalError", status=500, times=99)
+        bed.account.fail("DescribeRegions", "InternalError", status=500, times=99)
+        await bed.reopen().terminate_nodes([node])
+        bed.account.faults.clear()
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+
+    bed.run(act())
+
+
+def test_a_region_that_refuses_to_terminate_keeps_no_other_from_it(bed: AwsBed) -> None:
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        elsewhere = replace(node, id="i-00000000000000aaa", region="us-west-2")
+        bed.account.fail("TerminateInstances", "InternalError", status=500, times=9, region="us-west-2")
+        with pytest.raises(CloudError):
+            await bed.cloud.terminate_nodes([elsewhere, node])
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+
+    bed.run(act())

@@ -330,6 +330,15 @@ def test_what_another_projects_login_cannot_see_is_believed_to_stand(bench: Any,
     assert bench.run(elsewhere.list_nodes(node.owner)).nodes == (node,)
 
 
+def test_a_zone_that_google_cannot_look_into_is_named(bench: Any, request_of: Make) -> None:
+    """Its nodes are asked for by name, so that they do not seem to be gone; a new login knows none to ask for."""
+    (node,) = bench.run(bench.cloud.create_nodes(request_of()))
+    bench.gce.silent_zones = {node.zone}
+    known, unknown = (bench.run(cloud.list_nodes(node.owner)) for cloud in (bench.cloud, bench.make_cloud()))
+    assert known.unseen.keys() == {"us-central1"} and known.nodes[0].state is NodeState.RUNNING
+    assert unknown.unseen.keys() == {"us-central1"} and known.account == node.account == "pretend"
+
+
 def test_why_nodes_ended_is_no_reason_to_list_none(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.preempt(node.id.rpartition("/")[2])
