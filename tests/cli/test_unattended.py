@@ -29,7 +29,7 @@ num_nodes: 2
 run: |
   mkdir -p $BROKER_CHECKPOINT_DIR
   echo "$BROKER_ATTEMPT" >> $BROKER_CHECKPOINT_DIR/started-$SKYPILOT_NODE_RANK
-  while [ -e $BROKER_CHECKPOINT_DIR/hold ]; do sleep 0.05; done
+  while [ -e $BROKER_CHECKPOINT_DIR/../hold ]; do sleep 0.05; done
   echo "{\\"step\\": 7, \\"total\\": 7}" >> $BROKER_PROGRESS_FILE
   echo "last words of $SKYPILOT_NODE_RANK"
   touch $BROKER_CHECKPOINT_DIR/ended-$SKYPILOT_NODE_RANK
@@ -92,16 +92,17 @@ def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:
 
 
 def test_job_continues_without_its_daemon_and_the_next_one_reads_how_it_ended(shell: Any) -> None:
-    folder: Path = shell.home / "checkpoints" / "job-1"
-    folder.mkdir(mode=0o700, parents=True)
-    (folder / "hold").touch()
+    hold: Path = shell.home / "checkpoints" / "hold"
+    hold.parent.mkdir(mode=0o700, parents=True)
+    hold.touch()
     shell.run("jobs", "launch", shell.write("held.yaml", HELD), "--yes", "--detach-run")
-    shell.wait_until(lambda: len(list(folder.glob("started-*"))) == 2, "both ranks run")
+    shell.wait_until(lambda: len(list(shell.find_checkpoints(1).glob("started-*"))) == 2, "both ranks run")
+    folder = shell.find_checkpoints(1)
     shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "RUNNING", "the job is known to run")
     shell.kill_daemon()
     leases = [json.loads(path.read_text()) for path in shell.home.glob("local/*/home/.broker/lease.json")]
     assert [lease["lease_s"] for lease in leases] == [12 * 3600.0] * 2
-    (folder / "hold").unlink()
+    hold.unlink()
     shell.wait_until(lambda: len(list(folder.glob("ended-*"))) == 2, "both ranks have ended")
     shell.wait_until(
         lambda: len(list(shell.home.glob("local/*/home/.broker/runs/1/outcome.json"))) == 2, "their agents know"
