@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.errors import Issue, TaskError
+from broker.task.checking import check_environment, check_labels
 from broker.task.expansion import expand_variables
 from broker.task.fields import TASK
 from broker.task.mounts import read_file_mounts, read_workdir
@@ -86,8 +87,12 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
 
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:
     resources, is_ordered = read_resources(reader, section.get("resources"))
+    check_labels(reader, section.get("resources"), resources)
     file_mounts, storage_mounts = read_file_mounts(reader, section)
     secret_values = _read_values(reader, section, "secrets", secrets)
+    check_environment(reader, section, "secrets", secret_values)
+    env_values = _read_values(reader, section, "envs", envs)
+    check_environment(reader, section, "envs", env_values)
     return Task(
         name=section.get("name"),
         resources=resources,
@@ -96,7 +101,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         workdir=read_workdir(reader, section),
         file_mounts=file_mounts,
         storage_mounts=storage_mounts,
-        envs=_read_values(reader, section, "envs", envs),
+        envs=env_values,
         secrets={name: Secret(value=value) for name, value in secret_values.items()},
         setup=section.get("setup"),
         run=section.get("run"),

@@ -26,11 +26,10 @@ class Reader:
     def find_origin(self, marked: Marked) -> Origin:
         return Origin(file=self.file, line=marked.line, column=marked.column)
 
-    def note(self, line: int, column: int, message: str, hint: str | None = None) -> None:
-        """An issue at a place; beyond the limit none is added."""
-        issue = Issue(
-            file=self.file, line=line, column=column, message=message, hint=hint, source_line=self._find_line(line)
-        )
+    def note(self, line: int, column: int, message: str, hint: str | None = None, *, shows_line: bool = True) -> None:
+        """An issue at a place; beyond the limit none is added. `shows_line` False: the line may hold a secret."""
+        source_line = self._find_line(line) if shows_line else None
+        issue = Issue(file=self.file, line=line, column=column, message=message, hint=hint, source_line=source_line)
         if not self.is_full and issue not in self.issues:
             self.issues.append(issue)
 
