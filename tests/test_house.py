@@ -45,8 +45,10 @@ NODE_PROGRAMS = {
     "broker/runtime/agent_container.py",
     "broker/runtime/agent_files.py",
     "broker/runtime/agent_gang.py",
+    "broker/runtime/agent_link.py",
     "broker/runtime/agent_notice.py",
     "broker/runtime/agent_run.py",
+    "broker/runtime/agent_wire.py",
     "broker/clouds/local_machine.py",
     "broker/storage/node_mount.py",
 }

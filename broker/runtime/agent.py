@@ -55,7 +55,7 @@ def read_request() -> dict[str, Any]:
 
 
 def submit(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start a run, once: asked again, it only answers the ports again."""
+    """Start a run, once: asked again, it only answers the same again. The head's word counts for the whole gang."""
     run_id = int(spec["run_id"])
     folder = files.make_private(files.run_folder(run_id))
     lock = files.wait_lock(files.STATE / "submit.lock")
@@ -69,7 +69,10 @@ def submit(spec: dict[str, Any]) -> dict[str, Any]:
         ensure_watcher()
     finally:
         os.close(lock)
-    return {key: known["head"][key] for key in ("coordinator_port", "master_port", "token")}
+    if int(known["rank"]):
+        return {}
+    ports = {key: known["head"][key] for key in ("coordinator_port", "master_port")}
+    return {**ports, "credential": (folder / files.CREDENTIAL).read_text(encoding="ascii")}
 
 
 def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
@@ -77,15 +80,17 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     runner_lock = files.try_lock(folder / "runner.lock")
     assert runner_lock is not None, "no runner holds it: we looked, under the submit lock"
     arguments, inherited = [str(spec["run_id"])], [runner_lock]
+    head = dict(spec["head"])
+    files.write_text(folder / files.CREDENTIAL, head.pop("credential"))  # a file that programs can be pointed to
     if int(spec["rank"]) == 0:
-        address = spec["node_ips"][0] if spec["node_ips"][0].startswith("127.") else ""
-        listener = socket.socket()
-        listener.bind((address, 0))
-        listener.listen(1024)
-        ports = {"coordinator_port": listener.getsockname()[1], "master_port": pick_port()}
-        spec = {**spec, "head": {**spec["head"], **ports}}
+        import agent_link  # type: ignore[import-not-found]  # TLS, which no other verb needs
+
+        listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
+        host, port = listener.getsockname()[:2]
+        head.update(coordinator_port=port, master_port=pick_port(), address=agent_link.find_own(host))
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
+    spec = {**spec, "head": head}
     files.write_json(folder / "spec.json", {**spec, "image": remember_image(spec.get("image"))})
     start_detached("_run", arguments, inherited)
     for fd in inherited[:1]:

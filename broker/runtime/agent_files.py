@@ -13,6 +13,7 @@ from typing import Any
 HOME = Path(os.environ.get("HOME") or Path.home())
 STATE = HOME / ".broker"
 RUNS = STATE / "runs"
+CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key by which its nodes know each other
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_container, agent_files, agent_gang
+    from broker.runtime import agent_container, agent_files, agent_gang, agent_link, agent_wire
 else:
     import agent_container
     import agent_files
     import agent_gang
+    import agent_link
+    import agent_wire
 
 GRACE_S = 5.0
 TICK_S = 0.1
@@ -38,7 +40,7 @@ class Runner:
         self._id = run_id
         self._container = agent_container.find_container(spec, agent_files.HOME)
         self._listener = listener
-        self._link: agent_gang.Link | None = None
+        self._link: agent_link.Link | None = None
         self._coordinator: agent_gang.Coordinator | None = None
         self._wake = threading.Event()
         self._is_go = False
@@ -55,10 +57,14 @@ class Runner:
         """Always leaves an outcome.json; the status is the gang's, `own_returncode` this node's."""
         self._write_state("SETTING_UP")
         if self._listener is not None:
-            log = self._folder / "log"
-            size, token = int(self._spec["num_nodes"]), self._spec["head"]["token"]
+            if self._listener.getsockname()[0] in agent_link.ANY:
+                print(f"{self._spec['node_ips'][0]} is not of this machine: listening on all", file=sys.stderr)
             self._coordinator = agent_gang.Coordinator(
-                self._listener, token=token, num_nodes=size, log=log, nodes_min=self._spec.get("nodes_min")
+                self._listener,
+                context=agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=True),
+                num_nodes=int(self._spec["num_nodes"]),
+                log=self._folder / "log",
+                nodes_min=self._spec.get("nodes_min"),
             )
             self._coordinator.start()
         if self._join():
@@ -90,11 +96,12 @@ class Runner:
 
     def _join(self) -> bool:
         head, rank = self._spec["head"], int(self._spec["rank"])
-        hello = {"token": head["token"], "rank": rank}
+        context = agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=False)
         give_up_s = time.monotonic() + agent_gang.JOIN_S
         while time.monotonic() < give_up_s:
             try:
-                self._link = agent_gang.connect(head["address"], int(head["coordinator_port"]), hello, self._hear)
+                port = int(head["coordinator_port"])
+                self._link = agent_link.connect(head["address"], port, context, rank, self._hear)
                 return True
             except OSError:
                 if (self._folder / "cancel").exists():
@@ -275,6 +282,7 @@ class Runner:
                 "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
                 "BROKER_PROGRESS_FILE": str(self._folder / "progress.jsonl"),
                 "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
+                "BROKER_GANG_PEM": str(self._folder / agent_files.CREDENTIAL),
             }
         )
         if spec.get("nodes_min"):

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import io
 import json
-import secrets
 import tarfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,6 +17,7 @@ from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
 from broker.optimizer.asked import find_container
 from broker.runtime.base import Completed, Transport
+from broker.runtime.credentials import make_credential
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
@@ -26,8 +26,10 @@ AGENT_FILES = (
     "agent_container.py",
     "agent_files.py",
     "agent_gang.py",
+    "agent_link.py",
     "agent_notice.py",
     "agent_run.py",
+    "agent_wire.py",
 )
 AGENT_FOLDER = ".broker/agent"
 CALL_S = 30.0
@@ -87,7 +89,10 @@ class Gang:
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
-        """Submit to the head, which names the ports, then to the rest; asked again it changes nothing."""
+        """Submit to the head, which names ports and credential, then to the rest; asked again it changes nothing.
+
+        The credential of the first call counts: the head keeps it, and answers with it ever after.
+        """
         nodes = sort_nodes(cluster)
         recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
         gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
@@ -108,7 +113,10 @@ class Gang:
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
             "nodes_min": recovery.nodes_min if recovery else None,
-            "head": {"address": nodes[0].address, "token": secrets.token_hex(16)},
+            "head": {
+                "address": nodes[0].address,
+                "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
+            },
         }
         head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
         spec["head"] = {**spec["head"], **head}
