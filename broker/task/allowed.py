@@ -59,6 +59,13 @@ def is_text(text: str) -> bool:
     return "\0" not in text and not (not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text))
 
 
+def is_credential_name(name: str) -> bool:
+    """Whether a variable is called as credentials are: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+    words = name.upper().split("_")
+    is_key = words[-1] == "KEY" and words[-2:-1] in (["API"], ["ACCESS"], ["SECRET"], ["PRIVATE"])
+    return is_key or words[-1] in ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS")
+
+
 _EXECVE = "execve(2): no NUL, and one string of at most MAX_ARG_STRLEN (131,072 bytes with its NUL)"
 _POSIX_PATH = "POSIX: no NUL, PATH_MAX 4,096 and NAME_MAX 255 bytes"
 

@@ -12,6 +12,7 @@ from broker.types import Notice, Origin
 
 ISSUES_MAX = 100  # nobody reads more, and near misses take time to look for
 _SHOWN_MAX = 40
+_SECRET_MIN = 4  # shorter ones are found in too much else
 
 
 class Reader:
@@ -21,7 +22,12 @@ class Reader:
         self.file = file
         self.issues: list[Issue] = []
         self._notices: list[Notice] = []
+        self._hidden: list[str] = []
         self._text = text
+
+    def hide(self, texts: Iterable[str]) -> None:
+        """Secrets: lines that are shown with an issue or a notice from now on have `***` in their place."""
+        self._hidden += sorted((each for each in texts if len(each) >= _SECRET_MIN), key=len, reverse=True)
 
     def find_origin(self, marked: Marked) -> Origin:
         return Origin(file=self.file, line=marked.line, column=marked.column)
@@ -66,7 +72,10 @@ class Reader:
         return tuple(found)
 
     def _find_line(self, line: int) -> str | None:
-        return self._lines[line - 1] or None if 0 < line <= len(self._lines) else None
+        found = self._lines[line - 1] if 0 < line <= len(self._lines) else ""
+        for each in self._hidden:
+            found = found.replace(each, "***")
+        return found or None
 
     @cached_property
     def _lines(self) -> list[str]:

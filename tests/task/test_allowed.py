@@ -242,3 +242,29 @@ def test_everything_in_the_price_book_can_be_named_in_a_task(tmp_path: Any) -> N
         assert allowed.INSTANCE_TYPE.admits(name), name
     for name in {each.region for each in offers} | {each.zone for each in offers if each.zone}:
         assert allowed.PLACE.admits(name), name
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD"])
+def test_credential_among_envs_is_noted_and_not_shown(name: str) -> None:
+    (task,) = load_tasks_text(f"run: x\nenvs:\n  {name}: hunter2", "x.yaml")
+    (notice,) = [each for each in task.notices if each.field == "envs"]
+    assert not notice.blocks_launch and "`secrets`" in str(notice.hint)
+    assert (notice.origin.line, notice.origin.column) == (3, 3)
+    assert "hunter2" not in f"{notice.message} {notice.hint} {notice.source_line}"
+
+
+@pytest.mark.parametrize("name", ["TOKENS", "SECRET_SANTA", "KEY", "MAX_TOKENS_KEY", "TOKENIZER"])
+def test_other_variables_are_not_taken_for_credentials(name: str) -> None:
+    (task,) = load_tasks_text(f"run: x\nenvs: {{{name}: a}}", "x.yaml")
+    assert task.notices == ()
+
+
+def test_secret_on_the_line_of_another_fault_or_notice_is_not_shown() -> None:
+    line = "{run: x, secrets: {A: hunter2, B: }, envs: {HF_TOKEN: hunter3}, "
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text(line + "nonsense: 1}", "x.yaml")
+    assert "***" in str(caught.value.issues[0].source_line)
+    (task,) = load_tasks_text(line + "num_nodes: 1}", "x.yaml")
+    assert {each.field for each in task.notices} == {"secrets", "envs"}
+    for shown in (*caught.value.issues, *task.notices):
+        assert "hunter" not in str(shown.source_line)
