@@ -80,11 +80,11 @@ class Server:
     async def _accept(self) -> None:
         while True:
             try:
-                connection, _ = await self._loop.sock_accept(self._listener)
+                connection, place = await self._loop.sock_accept(self._listener)
             except OSError:
                 await asyncio.sleep(0.1)  # out of descriptors, or reset before it was taken
                 continue
-            task = self._loop.create_task(self._greet(connection))
+            task = self._loop.create_task(self._greet(connection, place[0]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             self._strangers[task] = None
@@ -92,7 +92,7 @@ class Server:
             if len(self._strangers) > STRANGERS_MAX:
                 next(iter(self._strangers)).cancel()
 
-    async def _greet(self, connection: socket.socket) -> None:
+    async def _greet(self, connection: socket.socket, address: str) -> None:
         try:
             reader, writer = await asyncio.wait_for(self._authenticate(connection), HANDSHAKE_S)
         except (OSError, TimeoutError, ValueError):
@@ -100,7 +100,7 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         self._strangers.pop(task, None)
-        await self._serve(reader, writer)
+        await self._serve(reader, writer, address)
 
     async def _authenticate(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Raise OSError or ValueError for a stranger. On any error the connection is closed."""
@@ -127,11 +127,17 @@ class Server:
                 connection.close()  # with TLS its transport, which asyncio keeps to itself, closes it
             raise
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         member: Member | None = None
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_S_MAX):
-                member = self._hear(parse_line(line), member, writer)
+                message = parse_line(line)
+                if message["kind"] == "hello" and member:
+                    raise ValueError("a worker says hello once")
+                if message["kind"] == "hello":
+                    member = self._admit(read_member(message, address, writer))
+                elif member:
+                    self._hear(message, member)
                 if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
                     raise ValueError("does not read")
         except (OSError, TimeoutError, ValueError):
@@ -141,29 +147,27 @@ class Server:
                 self._rendezvous.depart(member)
             writer.close()
 
-    def _hear(self, message: dict[str, Any], member: Member | None, writer: asyncio.StreamWriter) -> Member | None:
-        """Raise ValueError for what no correct worker sends. Kinds that are not known are of another version."""
-        kind, rendezvous = message["kind"], self._rendezvous
-        if kind == "hello":
-            if member:
-                raise ValueError("a worker says hello once")
-            member = read_member(message, writer)
-            if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
-                words = f"this worker comes in {member.unit}s, the others in {rendezvous.unit}s: are their flags equal?"
-                member.tell(kind="end", reason=words)
-                raise ValueError(words)
-            rendezvous.arrive(member)
-        elif kind == "vote":
-            if not isinstance(message.get("is_leaving"), bool):
-                raise ValueError("invalid vote")
-            if member:
-                rendezvous.vote(member, is_leaving=message["is_leaving"])
-        elif kind == "done" and member and rendezvous.current.get(member.id) is member:
-            rendezvous.finish()
+    def _admit(self, member: Member) -> Member:
+        """Raise ValueError for a worker that cannot be in one world with the others."""
+        rendezvous = self._rendezvous
+        if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
+            words = f"this worker comes in {member.unit}s, the others in {rendezvous.unit}s: are their flags equal?"
+            member.tell(kind="end", reason=words)
+            raise ValueError(words)
+        rendezvous.arrive(member)
         return member
 
+    def _hear(self, message: dict[str, Any], member: Member) -> None:
+        """Raise ValueError for what no correct worker sends. Unknown kinds are of another version, and are ignored."""
+        if message["kind"] == "vote":
+            if not isinstance(message.get("is_leaving"), bool):
+                raise ValueError("invalid vote")
+            self._rendezvous.vote(member, is_leaving=message["is_leaving"])
+        elif message["kind"] == "done" and self._rendezvous.current.get(member.id) is member:
+            self._rendezvous.finish()
 
-def read_member(message: dict[str, Any], writer: asyncio.StreamWriter) -> Member:
+
+def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:
     """Who says hello; ValueError where a field is missing or has a value that no correct worker sends."""
     id, port, unit = message.get("id"), message.get("port"), message.get("unit")
     order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 3)
@@ -176,7 +180,7 @@ def read_member(message: dict[str, Any], writer: asyncio.StreamWriter) -> Member
         raise ValueError("invalid holding")
     return Member(
         id=id,
-        address=writer.get_extra_info("peername")[0],
+        address=address,
         port=message["port"],
         order=(order[0], order[1]),
         holding=(step, index, count),

@@ -13,11 +13,21 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_container, agent_files, agent_gang, agent_link, agent_wire
+    from broker.runtime import (
+        agent_container,
+        agent_delivery,
+        agent_files,
+        agent_gang,
+        agent_lease,
+        agent_link,
+        agent_wire,
+    )
 else:
     import agent_container
+    import agent_delivery
     import agent_files
     import agent_gang
+    import agent_lease
     import agent_link
     import agent_wire
 
@@ -26,7 +36,6 @@ TICK_S = 0.1
 END_S = 15.0  # how long to wait for the coordinator's last word
 RETURNCODE_OF_KILL = 137
 PHASES = ("setup", "run")
-BUCKETS = ("s3://", "gs://", "az://")
 
 
 class Runner:
@@ -78,21 +87,17 @@ class Runner:
             self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
         outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
-        outcome.update(own_returncode=self._returncode, ended_s=time.time())
+        # A node whose lease is about to end may have taken the program down with it: the reader must know.
+        outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         agent_files.write_json(self._folder / "outcome.json", outcome)
         if self._coordinator:
-            self._leave(outcome)
+            self._leave()
 
-    def _leave(self, outcome: dict[str, Any]) -> None:
+    def _leave(self) -> None:
         """Also where it is found when nobody asks this node before it ends. That it cannot be left there is no fault
-        of the run."""
-        if self._spec["envs"].get("BROKER_CHECKPOINT_DIR", "").startswith(BUCKETS):
-            import agent_bucket  # type: ignore[import-not-found]
-
-            try:
-                agent_bucket.leave_outcome(outcome, {**os.environ, **self._spec["envs"], **self._spec["secrets"]})
-            except agent_bucket.Refused as refused:
-                print(f"the outcome was not left in the bucket: {refused}", file=sys.stderr)
+        of the run; the watcher tries again."""
+        if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id)):
+            print(f"not left in the bucket yet: {error}", file=sys.stderr)
 
     def _join(self) -> bool:
         head, rank = self._spec["head"], int(self._spec["rank"])
@@ -311,6 +316,7 @@ def bury(run_id: int) -> None:
             container.signal(make_mark(run_id, phase), signal.SIGKILL)
         kill_marked(make_mark(run_id, phase))
     outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
+    outcome["lease_left_s"] = agent_lease.measure_left_s()
     agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)
 
 
