@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow test-sky testbed lint format bench bench-peer clean help
+.PHONY: run test test-slow test-sky testbed lint audit fuzz format bench bench-peer clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -32,6 +32,15 @@ lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+audit: $(INSTALLED) ## bandit over the code, pip-audit over what is installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[audit]'
+	$(BIN)/python -m tests.security.audit
+
+fuzz: $(INSTALLED) ## every fuzz target for MINUTES (10), from seed SEED (1)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --constraint tests/constraints.txt atheris || \
+		echo "atheris has no wheel for this Python: inputs are mutations of seeds, not guided by coverage"
+	$(BIN)/python -m tests.fuzz all --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1)
+
 format: $(INSTALLED) ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -51,4 +60,4 @@ test-sky: $(INSTALLED) ## against a real SkyPilot API server of its own, install
 	BROKER_TEST_SKY_PYTHON=$(CURDIR)/.venv-sky/bin/python $(BIN)/python -m pytest tests/sky
 
 clean: ## remove what `make` made
-	rm -rf $(VENV) .venv-peer .venv-sky build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-sky build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz
