@@ -14,10 +14,11 @@ from tests.mutation.operators import Mutant
 from tests.mutation.shadow import Shadow
 from tests.mutation.survey import Reached, Survey
 
-QUICK_TESTS_S = 2.0  # of the quickest tests: most mutants are told here
-TESTS_S = 20.0
-PLAYS_S = 8.0
-KILLS = 40  # plays with a kill at a deed, over all scenes that enter the function
+QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are told here
+QUICK_TESTS_S = 2.0
+TESTS_S = 12.0
+PLAYS_S = 6.0
+KILLS = 24  # plays with a kill at a deed, over all scenes that enter the function
 START_S = 10.0  # to start Python and import what tests need, on a slow day
 SLOWDOWN = 4.0  # a mutant may take this much longer than its tests did
 SURE_S = 0.5  # a test that takes longer runs real processes: its failure is confirmed by another
@@ -51,10 +52,12 @@ class Judge:
         tests = choose(self._survey.tests, mutant, TESTS_S)
         quick = take(tests, QUICK_TESTS_S)
         plays = choose(self._survey.plays, mutant, PLAYS_S)
+        yield lambda: self._run_plays([(play.name, play.cpu_s) for play in take(plays, QUICK_PLAYS_S)])
         yield lambda: self._run_tests(quick)
-        yield lambda: self._run_plays([(play.name, play.cpu_s) for play in plays])
+        yield lambda: self._run_plays([(play.name, play.cpu_s) for play in plays[len(take(plays, QUICK_PLAYS_S)) :]])
         yield lambda: self._run_tests(tests[len(quick) :])
-        yield lambda: self._run_plays(draw_kills(plays, mutant))
+        entering = [each for each in self._survey.plays if each.enters(mutant)]
+        yield lambda: self._run_plays(draw_kills(entering, mutant))
 
     def _run_tests(self, tests: Sequence[Reached]) -> tuple[str, str, float]:
         if not tests:
