@@ -95,9 +95,9 @@ def _list_descendants() -> Iterator[int]:
 def _end_all(process: subprocess.Popen[bytes]) -> None:
     """Until none is left: one that is ended may just have started another."""
     for _ in range(100):
+        left = list(_list_descendants())  # before its parents die, for those that have a session of their own
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        left = list(_list_descendants())
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.draw import ROOT
-from tests.mutation.judge import Judge, Reached, Survey, draw_kills, take
-from tests.mutation.limited import run_limited
+from tests.mutation.judge import KILLS, Judge, Reached, Survey, draw_kills, take
 from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
 from tests.mutation.shadow import Shadow, make_shadow
@@ -78,18 +77,29 @@ def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> No
     assert text != shadow.read("broker/runtime/agent_files.py")
 
 
-def test_a_program_that_loops_or_leaves_a_process_behind_is_ended(tmp_path: Path) -> None:
-    leave = (
-        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass'], start_new_session=True)"
-    )
-    ended = run_limited(
-        [sys.executable, "-c", f"{leave}\nwhile True: pass"],
-        cwd=tmp_path,
-        environment={},
-        output=tmp_path / "output",
-        cpu_s_max=0.5,
-    )
-    assert ended.returncode is None
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+@pytest.mark.parametrize("end", ["while True: pass", ""])
+def test_a_program_that_loops_is_ended_and_so_is_what_any_leaves_behind(tmp_path: Path, end: str) -> None:
+    program = f"""
+import subprocess, sys
+from pathlib import Path
+left = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+Path("left").write_text(str(left.pid))
+{end}
+"""
+    outer = f"""
+import sys
+from pathlib import Path
+from tests.mutation.limited import adopt_orphans, run_limited
+adopt_orphans()
+command = [sys.executable, "-c", {program!r}]
+folder = Path({str(tmp_path)!r})
+ended = run_limited(command, cwd=folder, environment={{}}, output=folder / "output", cpu_s_max=0.5)
+print(ended.returncode)
+"""
+    done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ("None" if end else "0"), done.stderr
+    assert not Path(f"/proc/{(tmp_path / 'left').read_text()}").exists()
 
 
 def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
@@ -105,4 +115,4 @@ def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutan
     assert take(found, 2.5) == found[:2] and take(found, 0.1) == found[:1]
     one, two = (find("broker/provision/patience.py", end) for end in ("8 -> 0", "4 -> 0"))
     assert draw_kills(found, one) == draw_kills(found, one) != draw_kills(found, two)
-    assert len(set(draw_kills(found, one))) == 40
+    assert len(set(draw_kills(found, one))) == KILLS
