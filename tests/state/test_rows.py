@@ -271,6 +271,26 @@ def test_a_bill_ends_once_and_starts_anew_after_a_stop(store: Store, clock: Hand
     assert len(store.list_bills()) == 2
 
 
+def test_what_is_done_to_one_bill_leaves_those_of_other_nodes_and_clouds(store: Store, clock: Hands) -> None:
+    others = [replace(NODE, id="m"), replace(NODE, cloud="y")]
+    for node in (NODE, *others):
+        store.record_node(node)
+    clock.time_s = 3600.0
+    store.close_bill(NODE)
+    assert [bill.ended_s for bill in store.list_bills()] == [3600.0, None, None]
+    for node in others:
+        store.close_bill(node)
+    clock.time_s = 7200.0
+    store.reopen_bill(NODE)
+    opened = [bill for bill in store.list_bills() if bill.ended_s is None]
+    assert [(bill.cloud, bill.node, bill.created_s) for bill in opened] == [("x", "n", 7200.0)]
+    assert sorted((bill.cloud, bill.node) for bill in store.list_bills())[1:] == [
+        ("x", "n"),
+        ("x", "n@0.0"),
+        ("y", "n"),
+    ]
+
+
 def test_a_terminated_node_ends_its_bill_even_before_it_was_opened_anew(store: Store, clock: Hands) -> None:
     store.record_node(replace(NODE, created_s=START_S))
     store.record_node(replace(NODE, state=NodeState.TERMINATED, ended_s=START_S - 60.0))
