@@ -1,7 +1,8 @@
 """Paths and settings. Precedence: flag > environment > `config.toml` > default; the CLI passes flags in.
 
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
-BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves.
+BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves;
+`unattended` there says how long managed jobs go on while this machine is away.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from broker.errors import UsageError
 from broker.nouns import noun
 
 SETTINGS = "config.toml"
+KNOWN = ("checkpoints", "unattended")
 # Where programs can keep checkpoints: buckets that the bundled trainers write to, and folders that every node sees.
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
@@ -85,6 +87,11 @@ def find_checkpoint_url(config: Config) -> str | None:
     return str(text)
 
 
+def find_unattended(config: Config) -> object:
+    """`unattended` as it is written in `config.toml`; None where it is not. Raises UsageError for a broken file."""
+    return _read_settings(config.home / SETTINGS).get("unattended")
+
+
 def _read_settings(path: Path) -> dict[str, object]:
     import tomllib  # 5 ms that most commands do not need
 
@@ -94,9 +101,9 @@ def _read_settings(path: Path) -> dict[str, object]:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error}") from error
-    unknown = sorted(set(found) - {"checkpoints"})
+    unknown = sorted(set(found) - set(KNOWN))
     if unknown:
-        raise UsageError(f"{path}: there is no `{unknown[0]}`", hints=("There is `checkpoints`.",))
+        raise UsageError(f"{path}: there is no `{unknown[0]}`", hints=(f"known settings: {', '.join(KNOWN)}",))
     return found
 
 

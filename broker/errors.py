@@ -12,6 +12,7 @@ BrokerError                     exit code
     ├── CapacityError               try elsewhere; `scope` says how far away
     ├── QuotaError                  do not ask there again
     ├── AuthError                   stop; the hint says what to log in to
+    │   └── AccountError                logged in to another account than the one that holds the nodes
     ├── ThrottledError              back off, then retry
     ├── InvalidRequestError         stop: asking again gives the same answer
     ├── TransientError              retry
@@ -110,6 +111,10 @@ class QuotaError(CloudError):
 
 
 class AuthError(CloudError):
+    pass
+
+
+class AccountError(AuthError):
     pass
 
 

@@ -58,6 +58,7 @@ def launch(
     from broker.cli.launch import confirm_price, plan_launch
     from broker.cli.uploads import fill_buckets
     from broker.config import find_checkpoint_url
+    from broker.jobs.allowance import describe_allowances, read_unattended_s, settle_unattended
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
 
@@ -71,6 +72,7 @@ def launch(
     options.check_notices(tasks, is_launch=not dryrun)
     _check_runnable(tasks)
     tasks = settle_tasks(tasks, find_checkpoint_url(context.config))
+    tasks = settle_unattended(tasks, read_unattended_s(context.config))
     plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
     options.check_plans(plans, is_launch=not dryrun)
     for plan in plans if not as_json else []:
@@ -78,6 +80,8 @@ def launch(
     if dryrun:
         return
     for sentence in check_checkpoints(plans):
+        print_note(sentence)
+    for sentence in describe_allowances(plans):
         print_note(sentence)
     note_copies(context, plans)
     confirm_price(plans, yes=yes)

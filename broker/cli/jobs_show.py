@@ -147,6 +147,8 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         return
     reason = f": {found.failure}" if found.failure else ""
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
+    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, now_s)):
+        print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It goes on with the checkpoints of job {found.resumes}.")
     for other in (context.store.get_job(each) for each in found.needs):
@@ -161,6 +163,20 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         f"{show_duration(summary.recovery_s)}."
     )
     print_line(f"Paid {show_usd(summary.paid_usd)} USD; on-demand {show_usd(summary.ondemand_usd)} USD.")
+
+
+def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
+    """What happens to its machines while this one is away; empty where they are processes of this machine."""
+    from broker.jobs.allowance import describe_allowance, measure_allowance_s
+    from broker.jobs.checkpoints import HERE
+
+    placement = job.attempts[-1].placement if job.attempts else None
+    if placement is None or placement.offer.cloud == HERE:
+        return ""
+    allowed_s = measure_allowance_s(
+        job.task, usd_hour=placement.usd_hour, spent_usd=paid_usd, submitted_s=job.submitted_s, now_s=now_s
+    )
+    return describe_allowance(allowed_s)
 
 
 def find_job(context: Context, text: str) -> Job:

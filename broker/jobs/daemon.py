@@ -42,6 +42,10 @@ LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it 
 class Controller(Protocol):
     async def step(self) -> float: ...
 
+    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
+        """Until the next step is due: about `wait_s`, or until `wake` is set."""
+        ...
+
 
 async def run_daemon(
     *,
@@ -143,6 +147,7 @@ class _Daemon:
         self._clock = clock
         self._idle_s = idle_s
         self._drives: dict[int, asyncio.Task[None]] = {}
+        self._wakes: dict[int, asyncio.Event] = {}
 
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
@@ -167,12 +172,16 @@ class _Daemon:
 
     def _start_controllers(self) -> None:
         for job_id in [job_id for job_id, task in self._drives.items() if task.done()]:
-            del self._drives[job_id]
+            del self._drives[job_id], self._wakes[job_id]
         for job_id in self._store.list_unfinished_job_ids():
             if job_id not in self._drives:
-                self._drives[job_id] = asyncio.ensure_future(self._drive(job_id))
+                self._wakes[job_id] = asyncio.Event()
+                self._drives[job_id] = asyncio.ensure_future(self._drive(job_id, self._wakes[job_id]))
+        for job_id in self._store.list_cancel_requested_ids():  # one query for all, where each would ask by itself
+            if job_id in self._wakes:
+                self._wakes[job_id].set()
 
-    async def _drive(self, job_id: int) -> None:
+    async def _drive(self, job_id: int, wake: asyncio.Event) -> None:
         """Step after step; an unexpected error costs this job a pause, and no other job anything."""
         controller: Controller | None = None
         failures = 0
@@ -181,6 +190,9 @@ class _Daemon:
                 controller = controller or self._make_controller(job_id)
                 wait_s = await controller.step()
                 failures = 0
+                if math.isinf(wait_s):
+                    return
+                await controller.rest(wait_s, wake)
             except FencedError:
                 return  # the main loop finds out by itself; this job is another daemon's now
             except Exception as error:  # the outermost edge of one job
@@ -190,9 +202,7 @@ class _Daemon:
                 log.warning("job %s: %s; next try in %.1f s", job_id, text, wait_s, exc_info=error)
                 if not isinstance(error, BrokerError):
                     controller = None  # its memory is not to be trusted; the store is
-            if math.isinf(wait_s):
-                return
-            await self._clock.sleep(wait_s)
+                await self._clock.sleep(wait_s)
 
     async def _collect_forever(self) -> None:
         compacted_s = float("-inf")

@@ -90,7 +90,7 @@ class Collector:
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         if lost:
-            await cloud.terminate_nodes([node.id for node in lost])
+            await cloud.terminate_nodes(lost)
             for node in lost:
                 self._store.record_node(node)
                 self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
@@ -101,7 +101,7 @@ class Collector:
 
         `left`: tokens whose open intents save nobody.
         """
-        listed: Sequence[Node] = await cloud.list_nodes(self._owner)
+        listed = await cloud.list_nodes(self._owner)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -65,6 +66,26 @@ class IntentRows(Database):
             "INSERT INTO intents (token, cluster, created_s, body) VALUES (?, ?, ?, ?) ON CONFLICT (token) DO NOTHING",
             (request.token, request.cluster, self.clock.now_s(), msgspec.json.encode(request)),
         )
+
+    def note_intent_account(self, token: str, account: str) -> None:
+        """Durable when it returns: the create call comes next."""
+        with self.transaction():
+            request = self.get_request(token)
+            assert request is not None, "an intent is written before its account is known"
+            body = msgspec.json.encode(replace(request, account=account))
+            self._write("UPDATE intents SET body = ? WHERE token = ?", (body, token))
+
+    def get_request(self, token: str) -> NodeRequest | None:
+        row = self._row("SELECT body FROM intents WHERE token = ?", (token,))
+        return msgspec.json.decode(row["body"], type=NodeRequest) if row else None
+
+    def note_made_nodes(self, token: str, nodes: Sequence[Node]) -> None:
+        """What the create call answered: these ids are terminated even where no list shows them."""
+        self._write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
+
+    def list_made_nodes(self, token: str) -> Sequence[Node]:
+        row = self._row("SELECT nodes FROM intents WHERE token = ?", (token,))
+        return msgspec.json.decode(row["nodes"], type=list[Node]) if row and row["nodes"] else ()
 
     def close_intent(self, token: str, outcome: str) -> None:
         self._write(

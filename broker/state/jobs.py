@@ -154,6 +154,10 @@ class JobRows(Database):
         row = self._row("SELECT cancel_requested FROM jobs WHERE id = ?", (job_id,))
         return bool(row and row["cancel_requested"])
 
+    def list_cancel_requested_ids(self) -> Sequence[int]:
+        """Live jobs that the user wants ended."""
+        return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal AND cancel_requested")]
+
     def set_progress(self, job_id: int, progress: Progress) -> None:
         """Also remembered per attempt, so that lost steps can be counted later."""
         with self.transaction(is_durable=False):

@@ -77,4 +77,9 @@ _CALLS = (
 
 _HINTS = ("ALTER TABLE refusals ADD COLUMN hints TEXT NOT NULL DEFAULT '[]'",)
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS)
+_MADE_NODES = ("ALTER TABLE intents ADD COLUMN nodes BLOB",)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
+    _MADE_NODES,
+)
