@@ -93,6 +93,12 @@ def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
     assert stage.attempt.lost_s == START_S + 30.0, "where nobody knows when, it is now"
 
 
+def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage) -> None:
+    stage.endings.leave_unattended(stage.attempt, "its allowance ran out", lost_s=START_S - 9.0)
+    assert stage.see() == (JobStatus.RECOVERING, "its allowance ran out", "", START_S - 9.0)
+    assert stage.list_told() == [("restart", "its allowance ran out: restarted on new nodes")]
+
+
 @pytest.mark.parametrize(
     ("verdict", "returncode", "expected"),
     [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from broker.jobs.judgement import (
+    GANG_UNREACHABLE_S_MIN,
     MISSES_MIN,
     NOTICE_S_MAX,
     PEER_LOSS_S_MAX,
@@ -17,6 +18,7 @@ from broker.jobs.judgement import (
     judge,
     list_lost_ranks,
     measure_doubt_s,
+    measure_patience_s,
 )
 from broker.types import JobRecovery, Node, NodeState, RunStatus
 
@@ -50,12 +52,19 @@ def test_one_lost_node_loses_a_gang_whatever_it_reports_but_a_success(state: Nod
     assert judge(replace(lost, status=RunStatus.SUCCEEDED)) is Verdict.SUCCEEDED
 
 
-@pytest.mark.parametrize(("misses", "silent_s"), [(MISSES_MIN - 1, 1e6), (10**6, UNREACHABLE_S_MIN - 0.1)])
-def test_silence_is_a_loss_only_when_it_is_both_repeated_and_long(misses: int, silent_s: float) -> None:
-    silent = replace(CALM, status=None, unreachable=(0, 1))
-    assert judge(replace(silent, misses=misses, unreachable_s=silent_s)) is Verdict.UNCLEAR
-    assert judge(replace(silent, misses=MISSES_MIN, unreachable_s=UNREACHABLE_S_MIN)) is Verdict.LOST
-    assert MISSES_MIN == 3 and UNREACHABLE_S_MIN == 120.0, "promised in docs and issue trackers"
+@pytest.mark.parametrize(("ranks", "patience_s"), [((1,), UNREACHABLE_S_MIN), ((0, 1), GANG_UNREACHABLE_S_MIN)])
+def test_silence_is_a_loss_only_when_it_is_both_repeated_and_long(ranks: tuple[int, ...], patience_s: float) -> None:
+    silent = replace(CALM, status=None, unreachable=ranks)
+    assert judge(replace(silent, misses=MISSES_MIN - 1, unreachable_s=1e6)) is Verdict.UNCLEAR
+    assert judge(replace(silent, misses=10**6, unreachable_s=patience_s - 0.1)) is Verdict.UNCLEAR
+    assert judge(replace(silent, misses=MISSES_MIN, unreachable_s=patience_s)) is Verdict.LOST
+    assert (MISSES_MIN, UNREACHABLE_S_MIN, GANG_UNREACHABLE_S_MIN) == (3, 120.0, 600.0)
+
+
+def test_nodes_that_are_confirmed_gone_are_none_of_those_that_could_answer() -> None:
+    three = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
+    assert measure_patience_s(replace(CALM, nodes=three, unreachable=(0, 1))) == GANG_UNREACHABLE_S_MIN
+    assert measure_patience_s(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN
 
 
 def test_counted_misses_mean_nothing_once_all_answer_again() -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN
-from broker.jobs.watch import GAP_S_MAX, LEASE_EVERY_S, LIST_EVERY_S, NOTICE_REASON, Watch, is_due
+from broker.jobs.watch import (
+    ATTENDED_S,
+    GAP_S_MAX,
+    LEASE_EVERY_S,
+    LIST_EVERY_S,
+    NOTICE_REASON,
+    Watch,
+    is_due,
+    list_answering,
+)
 from broker.runtime.gang import GangReport
 from broker.types import Cluster, ClusterStatus, Node, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
@@ -62,6 +73,20 @@ def test_lists_and_leases_are_asked_for_at_once_and_then_at_their_intervals() ->
     assert not watch.needs_lease(1000.0 + LEASE_EVERY_S - 0.1)
     assert watch.needs_lease(1000.0 + LEASE_EVERY_S)
     assert LIST_EVERY_S == 10.0 and LEASE_EVERY_S == 60.0, "a lease lasts 900 s: it may fail often before that"
+
+
+def test_a_gang_is_attended_for_five_renewals_after_the_last_one() -> None:
+    watch = Watch("c")
+    assert not watch.is_attended(1000.0), "nobody has renewed it yet"
+    watch.note_lease(1000.0)
+    assert watch.is_attended(1000.0 + ATTENDED_S - 0.1) and not watch.is_attended(1000.0 + ATTENDED_S)
+    assert ATTENDED_S == 5 * LEASE_EVERY_S
+
+
+def test_nodes_that_answer_are_those_that_live_and_are_not_silent() -> None:
+    gone = replace(CLUSTER, nodes=(*NODES[:2], replace(NODES[2], state=NodeState.TERMINATED)))
+    assert list_answering(report(unreachable=(0,)), gone) == {"n1"}
+    assert list_answering(report(), CLUSTER) == {"n0", "n1", "n2"}
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ DURABLE: dict[str, Deed] = {
     "delete_cluster": lambda store: store.delete_cluster("c"),
     "next_run_id": lambda store: store.next_run_id("c"),
     "put_intent": lambda store: store.put_intent(REQUEST),
+    "note_intent_account": lambda store: store.note_intent_account("t", "an account"),
+    "note_made_nodes": lambda store: store.note_made_nodes("t", [NODE]),
     "close_intent": lambda store: store.close_intent("t", "up"),
     "record_node": lambda store: store.record_node(NODE),
     "close_bill": lambda store: store.close_bill(NODE),

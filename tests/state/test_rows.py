@@ -233,6 +233,30 @@ def test_the_first_outcome_of_an_intent_stands(store: Store) -> None:
     assert [row[0] for row in store._rows("SELECT outcome FROM intents")] == ["up"]
 
 
+def test_an_intent_keeps_the_account_and_the_nodes_that_were_made_for_it(store: Store) -> None:
+    requests = [
+        NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT) for token in ("t1", "t2")
+    ]
+    for request in requests:
+        store.put_intent(request)
+    assert (store.get_request("t2"), store.get_request("t3")) == (requests[1], None)
+    assert not store.list_made_nodes("t1") and not store.list_made_nodes("t3")
+    store.note_intent_account("t1", "an account")
+    store.note_made_nodes("t1", [NODE])
+    assert store.get_request("t1") == replace(requests[0], account="an account")
+    assert (list(store.list_made_nodes("t1")), list(store.list_made_nodes("t2"))) == ([NODE], [])
+    assert store.get_request("t2") == requests[1]
+
+
+def test_cancels_that_were_asked_for_are_listed_while_their_job_lives(store: Store) -> None:
+    for name in "abc":
+        store.add_job(name, Task())
+    for job_id in (2, 3):
+        store.request_cancel(job_id)
+    store.set_job_status(3, JobStatus.CANCELLED)
+    assert store.list_cancel_requested_ids() == [2]
+
+
 # -- bills ----------------------------------------------------------------------------------------------------------
 
 
