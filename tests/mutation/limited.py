@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LOOK_S = 0.1
+LOOK_S = 0.05
+MEASURE_S = 1.0  # between two looks at all processes of the machine
 STILL_S = 45.0  # without a tick of processor time: a deadlock
 WALL_FACTOR = 20.0  # on a machine shared with others a program may get a twentieth of a processor
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -46,11 +47,14 @@ def run_limited(
             command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True,
         )  # fmt: skip
-    used_s, moved_s = 0.0, begun_s
+    used_s, moved_s, measured_s = 0.0, begun_s, begun_s
     try:
         while process.poll() is None:
             time.sleep(LOOK_S)
-            now_s, total_s = time.monotonic(), _measure_children_s() + _measure_live_s() - before_s
+            now_s = time.monotonic()
+            if now_s - measured_s < MEASURE_S:
+                continue
+            measured_s, total_s = now_s, _measure_children_s() + _measure_live_s() - before_s
             if total_s > used_s:
                 used_s, moved_s = total_s, now_s
             is_still = now_s - moved_s > STILL_S

@@ -5,6 +5,7 @@ matters, and are left alone:
 
 * docstrings, annotations, `__all__`, bodies under `if TYPE_CHECKING` and of Protocols, `__repr__`
 * log calls, and calls that add an event (`add_event`, `on_event`, `_tell` outside of the agent): both are only read
+* functions that make texts for people: named `say`, `describe`, `show` or `explain` and returning `str`, and `_tell`
 * tuning values by one: numbers that are no small count become 0 or ten times as much
 * arguments of raised errors, assertions, f-strings, and `hints`, `message` and `kind` given by keyword
 """
@@ -24,6 +25,7 @@ ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Floor
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("log", "logger", "logging")
 EVENTS = ("add_event", "on_event", "_tell")
+TEXTS = ("say", "describe", "show", "explain")
 UNREAD_KEYWORDS = ("hints", "message", "kind", "details")
 SQL_CALLS = ("_execute", "_write", "_row", "_rows")
 SQL_CHANGES = (
@@ -112,7 +114,10 @@ class _Finder(ast.NodeVisitor):
         self._scope.pop()
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        if node.name == "__repr__":
+        is_text = (
+            node.name.lstrip("_").startswith(TEXTS) and node.returns is not None and _name_of(node.returns) == "str"
+        )
+        if is_text or node.name == "__repr__" or (node.name == "_tell" and not self._is_agent):
             return
         self._scope.append(node.name)
         self._returns.append(ast.unparse(node.returns) if node.returns else "")

@@ -84,6 +84,7 @@ def test_caught_errors_are_narrowed_and_widened() -> None:
         "class P(Protocol):\n    x: int = 1\n",
         "def __repr__(self):\n    return 1 < 2\n",
         "__all__ = ['a']\n",
+        "def describe_place(a) -> str:\n    return 'x' if a > 1 else 'y'\n",
     ],
 )
 def test_what_is_only_read_has_no_mutants(source: str) -> None:
