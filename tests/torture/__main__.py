@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.testbed.world import INSIDE, find_obstacle
 from tests.torture.bed import LocalBed
 from tests.torture.history import History
 from tests.torture.killer import Killer
 from tests.torture.references import References
 from tests.torture.report import render
-from tests.torture.story import Outcome, Story
+from tests.torture.story import Story
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,33 +38,71 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.seed is None:
         options.seed = random.randrange(1_000_000)
-    outcomes = [play_local(options)]
-    for outcome in outcomes:
-        print(render(outcome))
-    return int(any(outcome.violations for outcome in outcomes))
+    beds = choose_beds(options.bed)
+    if "testbed" in beds and INSIDE not in os.environ:
+        # A process of its own, in a network of its own, beside the local bed; all in it die with it.
+        command = [sys.executable, "-m", "tests.torture", *arguments, "--bed", "testbed", "--seed", str(options.seed)]
+        world = subprocess.Popen([sys.executable, "-m", "tests.testbed.world", *command])
+        code = play(options, "local") if "local" in beds else 0
+        return code or world.wait()
+    return play(options, beds[0])
 
 
-def play_local(options: argparse.Namespace) -> Outcome:
-    folder = Path(tempfile.mkdtemp(prefix="torture-", dir="/tmp"))
-    print(f"seed {options.seed}, everything is below {folder}", flush=True)
-    history = History(folder / "history.jsonl", seed=options.seed, bed="local")
-    bed = LocalBed(folder, history)
+def choose_beds(wanted: str) -> Sequence[str]:
+    """`both` is the local one alone where no world of hosts can be made, which is said."""
+    if wanted == "local":
+        return ["local"]
+    if INSIDE in os.environ:
+        return ["testbed"]
+    if obstacle := find_obstacle():
+        if wanted == "testbed":
+            sys.exit(f"error: {obstacle}")
+        print(f"the test-bed is left out: {obstacle}", flush=True)
+        return ["local"]
+    return ["local", "testbed"] if wanted == "both" else ["testbed"]
+
+
+def play(options: argparse.Namespace, name: str) -> int:
+    """One bed's run to its end; 1 where a promise was broken."""
+    folder = Path(tempfile.mkdtemp(prefix=f"torture-{name}-", dir="/tmp"))
+    print(f"{name}: seed {options.seed}, everything is below {folder}", flush=True)
+    history = History(folder / "history.jsonl", seed=options.seed, bed=name)
     with contextlib.ExitStack() as stack:
         stack.callback(history.close)
-        stack.callback(bed.close)
-        bed.open()
-        killer = Killer(bed, history, seed=options.seed, every_s=options.every)
+        bed, killer = make_bed(stack, folder, history, options, name)
         kinds = [kind for kind in options.kinds.split(",") if kind]
         story = Story(
             bed, history, seed=options.seed, minutes=options.minutes, jobs_max=options.jobs, killer=killer, kinds=kinds
         )
         outcome = story.play(References(folder / "references"))
+    print(render(outcome))
     if outcome.violations or options.keep:
-        again = f"python -m tests.torture --bed local --seed {options.seed} --minutes {options.minutes:g}"
-        print(f"\nevidence is in {folder}; the same draws again: {again} --every {options.every:g}")
+        again = f"python -m tests.torture --bed {name} --seed {options.seed} --minutes {options.minutes:g}"
+        print(f"evidence is in {folder}; the same draws again: {again} --every {options.every:g}", flush=True)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    return outcome
+    return int(bool(outcome.violations))
+
+
+def make_bed(
+    stack: contextlib.ExitStack, folder: Path, history: History, options: argparse.Namespace, name: str
+) -> tuple[LocalBed, Killer]:
+    if name == "local":
+        bed = LocalBed(folder, history)
+        stack.callback(bed.close)
+        bed.open()
+        return bed, Killer(bed, history, seed=options.seed, every_s=options.every)
+    from tests.testbed.metadata import MetadataServer
+    from tests.testbed.world import build
+    from tests.torture.hosts import HostsBed, HostsKiller
+
+    build()
+    metadata = MetadataServer()
+    stack.callback(metadata.close)
+    hosts = HostsBed(folder, history, metadata)
+    stack.callback(hosts.close)
+    hosts.open()
+    return hosts, HostsKiller(hosts, history, seed=options.seed, every_s=options.every)
 
 
 if __name__ == "__main__":

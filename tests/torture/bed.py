@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from tests.torture.history import History
-from tests.torture.processes import Process, list_processes, send_signal
+from tests.torture.processes import Process, list_processes, read_process, send_signal
 from tests.torture.workloads import HERE, ROOT, Setting
 
 COMMAND_S_MAX = 300.0  # a stopped daemon may hold the store for as long as it is stopped; more is a hang
@@ -53,6 +54,11 @@ class LocalBed:
         return Setting(evidence=self.evidence)
 
     @property
+    def launch_flags(self) -> tuple[str, ...]:
+        """What a program needs to be told at its launch."""
+        return ()
+
+    @property
     def database(self) -> Path:
         return self.home / "state.db"
 
@@ -69,6 +75,10 @@ class LocalBed:
         if not self._is_mounted:
             self.skipped.append("full disk: a small file system can be mounted by root only")
         self.home.mkdir(mode=0o700)
+        self.load_clock()
+
+    def load_clock(self) -> None:
+        """Give the commands a wall clock that can be set; what is missing for that is named in `skipped`."""
         library = self.folder / "skew.so"
         compiler = shutil.which("cc")
         command = [str(compiler), "-shared", "-fPIC", "-O1", "-o", str(library), str(HERE / "skew.c"), "-ldl"]
@@ -83,7 +93,7 @@ class LocalBed:
             if not (found := self.list_processes()):
                 break
             for each in found:
-                send_signal(each, signal.SIGKILL, self.mark)
+                self.signal(each, signal.SIGKILL)
             time.sleep(0.1)
         if self._is_mounted:
             kept = self.folder / "home-at-the-end"
@@ -122,6 +132,27 @@ class LocalBed:
 
     def list_processes(self) -> list[Process]:
         return list_processes(self.mark)
+
+    def signal(self, process: Process, number: int) -> bool:
+        """Whether it was delivered: never to a process that is not of this bed."""
+        return send_signal(process, number, lambda pid: read_process(pid, self.mark))
+
+    def find_checkpoints(self, job_id: int) -> str:
+        """Where the trainers of a job keep them."""
+        return str(self.home / "checkpoints" / f"job-{job_id}")
+
+    def check_nodes(self) -> None:
+        """Every node of the local cloud has ended, and has left neither files of a program nor a socket."""
+        root, violate = self.home / "local", self.history.violate
+        for folder in sorted(root.iterdir()) if root.exists() else []:
+            if folder.name.startswith(".new-"):
+                violate(f"a node was made halfway and is left: {folder.name}")
+            elif folder.is_dir():
+                record = json.loads((folder / "node.json").read_text())
+                if not (folder / "ended.json").exists():
+                    violate(f"node {folder.name} has not ended")
+                if Path(record["socket"]).exists() or (folder / "home").exists():
+                    violate(f"node {folder.name} has left a socket or its files")
 
     def write_task(self, name: str, text: str) -> str:
         path = self.tasks / f"{name}.yaml"

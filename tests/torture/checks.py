@@ -42,9 +42,9 @@ def check_jobs(
         if work.training is not None and view.list_named(work.name)[-1:]:
             job = view.list_named(work.name)[-1]
             if job.status == "SUCCEEDED":
-                folder = bed.home / "checkpoints" / f"job-{job.resumes or job.id}"
                 metrics = bed.evidence / work.name / "metrics.jsonl"
-                for problem in references.compare(work.training, metrics, folder if folder.is_dir() else None):
+                place = bed.find_checkpoints(job.resumes or job.id)
+                for problem in references.compare(work.training, metrics, place, bed.environment):
                     history.violate(f"{work.name}: {problem}")
 
 
@@ -115,22 +115,7 @@ def check_rest(bed: LocalBed, history: History, view: View) -> None:
     status = json.loads(done.stdout) if done.returncode == 0 else {}
     if status.get("clusters") != [] or status.get("live_jobs") not in (0, []):
         history.violate("`broker status` shows something that lives", stdout=done.stdout, stderr=done.stderr)
-    check_nodes(bed, history)
     check_modes(bed, history)
-
-
-def check_nodes(bed: LocalBed, history: History) -> None:
-    """Every node of the local cloud has ended, and has left neither files of a program nor a socket."""
-    root = bed.home / "local"
-    for folder in sorted(root.iterdir()) if root.exists() else []:
-        if folder.name.startswith(".new-"):
-            history.violate(f"a node was made halfway and is left: {folder.name}")
-        elif folder.is_dir():
-            record = json.loads((folder / "node.json").read_text())
-            if not (folder / "ended.json").exists():
-                history.violate(f"node {folder.name} has not ended")
-            if Path(record["socket"]).exists() or (folder / "home").exists():
-                history.violate(f"node {folder.name} has left a socket or its files")
 
 
 def check_modes(bed: LocalBed, history: History) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from tests.torture.bed import LocalBed
 from tests.torture.history import History
 from tests.torture.ledger import read_store
-from tests.torture.processes import Process, send_signal
+from tests.torture.processes import Process
 
 TICK_S = 0.2
+TRIES_MAX = 5  # draws for one deed: many find no target
 STOP_S_MAX = 25.0  # longer than a daemon without a beat is waited for (15 s)
 SHORT_S_MAX = 9.0  # shorter than the gang's patience with a silent rank (15 s)
 # An attempt that fell apart three times at one step is given up: the program is blamed. So a job's runners are killed
@@ -69,7 +70,7 @@ class Killer(threading.Thread):
         while not self._ended.wait(TICK_S):
             self._undo_due()
             if time.monotonic() >= next_s:
-                self.act()
+                any(self.act() for _ in range(TRIES_MAX))
                 next_s = time.monotonic() + self._draw.expovariate(1 / self._every_s)
         self.heal()
 
@@ -82,7 +83,15 @@ class Killer(threading.Thread):
         """One deed; whether it found a target."""
         kinds, weights = zip(*self._acts, strict=True)
         kind = kind or self._draw.choices(kinds, weights)[0]
-        special = {
+        special = self._list_special()
+        done = special[kind](kind) if kind in special else self._signal(kind)
+        if done:
+            self._history.act(kind, **done)
+        return done is not None
+
+    def _list_special(self) -> dict[str, Callable[[str], dict[str, object] | None]]:
+        """Acts that are more than a signal to one process. Each returns what it did, None where it found no target."""
+        return {
             "node-kill": self._kill_node,
             "preempt": self._preempt,
             "preempt-notice": self._preempt,
@@ -90,10 +99,6 @@ class Killer(threading.Thread):
             "disk-full": self._fill_disk,
             "clock-jump": self._jump,
         }
-        done = special[kind](kind) if kind in special else self._signal(kind)
-        if done:
-            self._history.act(kind, **done)
-        return done is not None
 
     def heal(self) -> None:
         """Undo everything now."""
@@ -125,12 +130,12 @@ class Killer(threading.Thread):
 
     def _send(self, target: Process, kind: str, deed: str) -> dict[str, object] | None:
         bed = self._bed
-        if not send_signal(target, SIGNALS[deed], bed.mark):
+        if not bed.signal(target, SIGNALS[deed]):
             return None
         details: dict[str, object] = {"pid": target.pid, "node": target.node}
         if deed == "stop":
             seconds = self._draw.uniform(1.0, STOP_S_MAX if target.kind == "daemon" else SHORT_S_MAX)
-            self._later(seconds, f"{kind} {target.pid}", lambda: send_signal(target, signal.SIGCONT, bed.mark))
+            self._later(seconds, f"{kind} {target.pid}", lambda: bed.signal(target, signal.SIGCONT))
             details["for_s"] = round(seconds, 1)
         return details
 
@@ -141,7 +146,7 @@ class Killer(threading.Thread):
         if not nodes:
             return None
         node = self._draw.choice(nodes)
-        hit = [send_signal(each, signal.SIGKILL, self._bed.mark) for each in found if each.node == node]
+        hit = [self._bed.signal(each, signal.SIGKILL) for each in found if each.node == node]
         return {"node": node, "processes": sum(hit)} if any(hit) else None
 
     def _preempt(self, kind: str) -> dict[str, object] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,14 +73,17 @@ def read_parent(pid: int) -> int:
         return 0
 
 
-def send_signal(process: Process, number: int, mark: str) -> bool:
-    """Whether it was delivered. A descriptor pins the process, so a reused id is never signalled."""
+def send_signal(process: Process, number: int, read: Callable[[int], Process | None]) -> bool:
+    """Whether it was delivered. A descriptor pins the process, so a reused id is never signalled.
+
+    `read` says what the process of an id is, None for one that is not ours.
+    """
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
         return False
     try:
-        found = read_process(process.pid, mark)
+        found = read(process.pid)
         if found is None or found.kind != process.kind:
             return False
         signal.pidfd_send_signal(descriptor, number)

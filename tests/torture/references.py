@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.torture.workloads import ROOT, Training
@@ -35,13 +35,16 @@ class References:
             self._known[training] = place
         return self._known[training]
 
-    def compare(self, training: Training, metrics: Path, checkpoints: Path | None) -> list[str]:
-        """What differs from the undisturbed run, in sentences; none when all is equal to the last bit."""
+    def compare(self, training: Training, metrics: Path, checkpoints: str, environment: Mapping[str, str]) -> list[str]:
+        """What differs from the undisturbed run, in sentences; none when all is equal to the last bit.
+
+        `environment` holds the login of the bucket, where `checkpoints` is one.
+        """
         reference = self.find(training)
         wanted, found = read_numbers(reference / "metrics.jsonl"), read_numbers(metrics)
         problems = compare_numbers(wanted, found, is_exact=training.nodes_min is None)
-        if checkpoints is not None and training.nodes_min is None:
-            one, other = digest(reference / "checkpoints"), digest(checkpoints)
+        if training.nodes_min is None:
+            one, other = digest(str(reference / "checkpoints"), environment), digest(checkpoints, environment)
             if one != other:
                 problems.append(f"the tensors of the last checkpoint are {other}, undisturbed {one}")
         return problems
@@ -116,9 +119,9 @@ def compare_numbers(
     return problems
 
 
-def digest(checkpoints: Path) -> str:
+def digest(checkpoints: str, environment: Mapping[str, str]) -> str:
     """Of all tensors in the newest complete checkpoint, read in a process of its own: this one imports no torch."""
-    command = [sys.executable, "-m", "tests.torture.digest", str(checkpoints)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=RUN_S_MAX, cwd=ROOT)
+    command = [sys.executable, "-m", "tests.torture.digest", checkpoints]
+    variables = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=RUN_S_MAX, cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else f"unreadable: {done.stderr.strip()[-300:]}"

@@ -14,7 +14,6 @@ from tests.torture.checks import LAST, check_jobs, check_locks, check_rest
 from tests.torture.history import History
 from tests.torture.killer import Killer
 from tests.torture.ledger import Monitor, View, read_store
-from tests.torture.processes import send_signal
 from tests.torture.references import References
 from tests.torture.users import Looker, Submitter
 
@@ -128,7 +127,7 @@ class Story:
         """A last job shows that nothing blocks a start; then the collector is asked, and the daemon to leave."""
         bed = self._bed
         hello = f"name: {LAST}\nresources: {{{bed.setting.resources}}}\nrun: echo hello\n"
-        done = bed.run("jobs", "launch", bed.write_task(LAST, hello), "--yes")
+        done = bed.run("jobs", "launch", bed.write_task(LAST, hello), *bed.launch_flags, "--yes")
         if done.returncode or "hello" not in done.stdout:
             self._history.violate("a job that is launched at the end does not succeed", stderr=done.stderr)
         bed.run("gc")
@@ -141,10 +140,11 @@ class Story:
             history.violate("the store cannot be read at the end")
             return
         check_rest(bed, history, view)
+        bed.check_nodes()
         check_jobs(bed, history, view, self._submitter.submitted, references)
         for each in bed.list_processes():
             if each.kind == "daemon":
-                send_signal(each, signal.SIGTERM, bed.mark)
+                bed.signal(each, signal.SIGTERM)
         left_s = time.monotonic()
         while (left := bed.list_processes()) and time.monotonic() - left_s < STALL_S_MAX:
             threading.Event().wait(0.2)

@@ -78,7 +78,16 @@ class Submitter(threading.Thread):
         """Ask until it is accepted, always with the same request: some answers are lost, some commands killed."""
         self.submitted.append(work)
         path = self._bed.write_task(work.name, work.text)
-        arguments = ("jobs", "launch", path, "--yes", "--detach-run", "--request-id", work.name)
+        arguments = (
+            "jobs",
+            "launch",
+            path,
+            *self._bed.launch_flags,
+            "--yes",
+            "--detach-run",
+            "--request-id",
+            work.name,
+        )
         if work.kind == "cluster":
             arguments = ("launch", path, "-c", work.name, "--yes", "--detach-run")
         if self._draw.random() < 0.25:

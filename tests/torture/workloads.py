@@ -61,9 +61,10 @@ class Setting:
     resources: str = "infra: local, use_spot: true"
     python: str = sys.executable
     header: str = ""  # more lines of a task, such as where checkpoints go
-    pace: Path = HERE / "pace"
-    witness: Path = HERE / "witness.py"
-    root: Path = ROOT
+    pace: str = str(HERE / "pace")
+    witness: str = str(HERE / "witness.py")
+    root: str = str(ROOT)
+    state: str = "$BROKER_CHECKPOINT_DIR"  # where a shell program keeps its count
     step_s: float = STEP_S
     pace_s: float = PACE_S
     train_steps: int = TRAIN_STEPS
@@ -79,14 +80,14 @@ KINDS: tuple[tuple[str, float], ...] = (
 COUNT = """\
   cat > count.sh <<'PROGRAM'
   set -e
-  mkdir -p $BROKER_CHECKPOINT_DIR
-  n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0)
+  mkdir -p STATE
+  n=$(cat STATE/n 2>/dev/null || echo 0)
   while [ $n -lt STEPS ]; do
     n=$((n + 1))
     if [ $SKYPILOT_NODE_RANK = 0 ]; then
       echo "$BROKER_ATTEMPT $n" >> EVIDENCE/ledger
-      echo $n > $BROKER_CHECKPOINT_DIR/n.new
-      mv $BROKER_CHECKPOINT_DIR/n.new $BROKER_CHECKPOINT_DIR/n
+      echo $n > STATE/n.new
+      mv STATE/n.new STATE/n
       echo "{\\"step\\": $n, \\"total\\": STEPS}" >> $BROKER_PROGRESS_FILE
     fi
     sleep STEP_S
@@ -125,7 +126,7 @@ num_nodes: {nodes}
 
 
 def count(setting: Setting, steps: int = STEPS) -> str:
-    return COUNT.replace("STEPS", str(steps)).replace("STEP_S", f"{setting.step_s:g}")
+    return COUNT.replace("STEPS", str(steps)).replace("STEP_S", f"{setting.step_s:g}").replace("STATE", setting.state)
 
 
 def make_plain(draw: random.Random, name: str, setting: Setting) -> Workload:
