@@ -18,7 +18,7 @@ from tests.torture.processes import Process, list_processes, read_process, send_
 from tests.torture.workloads import HERE, ROOT, Setting
 
 COMMAND_S_MAX = 300.0  # a stopped daemon may hold the store for as long as it is stopped; more is a hang
-DISK_MIB = 96
+DISK_MIB = 160
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_", "AZURE_", "R2_", "SKYPILOT_")
 # What a command may say of its own errors in plain words; more than that is a Python error that reached its user.
 RAW_ERROR = "Traceback (most recent call last)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, PLACES, Stage, open_stage
 from tests.torture.bed import LocalBed
 from tests.torture.history import History
-from tests.torture.killer import Killer
+from tests.torture.killer import SHORT_S_MAX, Killer
 from tests.torture.processes import Process, list_processes, name_kind, read_command, read_process, send_signal
 from tests.torture.workloads import HERE, Setting
 
@@ -152,6 +153,14 @@ class HostsKiller(Killer):
             "api-fault": self._fail_calls, "answer-lost": self._lose_answers, "clock-jump": self._jump,
         }  # fmt: skip
 
+    def _name_job(self, node: str) -> str:
+        """By the tags that the cloud's machine has."""
+        stage = self._hosts.stage
+        machines: list[object] = [stage.account.instances.get(node)]
+        machines += [machine for (_, name), machine in list(stage.gce.instances.items()) if name == node]
+        found = re.search(r"\bjob-\d+", str(machines))
+        return found[0] if found else node
+
     def _draw_host(self) -> Host | None:
         hosts = sorted(self._hosts.list_hosts(), key=lambda host: host.name)
         return self._draw.choice(hosts) if hosts else None
@@ -183,6 +192,8 @@ class HostsKiller(Killer):
         if host is None or host.name in self._cut:
             return None
         seconds = self._draw.uniform(2, CUT_S_MAX)
+        if seconds > SHORT_S_MAX and not self._may_break_apart(self._name_job(host.name)):
+            seconds = SHORT_S_MAX
         with contextlib.suppress(AssertionError):  # it may be ending just now
             host.cut_off()
         self._cut.add(host.name)

@@ -21,9 +21,9 @@ TICK_S = 0.2
 TRIES_MAX = 5  # draws for one deed: many find no target
 STOP_S_MAX = 25.0  # longer than a daemon without a beat is waited for (15 s)
 SHORT_S_MAX = 9.0  # shorter than the gang's patience with a silent rank (15 s)
-# An attempt that fell apart three times at one step is given up: the program is blamed. So a job's runners are killed
-# twice at most, which keeps the end of every job defined.
-RUNNER_KILLS_MAX = 2
+# A gang that fell apart three times at one step is given up: the program is blamed. So what makes it do so is done to a
+# job twice at most, which keeps the end of every job defined.
+BREAKS_MAX = 2
 CLOCK_JUMPS_S = (-86400, -3600, -60, -5, 5, 60, 3600, 86400)
 ZONES = ("local-a", "local-b", "local-c")
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
@@ -62,7 +62,7 @@ class Killer(threading.Thread):
         self._every_s = every_s
         self._acts = acts
         self._undos: list[Undo] = []
-        self._runner_kills: Counter[str] = Counter()
+        self._breaks: Counter[str] = Counter()
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -121,11 +121,8 @@ class Killer(threading.Thread):
         if not found:
             return None
         target = self._draw.choice(found)
-        if kind == "runner-kill":
-            job = name_job(target)
-            if self._runner_kills[job] >= RUNNER_KILLS_MAX:
-                return None
-            self._runner_kills[job] += 1
+        if kind == "runner-kill" and not self._may_break_apart(self._name_job(target.node)):
+            return None
         return self._send(target, kind, deed)
 
     def _send(self, target: Process, kind: str, deed: str) -> dict[str, object] | None:
@@ -138,6 +135,16 @@ class Killer(threading.Thread):
             self._later(seconds, f"{kind} {target.pid}", lambda: bed.signal(target, signal.SIGCONT))
             details["for_s"] = round(seconds, 1)
         return details
+
+    def _may_break_apart(self, job: str) -> bool:
+        """Counts what makes a gang fall apart."""
+        self._breaks[job] += 1
+        return self._breaks[job] <= BREAKS_MAX
+
+    def _name_job(self, node: str) -> str:
+        """`job-12` of the node `job-12-1-2-3fb1a0c9de-0`."""
+        found = re.match(r"job-\d+", node)
+        return found[0] if found else node
 
     def _kill_node(self, kind: str) -> dict[str, object] | None:
         """Keeper and machine at once: nothing is left that could end the node's other processes."""
@@ -198,9 +205,3 @@ class Killer(threading.Thread):
         self._bed.set_clock(skew_s)
         self._later(seconds, kind, lambda: self._bed.set_clock(0))
         return {"skew_s": skew_s, "for_s": round(seconds, 1)}
-
-
-def name_job(process: Process) -> str:
-    """`job-12` of a process on the node `job-12-1-2-3fb1a0c9de-0`."""
-    found = re.match(r"job-\d+", process.node)
-    return found[0] if found else process.node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Story:
         self._view: View | None = None
 
     def play(self, references: References) -> Outcome:
+        threading.excepthook = self._tell_of_thread
         for thread in (self._submitter, self._looker, self._killer):
             thread.start()
         self._torture()
@@ -74,6 +76,12 @@ class Story:
         self._leave_nothing()
         self._check(references)
         return self._sum_up()
+
+    def _tell_of_thread(self, failed: threading.ExceptHookArgs) -> None:
+        """A user or a killer that stops by an error of its own has proven nothing."""
+        text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
+        name = failed.thread.name if failed.thread else "a thread"
+        self._history.violate(f"the test itself failed: {name}: {failed.exc_value!r}", traceback=text)
 
     def _torture(self) -> None:
         """Until the time is up; or, where the number of jobs is given, until all have ended."""

@@ -133,7 +133,9 @@ class Submitter(threading.Thread):
         job = next((each for each in view.list_named(work.name) if each.resumes is None), None)
         if job is None or job.is_live:
             return False
-        (self._bed.evidence / work.name / "repaired").touch()
+        evidence = self._bed.evidence / work.name
+        evidence.mkdir(exist_ok=True)  # its program may have been killed before it made it
+        (evidence / "repaired").touch()
         arguments = ("jobs", "retry", str(job.id), "--detach-run", "--request-id", f"{work.name}-again")
         if self._bed.run(*arguments).returncode:
             return False
