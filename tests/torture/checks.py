@@ -119,10 +119,10 @@ def check_rest(bed: LocalBed, history: History, view: View) -> None:
 
 
 def check_modes(bed: LocalBed, history: History) -> None:
-    """The state folder is private: no file of it is for others to read."""
+    """The state folder is private: no file of it is for others to read, but the public halves of keys."""
     for path in [bed.home, *bed.home.rglob("*")]:
         mode = path.lstat().st_mode
-        if not stat.S_ISLNK(mode) and mode & 0o077:
+        if not stat.S_ISLNK(mode) and mode & 0o077 and path.suffix != ".pub":
             history.violate(f"{path.relative_to(bed.home)} has mode {stat.S_IMODE(mode):o}")
 
 

@@ -15,15 +15,14 @@ from tests.torture.workloads import Workload, draw_workload
 
 NODES_MAX = 4  # at work at once: torture needs few processors
 TICK_S = 0.5
-LOOKS: tuple[tuple[str, ...], ...] = (
+# The first ones bring a daemon back that was killed; the others only look.
+REVIVING: tuple[tuple[str, ...], ...] = (
     ("status", "--json"),
     ("status", "--refresh"),
     ("jobs", "queue", "--json"),
     ("jobs", "queue"),
-    ("gc",),
-    ("gc", "--dry-run"),
-    ("cost", "--json"),
 )
+LOOKS: tuple[tuple[str, ...], ...] = (("gc",), ("gc", "--dry-run"), ("cost", "--json"))
 
 
 class Submitter(threading.Thread):
@@ -151,7 +150,7 @@ class Submitter(threading.Thread):
 
 
 class Looker(threading.Thread):
-    """Looks at everything now and then; as after any command, a daemon that was killed is there again."""
+    """Looks at everything now and then. Every second look brings back a daemon that was killed."""
 
     def __init__(self, bed: LocalBed, *, seed: int, every_s: float) -> None:
         super().__init__(name="looker", daemon=True)
@@ -162,6 +161,9 @@ class Looker(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(self._draw.uniform(0.5, 1.5) * self._every_s):
+            self._bed.run(*self._draw.choice(REVIVING))
+            if self._ended.wait(self._draw.uniform(0.5, 1.5) * self._every_s):
+                return
             view = read_store(self._bed.database)
             looks = list(LOOKS)
             if view and view.jobs:
