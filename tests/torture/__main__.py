@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.testbed.world import INSIDE, find_obstacle
 from tests.torture.bed import LocalBed
 from tests.torture.history import History
-from tests.torture.killer import Killer
+from tests.torture.killer import ACTS, Acts, Killer
 from tests.torture.references import References
 from tests.torture.report import render
 from tests.torture.story import Story
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bed", choices=("local", "testbed", "both"), default="local")
     parser.add_argument("--every", type=float, default=6.0, help="mean seconds between two acts")
     parser.add_argument("--kinds", default="", help="kinds of the first submissions, with commas")
+    parser.add_argument("--acts", default="", help="only acts of these kinds, with commas")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations too")
     options = parser.parse_args(arguments)
     if options.seed is None:
@@ -91,9 +92,10 @@ def make_bed(
         bed = LocalBed(folder, history)
         stack.callback(bed.close)
         bed.open()
-        return bed, Killer(bed, history, seed=options.seed, every_s=options.every)
+        return bed, Killer(bed, history, seed=options.seed, every_s=options.every, acts=choose_acts(ACTS, options.acts))
     from tests.testbed.metadata import MetadataServer
     from tests.testbed.world import build
+    from tests.torture.hosts import ACTS as HOSTS_ACTS
     from tests.torture.hosts import HostsBed, HostsKiller
 
     build()
@@ -102,7 +104,16 @@ def make_bed(
     hosts = HostsBed(folder, history, metadata)
     stack.callback(hosts.close)
     hosts.open()
-    return hosts, HostsKiller(hosts, history, seed=options.seed, every_s=options.every)
+    acts = choose_acts(HOSTS_ACTS, options.acts)
+    return hosts, HostsKiller(hosts, history, seed=options.seed, every_s=options.every, acts=acts)
+
+
+def choose_acts(acts: Acts, wanted: str) -> Acts:
+    """Those asked for, each as likely against the others as usual; all where none is named."""
+    names = {name for name in wanted.split(",") if name}
+    if unknown := sorted(names - {kind for kind, _ in acts}):
+        sys.exit(f"error: no acts of this bed: {', '.join(unknown)}; there are {', '.join(kind for kind, _ in acts)}")
+    return tuple(each for each in acts if not names or each[0] in names)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests.torture.bed import LocalBed
 from tests.torture.history import History
 from tests.torture.ledger import JobRow, View
 from tests.torture.references import References
-from tests.torture.workloads import STEPS, Workload
+from tests.torture.workloads import STEPS, Training, Workload
 
 LAST = "last"  # the job that shows, at the end, that nothing blocks a start
 
@@ -39,13 +39,28 @@ def check_jobs(
             check_ends(history, work, name, end, jobs)
             for problem in find_problems(work, name, jobs, bed.evidence / name):
                 history.violate(f"{name}: {problem}", log=read_log(bed.evidence / name)[-40:])
-        if work.training is not None and view.list_named(work.name)[-1:]:
-            job = view.list_named(work.name)[-1]
-            if job.status == "SUCCEEDED":
-                metrics = bed.evidence / work.name / "metrics.jsonl"
-                place = bed.find_checkpoints(job.resumes or job.id)
-                for problem in references.compare(work.training, metrics, place, bed.environment):
-                    history.violate(f"{work.name}: {problem}")
+    check_numbers(bed, history, view, submitted, references)
+
+
+def check_numbers(
+    bed: LocalBed, history: History, view: View, submitted: Sequence[Workload], references: References
+) -> None:
+    """Losses and tensors of each trainer's run that succeeded, against the run that was left in peace."""
+    places: dict[str, Training] = {}
+    names: dict[str, str] = {}
+    for work in submitted:
+        job = next((job for job in view.list_named(work.name) if job.status == "SUCCEEDED"), None)
+        if work.training is None or job is None:
+            continue
+        for problem in references.compare(work.training, bed.evidence / work.name / "metrics.jsonl"):
+            history.violate(f"{work.name}: {problem}")
+        if work.training.nodes_min is None:
+            place = bed.find_checkpoints(job.resumes or job.id)
+            places[place], names[place] = work.training, work.name
+    if places:
+        for place, problem in references.compare_tensors(places, bed.environment).items():
+            history.violate(f"{names[place]}: {problem}")
+    history.write("compared", trainings=len(places), places=names)
 
 
 def check_ends(history: History, work: Workload, name: str, end: str, jobs: Sequence[JobRow]) -> None:

@@ -1,4 +1,7 @@
-"""Prints the step and a hash of all tensors in the newest complete checkpoint: `python -m tests.torture.digest DIR`."""
+"""Prints a line for each place of checkpoints: its newest step, and a hash of all tensors in it.
+
+`python -m tests.torture.digest PLACE...`
+"""
 
 import hashlib
 import sys
@@ -10,12 +13,11 @@ from trainers.checkpoint import find_newest
 from trainers.storage import open_storage
 
 
-def main(url: str) -> int:
+def describe(url: str) -> str:
     storage = open_storage(url)
     found = find_newest(storage)
     if found is None:
-        print(f"no complete checkpoint is in {url}", file=sys.stderr)
-        return 1
+        return "no complete checkpoint"
     reader = storage.open_reader(str(found[0]))
     entries = reader.read_metadata().state_dict_metadata
     state = {
@@ -28,9 +30,9 @@ def main(url: str) -> int:
     for key, tensor in sorted(state.items()):
         sums.update(key.encode())
         sums.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    print(f"step {found[0].step}, {len(state)} tensors, sha256 {sums.hexdigest()[:16]}")
-    return 0
+    return f"step {found[0].step}, {len(state)} tensors, sha256 {sums.hexdigest()[:16]}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    for place in sys.argv[1:]:
+        print(f"{place}\t{describe(place)}")

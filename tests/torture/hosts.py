@@ -15,12 +15,12 @@ from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, PLACES, Stage, open_stage
 from tests.torture.bed import LocalBed
 from tests.torture.history import History
-from tests.torture.killer import SHORT_S_MAX, Killer
+from tests.torture.killer import SHORT_S_MAX, Acts, Killer
 from tests.torture.processes import Process, list_processes, name_kind, read_command, read_process, send_signal
 from tests.torture.workloads import HERE, Setting
 
 # Host and cloud disagree about a machine that has lost its power: it costs minutes, so it is drawn seldom.
-ACTS: tuple[tuple[str, float], ...] = (
+ACTS: Acts = (
     *(("daemon-kill", 4.0), ("daemon-stop", 2.0), ("daemon-term", 1.0)),
     *(("runner-kill", 1.0), ("runner-stop", 1.0), ("watcher-kill", 1.0), ("watcher-stop", 1.0)),
     *(("trainer-kill", 1.5), ("trainer-stop", 1.0), ("witness-kill", 1.0)),
@@ -141,8 +141,8 @@ def read_host_process(host: Host, pid: int) -> Process | None:
 class HostsKiller(Killer):
     """What clouds and networks do as well."""
 
-    def __init__(self, bed: HostsBed, history: History, *, seed: int, every_s: float) -> None:
-        super().__init__(bed, history, seed=seed, every_s=every_s, acts=ACTS)
+    def __init__(self, bed: HostsBed, history: History, *, seed: int, every_s: float, acts: Acts = ACTS) -> None:
+        super().__init__(bed, history, seed=seed, every_s=every_s, acts=acts)
         self._hosts = bed
         self._cut: set[str] = set()
 

@@ -27,8 +27,9 @@ BREAKS_MAX = 2
 CLOCK_JUMPS_S = (-86400, -3600, -60, -5, 5, 60, 3600, 86400)
 ZONES = ("local-a", "local-b", "local-c")
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+Acts = tuple[tuple[str, float], ...]
 # Kind and weight. `<role>-<signal>` is done to one process of the role.
-ACTS: tuple[tuple[str, float], ...] = (
+ACTS: Acts = (
     *(("daemon-kill", 4.0), ("daemon-stop", 2.0), ("daemon-term", 1.0)),
     *(("runner-kill", 1.0), ("runner-stop", 1.0), ("watcher-kill", 1.0), ("watcher-stop", 1.0)),
     *(("keeper-kill", 1.0), ("keeper-stop", 1.0), ("machine-kill", 1.0), ("machine-stop", 1.0), ("node-kill", 1.5)),
@@ -54,7 +55,7 @@ class Killer(threading.Thread):
         *,
         seed: int,
         every_s: float,
-        acts: tuple[tuple[str, float], ...] = ACTS,
+        acts: Acts = ACTS,
     ) -> None:
         super().__init__(name="killer", daemon=True)
         self._bed, self._history = bed, history

@@ -35,19 +35,24 @@ class References:
             self._known[training] = place
         return self._known[training]
 
-    def compare(self, training: Training, metrics: Path, checkpoints: str, environment: Mapping[str, str]) -> list[str]:
-        """What differs from the undisturbed run, in sentences; none when all is equal to the last bit.
+    def compare(self, training: Training, metrics: Path) -> list[str]:
+        """What was told otherwise than in the undisturbed run, in sentences; none where all is equal."""
+        wanted = read_numbers(self.find(training) / "metrics.jsonl")
+        return compare_numbers(wanted, read_numbers(metrics), is_exact=training.nodes_min is None)
 
-        `environment` holds the login of the bucket, where `checkpoints` is one.
+    def compare_tensors(self, places: Mapping[str, Training], environment: Mapping[str, str]) -> dict[str, str]:
+        """For each place of checkpoints that ended otherwise than the undisturbed run: what is different.
+
+        `environment` holds the login of the bucket, where a place is one.
         """
-        reference = self.find(training)
-        wanted, found = read_numbers(reference / "metrics.jsonl"), read_numbers(metrics)
-        problems = compare_numbers(wanted, found, is_exact=training.nodes_min is None)
-        if training.nodes_min is None:
-            one, other = digest(str(reference / "checkpoints"), environment), digest(checkpoints, environment)
-            if one != other:
-                problems.append(f"the tensors of the last checkpoint are {other}, undisturbed {one}")
-        return problems
+        wanted = {training: str(self.find(training) / "checkpoints") for training in set(places.values())}
+        found = digest([*wanted.values(), *places], environment)
+        pairs = {place: (found.get(place, "unreadable"), found.get(wanted[places[place]])) for place in places}
+        return {
+            place: f"the tensors of the last checkpoint are {told}, undisturbed {right}"
+            for place, (told, right) in pairs.items()
+            if told != right
+        }
 
 
 def run_undisturbed(training: Training, place: Path) -> None:
@@ -119,9 +124,11 @@ def compare_numbers(
     return problems
 
 
-def digest(checkpoints: str, environment: Mapping[str, str]) -> str:
-    """Of all tensors in the newest complete checkpoint, read in a process of its own: this one imports no torch."""
-    command = [sys.executable, "-m", "tests.torture.digest", checkpoints]
+def digest(places: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Of all tensors in each place's newest complete checkpoint, by a process of its own: this one imports no torch."""
+    command = [sys.executable, "-m", "tests.torture.digest", *places]
     variables = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=RUN_S_MAX, cwd=ROOT)
-    return done.stdout.strip() if done.returncode == 0 else f"unreadable: {done.stderr.strip()[-300:]}"
+    if done.returncode:
+        raise RuntimeError(f"the checkpoints cannot be compared: {done.stderr[-2000:]}")
+    return dict(line.split("\t", 1) for line in done.stdout.splitlines())

@@ -71,9 +71,14 @@ class Story:
         self._submitter.end()
         self._killer.end()
         self._history.write("healed")
+        print(f"{self._history.elapsed_s:6.0f} s  {self._bed.name}: healed; the jobs that are left end now", flush=True)
         self._wait_until_ended()
         self._looker.end()
         self._leave_nothing()
+        print(
+            f"{self._history.elapsed_s:6.0f} s  {self._bed.name}: all have ended; checks, and reference runs",
+            flush=True,
+        )
         self._check(references)
         return self._sum_up()
 
