@@ -209,6 +209,10 @@ def test_job_whose_daemon_is_killed_at_its_start_is_told_and_runs_with_the_next_
     done = shell.run("jobs", "launch", task, "--yes", "--detach-run", code=4)
     assert "Managed job 1 (hello) is submitted" in done.stdout
     assert "the jobs daemon did not start: signal 9 ended it" in done.stderr and "broker status" in done.stderr
+    for command in (("status",), ("jobs", "queue")):
+        looked = shell.run(*command)
+        assert "1 managed job live" in looked.stdout or "hello" in looked.stdout, "a look shows what is on record"
+        assert "signal 9 ended it" in looked.stderr
     (shell.folder / "spared").touch()
     assert wait_for_end(shell)["status"] == "SUCCEEDED"
 

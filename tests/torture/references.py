@@ -29,7 +29,8 @@ class References:
     def find(self, training: Training) -> Path:
         """The folder of the run, with `metrics.jsonl` and `checkpoints`; made now if it is new."""
         if training not in self._known:
-            place = self._folder / f"{training.strategy}-{training.nodes}-{training.seed}-{training.steps}"
+            kind = "elastic" if training.nodes_min else training.strategy
+            place = self._folder / f"{kind}-{training.nodes}-{training.seed}-{training.steps}"
             if not place.exists():
                 run_undisturbed(training, place)
             self._known[training] = place
@@ -110,14 +111,16 @@ def compare_numbers(
     Steps between may be missing: an attempt may be killed after a checkpoint and before it told of its last steps.
     """
     expected = {(step, name): value for step, name, value in wanted}
-    problems = []
+    problems, differing = [], []
     for step, name, value in found:
         right = expected.get((step, name))
         same = right is not None and (
             value.hex() == right.hex() if is_exact else math.isclose(value, right, rel_tol=ELASTIC_TOLERANCE)
         )
         if not same:
-            problems.append(f"{name} of step {step} is {value!r}, undisturbed {right!r}")
+            differing.append(f"{name} of step {step} is {value!r}, undisturbed {right!r}")
+    if differing:
+        problems.append(f"{differing[0]}; {len(differing)} of {len(found)} values differ")
     last = max(expected, default=None)
     if last is None or last not in {(step, name) for step, name, _ in found}:
         problems.append(f"the last step was not told: {last}")

@@ -15,7 +15,7 @@ TRAIN_STEPS = 100
 PACE_S = 0.2
 MODEL = (
     *("--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--model.context", "16"),
-    *("--model.dropout", "0.1", "--train.batch", "6", "--train.micro_batch", "2", "--sample.tokens", "0"),
+    *("--train.batch", "6", "--train.micro_batch", "2", "--sample.tokens", "0"),
     *("--evaluate.every_steps", "20", "--evaluate.samples", "8", "--checkpoint.every_steps", "8"),
 )
 # A program killed by a signal on a healthy node, and one that meets a full disk, is started again without a limit: what
@@ -30,13 +30,14 @@ class Training:
     strategy: str
     nodes: int
     seed: int
-    nodes_min: int | None = None  # elastic: the order of sums depends on who was there
+    nodes_min: int | None = None  # elastic: the order in which gradients are added depends on who was there
     steps: int = TRAIN_STEPS
 
     @property
     def flags(self) -> tuple[str, ...]:
-        steps = ("--train.steps", str(self.steps))
-        return ("--strategy", self.strategy, *MODEL, *steps, "--train.seed", str(self.seed))
+        # Random numbers start again where the number of ranks changes, so an elastic run draws none.
+        drawn = ("--model.dropout", "0" if self.nodes_min else "0.1", "--train.seed", str(self.seed))
+        return ("--strategy", self.strategy, *MODEL, "--train.steps", str(self.steps), *drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
