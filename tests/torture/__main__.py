@@ -11,6 +11,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,14 +40,24 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.seed is None:
         options.seed = random.randrange(1_000_000)
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell lets its commands ignore the first
+        signal.signal(number, lambda *_: sys.exit(130))
     beds = choose_beds(options.bed)
     if "testbed" in beds and INSIDE not in os.environ:
-        # A process of its own, in a network of its own, beside the local bed; all in it die with it.
-        command = [sys.executable, "-m", "tests.torture", *arguments, "--bed", "testbed", "--seed", str(options.seed)]
-        world = subprocess.Popen([sys.executable, "-m", "tests.testbed.world", *command])
-        code = play(options, "local") if "local" in beds else 0
-        return code or world.wait()
+        return play_in_world(options, arguments, beds)
     return play(options, beds[0])
+
+
+def play_in_world(options: argparse.Namespace, arguments: Sequence[str], beds: Sequence[str]) -> int:
+    """The test-bed in a process and a network of its own, which all in it die with; beside it the local bed."""
+    command = [sys.executable, "-m", "tests.torture", *arguments, "--bed", "testbed", "--seed", str(options.seed)]
+    world = subprocess.Popen([sys.executable, "-m", "tests.testbed.world", *command])
+    try:
+        code = play(options, "local") if "local" in beds else 0
+        return world.wait() or code
+    finally:
+        world.terminate()
+        world.wait()
 
 
 def choose_beds(wanted: str) -> Sequence[str]:
