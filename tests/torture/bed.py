@@ -20,8 +20,8 @@ from tests.torture.workloads import HERE, ROOT, Setting
 COMMAND_S_MAX = 300.0  # a stopped daemon may hold the store for as long as it is stopped; more is a hang
 DISK_MIB = 160
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_", "AZURE_", "R2_", "SKYPILOT_")
-# What a command may say of its own errors in plain words; more than that is a Python error that reached its user.
-RAW_ERROR = "Traceback (most recent call last)"
+# What a user sees of an error that broker did not foresee.
+RAW_ERRORS = ("Traceback (most recent call last)", "this is a fault of broker")
 
 
 class LocalBed:
@@ -185,9 +185,9 @@ class LocalBed:
             process.kill()
             stdout, stderr = process.communicate()
             self.history.violate(f"`broker {arguments[0]}` hangs", arguments=arguments, stderr=stderr[-2000:])
-        if RAW_ERROR in stderr:
+        if any(sign in stderr for sign in RAW_ERRORS):
             when = " on a full disk" if was_full or self.is_full else ""
-            last = stderr.strip().rpartition("\n")[2]
+            last = next((line for line in stderr.splitlines() if line.startswith("error: ")), stderr[-200:])
             self.history.violate(
                 f"`broker {arguments[0]}` shows a Python error{when}: {last}",
                 arguments=arguments,
