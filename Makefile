@@ -30,6 +30,9 @@ testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of nam
 mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests tell?
 	$(BIN)/python -m tests.mutation --count 300 --seed 1 --resume build/mutation/results.jsonl
 
+torture: $(INSTALLED) ## jobs under a killer of processes, disks, clocks and networks: MINUTES=60 BED=both SEED=1
+	$(BIN)/python -m tests.torture --minutes $(or $(MINUTES),60) --bed $(or $(BED),both) $(if $(SEED),--seed $(SEED))
+
 lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
