@@ -30,7 +30,7 @@ from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh import SshTransport
 from broker.types import Cluster, ClusterStatus, JobStatus
 from tests.bench.bench_jobs import MEMORY
-from tests.simulation.world import OWNER, SimulatedGang, World, make_plan
+from tests.simulation.world import OWNER, Report, SimulatedGang, World, make_plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 from local_gang import make_request, make_task
@@ -178,7 +178,15 @@ def mean(pairs: list[tuple[float, float]]) -> str:
     return f"{resident:.1f} MiB resident, {share:.1f} MiB its own share"
 
 
-class PushedGang(SimulatedGang):
+class CountedGang(SimulatedGang):
+    polls = 0
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        self.polls += 1
+        return await super().poll(cluster, run_id)
+
+
+class PushedGang(CountedGang):
     """Its nodes tell of a step every `pace_s`."""
 
     pace_s = 2.0
@@ -187,13 +195,14 @@ class PushedGang(SimulatedGang):
         await self._clock.sleep(min(self.pace_s, timeout_s))
 
 
-def measure_daemon(folder: Path, count: int, pace_s: float | None) -> float:
-    """CPU seconds a job-hour of the daemon with so many running jobs; None: they are polled."""
+def measure_daemon(folder: Path, count: int, pace_s: float | None) -> tuple[float, float]:
+    """CPU seconds a job-hour of the daemon with so many running jobs, and of one step; None: they are polled."""
     world = World(folder)
+    gang = CountedGang(world.cloud, world.clock, steps=100_000)
     if pace_s is not None:
-        world.gang = PushedGang(world.cloud, world.clock)
-        world.gang.pace_s = pace_s
-    world.gang.steps = 100_000
+        gang = PushedGang(world.cloud, world.clock, steps=100_000)
+        gang.pace_s = pace_s
+    world.gang = gang
     with world.store.transaction():
         ids = [world.store.add_job(f"job-{number}", world.task).id for number in range(count)]
     provisioner = world.make_provisioner()
@@ -202,18 +211,19 @@ def measure_daemon(folder: Path, count: int, pace_s: float | None) -> float:
         world.job_id = job_id
         return world.make_controller(provisioner, planner=lambda task, avoid: make_plan(task))
 
-    async def work() -> float:
+    async def work() -> tuple[float, float]:
         daemon = asyncio.ensure_future(start(world, make, provisioner, folder))
         while any(world.store.get_job(id).status is not JobStatus.RUNNING for id in ids):  # type: ignore[union-attr]
             await world.clock.sleep(10.0)
         await world.clock.sleep(10.0)
-        start_s = time.process_time()
+        start_s, polls = time.process_time(), gang.polls
         await world.clock.sleep(VIRTUAL_S)
         used_s = time.process_time() - start_s
+        assert not daemon.done() and gang.starts == count + 1  # the world brings one job itself
         daemon.cancel()
-        return used_s / (count * VIRTUAL_S / 3600)
+        return used_s / (count * VIRTUAL_S / 3600), used_s / (gang.polls - polls)
 
-    used: float = world.clock.run(work)
+    used: tuple[float, float] = world.clock.run(work)
     world.store.close()
     return used
 
@@ -248,11 +258,12 @@ def main() -> None:
     for name, polled, kept in zip(("broker and its ssh", "node"), *results, strict=True):
         cores = f"{kept * 1000 / 3600:.2f}" if name != "node" else "-"
         print(f"{name:<28}{polled:>10.2f}{kept:>10.2f}{polled / kept:>8.1f}{cores:>17}")
-    print(f"\n{'controllers and store, ' + str(options.jobs) + ' jobs':<40}{'CPU s a job-hour':>18}{'cores':>8}")
+    title = f"controllers and store, {options.jobs} jobs"
+    print(f"\n{title:<40}{'CPU s a job-hour':>18}{'cores':>8}{'ms a step':>12}")
     for name, pace_s in (("polled each 0.5 s", None), ("news each 1 s", 1.0), ("each 2 s", 2.0), ("each 5 s", 5.0)):
         with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            used = measure_daemon(Path(folder), options.jobs, pace_s)
-            print(f"{name:<40}{used:>18.2f}{used * options.jobs / 3600:>8.2f}")
+            used, step_s = measure_daemon(Path(folder), options.jobs, pace_s)
+            print(f"{name:<40}{used:>18.2f}{used * options.jobs / 3600:>8.2f}{step_s * 1000:>12.2f}")
 
 
 if __name__ == "__main__":
