@@ -42,7 +42,7 @@ PASSED_ENV = (
 )
 LEFT_OVERS = (  # of the boot before: a node that starts again has neither lease nor autostop until it is given one
     *("ended.json", "machine.json", "preempt.json", "home/.broker/shutdown", "home/.broker/preemption"),
-    *("home/.broker/lease.json", "home/.broker/autostop.json", "home/.broker/boot"),
+    *("home/.broker/lease.json", "home/.broker/heard.json", "home/.broker/autostop.json", "home/.broker/boot"),
 )
 
 Result = TypeVar("Result")

@@ -9,6 +9,7 @@ from broker.types import Cluster, NodeState, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
+ATTENDED_S = 5 * LEASE_EVERY_S  # without a renewal, which may fail a few times, before the nodes count as left alone
 GAP_S_MAX = 30.0  # between two looks; a slow answer takes as long
 NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a notice (runtime/agent_gang.py)
 
@@ -61,6 +62,10 @@ class Watch:
 
     def needs_lease(self, now_s: float) -> bool:
         return is_due(self._leased_s, LEASE_EVERY_S, now_s)
+
+    def is_attended(self, now_s: float) -> bool:
+        """Whether this controller has renewed the lease itself, not long ago."""
+        return not is_due(self._leased_s, ATTENDED_S, now_s)
 
     def note_lease(self, now_s: float) -> None:
         self._leased_s = now_s

@@ -67,7 +67,7 @@ class Node:
     usd_hour: float = 0.0
     created_s: float = 0.0
     ended_s: float | None = None  # when billing stopped
-    reason: str = ""  # why it ended: "preempted", "lease", "terminated"
+    reason: str = ""  # why it ended: "preempted", "lease", "done", "terminated"
     handle: str = ""  # what the transport needs to reach it (local: the node's folder; ssh: user@host)
     account: str = ""  # whose it is: AWS account id, Google project; empty where a cloud knows no accounts
 

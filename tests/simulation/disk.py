@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from random import Random
 from typing import Any
 
 from broker.clock import SystemClock
+from broker.state.database import UID_LENGTH, UID_LETTERS
 from broker.state.store import Store
 from tests.simulation.processes import Process, ProcessClock
 
@@ -61,13 +63,13 @@ class SimulatedFile:
         written = (each for statements in self._unsynced for each in statements)
         return not any(sql.startswith("INSERT INTO intents") and token in parameters for sql, parameters in written)
 
-    def cut_power(self, random: Random) -> int:
+    def cut_power(self, chance: Random) -> int:
         """How many commits are lost."""
         assert self._may_lose_power and not self.connection.in_transaction
         if not self._unsynced:
             return 0
         assert self._synced is not None
-        kept = random.randint(0, len(self._unsynced))
+        kept = chance.randint(0, len(self._unsynced))
         lost = len(self._unsynced) - kept
         self.connection.deserialize(self._synced)
         for statements in self._unsynced[:kept]:
@@ -97,7 +99,8 @@ def _make_empty() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.db"
         Store(path, clock=SystemClock()).close()
-        connection = sqlite3.connect(path)
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("UPDATE meta SET value = 'simulated' WHERE key = 'lineage'")  # it is random
         connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log beside it
         connection.close()
         return path.read_bytes()
@@ -191,6 +194,11 @@ class SimulatedConnection:
         raise sqlite3.OperationalError(SQLITE_FAULTS[fault])
 
 
+def draw_seeded_uid() -> str:
+    """From the generator that is seeded for each history."""
+    return "".join(random.choices(UID_LETTERS, k=UID_LENGTH))
+
+
 class SimulatedStore(Store):
     """The store itself, on a connection that belongs to a process. Nothing lies at `path` but what is beside it."""
 
@@ -205,7 +213,7 @@ class SimulatedStore(Store):
     ) -> None:
         self._make_connection = lambda: SimulatedConnection(file, process, on_commit)
         self._process = process
-        super().__init__(path, clock=clock)
+        super().__init__(path, clock=clock, draw_uid=draw_seeded_uid)
 
     def _open(self) -> Any:
         self._process.check()

@@ -28,7 +28,9 @@ class Event:
     node: Node | None = None
     run: MachineRun | None = None
     step: int = 0
-    name: str = ""  # of a cluster that is searched for
+    name: str = ""  # of a cluster that is searched for, or of a node
+    lease_s: float = 0.0
+    reason: str = ""
     late_s: float = 0.0  # how long before its asking a list set out
     written: tuple[str, ...] = ()
 
@@ -41,5 +43,7 @@ class Event:
             "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
             "commit": lambda: " ".join(self.written),
             "search": lambda: self.name,
+            "lease": lambda: f"{self.name} {self.lease_s:.0f} s",
+            "self-end": lambda: f"{self.name} {self.reason}",
         }.get(self.kind, lambda: "")()
         return f"{self.process.name if self.process else 'world'} {self.kind} {what}"

@@ -103,9 +103,9 @@ def _list_unowned(universe: Universe) -> set[str]:
 
 
 def check_fresh_list(universe: Universe, event: Event) -> None:
-    """S14: whoever asks for a list gets one that set out after the asking: an older one may lack what was just made."""
+    """S16: whoever asks for a list gets one that set out after the asking: an older one may lack what was just made."""
     if event.late_s > 0.0:
-        raise Violation("S14", f"a list is shared that set out {event.late_s:.3f} s before it was asked for")
+        raise Violation("S16", f"a list is shared that set out {event.late_s:.3f} s before it was asked for")
 
 
 def check_s4_stale_calls(universe: Universe, event: Event) -> None:

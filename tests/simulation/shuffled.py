@@ -20,7 +20,6 @@ class Host(Protocol):
     tasks: list[asyncio.Task[Any]]
 
 
-ASIDE_S = 0.05  # what a call in another thread takes
 CURRENT: ContextVar[Host | None] = ContextVar("process", default=None)
 
 
@@ -71,20 +70,6 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         """After a process goes on: what was parked for it is ready again, in the order it came."""
         parked, self._parked = self._parked, []
         self._ready.extend(parked)
-
-    def run_in_executor(self, executor: Any, func: Any, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """In the loop's own thread, a moment later: there are no others."""
-        future = self.create_future()
-        self.call_later(ASIDE_S, self._run_aside, future, func, arguments)
-        return future
-
-    def _run_aside(self, future: asyncio.Future[Any], func: Any, arguments: Any) -> None:
-        if future.cancelled():
-            return
-        try:
-            future.set_result(func(*arguments))
-        except Exception as error:
-            future.set_exception(error)
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
         """Nobody sends SIGTERM here: processes are killed and stopped, which they cannot catch."""

@@ -24,11 +24,11 @@ from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister, Listing
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
-from tests.simulation.buckets import serve_buckets
 from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
 from tests.simulation.events import TERMINAL, Event, Violation
 from tests.simulation.invariants import check_all
-from tests.simulation.machines import MachineGang
+from tests.simulation.left import SimulatedOutcomes
+from tests.simulation.machines import MachineGang, MachineRun
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import Crash, Process, ProcessClock, get_process
 from tests.simulation.records import IS_COLLECTOR
@@ -42,7 +42,6 @@ TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
 STOPPED_S = 40.0  # long enough for another leader to take over
-L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
 
 
 class TrueClock:
@@ -169,6 +168,8 @@ class Universe:
             on_effect=self._pass_by,
             on_start=lambda run: self.emit("start", run=run),
             on_save=lambda run, step: self.emit("save", run=run, step=step),
+            on_lease=lambda run, node_id, lease_s: self.emit("lease", run=run, name=node_id, lease_s=lease_s),
+            on_self_end=lambda run, node_id, reason: self.emit("self-end", run=run, name=node_id, reason=reason),
         )
         self.gang.silence_s = mix.silence_s
         self.processes: list[Process] = []
@@ -187,6 +188,7 @@ class Universe:
         self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
+        self.away_until_s = 0.0  # no broker is started before
         self.is_healed = False
         self.healed_s = math.inf
         self.is_acting = False  # a scene has not come to its end
@@ -197,6 +199,8 @@ class Universe:
         self._kill_random = Random(f"{seed}/kill")
         self._points_to_kill = self._draw_points()
         self.file = SimulatedFile(may_lose_power=mix.may_lose_power)
+        self.outcomes = SimulatedOutcomes(self.gang, self.cloud, is_silent=self._is_bucket_silent)
+        self.unread: set[str] = set()  # clusters whose bucket gave no answer when it was last asked
         self.is_suspended = False  # the machine that brokers and commands run on
         self.is_owner_lost = False
         self.account = self.cloud.account  # that whoever starts now is logged in to, since
@@ -357,6 +361,14 @@ class Universe:
         process.begin(work(process))
         return process
 
+    def _is_bucket_silent(self, run: MachineRun) -> bool:
+        self.unread.discard(run.cluster)
+        if self.is_healed or not self.mix.bucket_silence or self.random.random() >= self.mix.bucket_silence:
+            return False
+        self.note_fault("bucket:silent", run.cluster)
+        self.unread.add(run.cluster)
+        return True
+
     def fall_asleep(self) -> None:
         if self.is_healed:
             return
@@ -400,6 +412,7 @@ class Universe:
                 planner=make_plan,
                 clock=self.clock,
                 config=config,
+                outcomes=self.outcomes,
             )
 
         await run_daemon(
@@ -409,6 +422,8 @@ class Universe:
     async def keep_broker(self, name: str) -> None:
         """Somebody starts it again whenever it is gone, sooner or later."""
         while not self.is_over:
+            while self.loop.time() < self.away_until_s:
+                await asyncio.sleep(self.away_until_s - self.loop.time())
             if not (self.mix.leaves_broker_dead and self.is_healed):
                 process = self.spawn(name, self.run_broker)
                 await self.wait_for(process)
@@ -505,7 +520,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
     state = global_random.getstate()
     global_random.seed(universe.seed)  # the product's jitter
     try:
-        with pace(universe.mix.poll_s), serve_buckets(universe):
+        with pace(universe.mix.poll_s):
             universe.loop.run_until_complete(universe.loop.begin(story(universe), None))
     except (Violation, RuntimeError, AssertionError) as error:
         universe.fail(error)

@@ -13,7 +13,6 @@ from broker.clock import Stopwatch
 from broker.errors import CloudError
 from broker.jobs import controller, endings, mending
 from broker.jobs.budget import Overspent
-from broker.jobs.burial import name_cluster
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
 from broker.provision.lifecycle import Provisioner
@@ -123,7 +122,7 @@ def budget_per_attempt() -> Patches:
     def find(job: Job, store: Store, clock: Any) -> str:
         budget_usd = job.task.goal.budget_usd if job.task.goal else None
         live = job.attempts[-1].number if job.attempts and job.attempts[-1].ended_s is None else job.next_attempt
-        spent_usd = store.spend_usd(cluster=name_cluster(job.id, live), now_s=clock.now_s())
+        spent_usd = store.spend_usd(cluster=job.name_cluster(live), now_s=clock.now_s())
         return "" if budget_usd is None or spent_usd < budget_usd else "the budget is used up"
 
     def check(job: Job, store: Store, clock: Any) -> None:

@@ -103,9 +103,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=jobs.budget_unchecked, letters="S9 S11", scene="nodes that never boot"),
     Mutant(plant=jobs.lease_never_given, letters="L3", scene="no broker any more"),
     Mutant(plant=jobs.lease_never_renewed, letters="S11", scene="long program"),
+    Mutant(plant=jobs.lease_of_a_quarter_of_an_hour, letters="S14", scene="broker away for an hour"),
+    Mutant(plant=jobs.lease_regardless_of_the_budget, letters="L3", scene="broker away with little money left"),
+    Mutant(
+        plant=jobs.failure_left_behind_is_the_programs,
+        letters="S7",
+        scene="a preemption while the broker is away, with a bucket",
+    ),
+    Mutant(
+        plant=jobs.outcome_left_behind_is_not_read,
+        letters="S11",
+        scene="broker away while its job succeeds, with a bucket",
+    ),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
     Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
-    Mutant(plant=jobs.left_success_unread, letters="S7", scene="nodes that leave their success in a bucket and end"),
     Mutant(plant=jobs.needs_ignored, letters="S15", scene="a pipeline"),
     Mutant(plant=keeping.intents_not_durable, letters="S1", scene="a cluster beside a job"),
     Mutant(plant=keeping.synchronous_never_back_to_full, letters="S1", scene="plain"),
@@ -130,7 +141,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(plant=keeping.budget_per_attempt, letters="S9 S11", scene="budget over several attempts"),
     Mutant(plant=keeping.stopwatch_counts_suspended_time, letters="S5", scene="a laptop that sleeps"),
-    Mutant(plant=keeping.lister_shares_an_older_list, letters="S14", scene="two jobs at once"),
+    Mutant(plant=keeping.lister_shares_an_older_list, letters="S16", scene="two jobs at once"),
     Mutant(
         plant=believing.list_of_another_account_believed, letters="S3 S4 S5 S10", scene="a login for another account"
     ),
