@@ -43,11 +43,15 @@ NODE_PROGRAMS = {
     "broker/runtime/agent.py",
     "broker/runtime/agent_bucket.py",
     "broker/runtime/agent_container.py",
+    "broker/runtime/agent_delivery.py",
     "broker/runtime/agent_files.py",
     "broker/runtime/agent_follow.py",
     "broker/runtime/agent_gang.py",
+    "broker/runtime/agent_lease.py",
+    "broker/runtime/agent_link.py",
     "broker/runtime/agent_notice.py",
     "broker/runtime/agent_run.py",
+    "broker/runtime/agent_wire.py",
     "broker/clouds/local_machine.py",
     "broker/storage/node_mount.py",
 }
@@ -200,6 +204,7 @@ def test_top_level_holds_what_the_readme_names() -> None:
         "docs",
         "Makefile",
         "LICENSE",
+        "SECURITY.md",
     }
     made_here = {"build", "dist"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - made_here

@@ -85,6 +85,7 @@ class Follower:
         if not chunk or len(self._rest) > LINE_BYTES_MAX:
             return False
         self._heard_s = time.monotonic()
+        files.note_heard()  # the node counts as attended
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             if line:

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import io
 import json
-import secrets
 import tarfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,17 +19,22 @@ from broker.nouns import noun
 from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, Transport
 from broker.runtime.channels import Channels
+from broker.runtime.credentials import make_credential
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
     "agent.py",
     "agent_bucket.py",
     "agent_container.py",
+    "agent_delivery.py",
     "agent_files.py",
     "agent_follow.py",
     "agent_gang.py",
+    "agent_lease.py",
+    "agent_link.py",
     "agent_notice.py",
     "agent_run.py",
+    "agent_wire.py",
 )
 AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
@@ -95,7 +99,10 @@ class Gang:
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
-        """Submit to the head, which names the ports, then to the rest; asked again it changes nothing."""
+        """Submit to the head, which names ports and credential, then to the rest; asked again it changes nothing.
+
+        The credential of the first call counts: the head keeps it, and answers with it ever after.
+        """
         nodes = sort_nodes(cluster)
         recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
         gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
@@ -115,8 +122,13 @@ class Gang:
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
+            # SkyPilot takes a whole cluster down when one of its nodes ends itself.
+            "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": recovery.nodes_min if recovery else None,
-            "head": {"address": nodes[0].address, "token": secrets.token_hex(16)},
+            "head": {
+                "address": nodes[0].address,
+                "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
+            },
         }
         head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
         spec["head"] = {**spec["head"], **head}
@@ -199,7 +211,7 @@ class Gang:
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """The nodes go on for so many seconds from now."""
+        """The nodes go on for at most so many seconds from now, unless it is renewed."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:

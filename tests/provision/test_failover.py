@@ -13,7 +13,7 @@ from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.tries import CREATE_TRIES_MAX
-from broker.types import Cluster, Node, NodeRequest, NodeState, Task
+from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 
@@ -92,8 +92,8 @@ def test_a_node_missing_from_a_few_lists_is_not_believed_gone(world: World) -> N
         world.clock.run(lambda: world.clock.sleep(5.0))
 
 
-async def list_nothing(owner: str) -> Sequence[Node]:
-    return []
+async def list_nothing(owner: str) -> NodeList:
+    return NodeList()
 
 
 @pytest.mark.parametrize("error", [QuotaError("vCPU limit reached"), CapacityError("full", scope="region")])
@@ -191,6 +191,7 @@ def test_what_is_taken_down_while_it_fails_over_does_not_come_up_later(world: Wo
 def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> None:
     kept = up(world, "kept")
     world.cloud.add_foreign_node(replace(FOREIGN, id="lost-1", owner=OWNER, cluster="forgotten"))
+    world.store.mark_adopted("simulated")
     assert world.clock.run(lambda: world.make_provisioner().collect()) == 1
     world.clock.run(lambda: world.clock.sleep(10.0))
     assert {node.id for node in world.list_live_nodes()} == {node.id for node in kept.nodes}

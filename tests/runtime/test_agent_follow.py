@@ -193,3 +193,15 @@ def test_it_gives_way_to_a_newer_agent(start: Callable[..., Session], tmp_path: 
     session.open()
     (tmp_path / "agent" / "digest").write_text("another")
     assert session.wait() == 0
+
+
+def test_a_broker_that_only_answers_heartbeats_counts_as_heard(start: Callable[..., Session], home: Path) -> None:
+    """Else a node whose program has ended would switch itself off under a broker that is there."""
+    session = start()
+    session.open()
+    heard = home / ".broker" / agent_files.HEARD
+    heard.unlink()
+    session.say(None)
+    session.say({"id": 1, "verb": "log", "request": {"run_id": 1, "offset": 0}})
+    session.hear(lambda message: message.get("id") == 1)
+    assert heard.exists()
