@@ -198,6 +198,25 @@ def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
     assert len(shell.read_json("jobs", "queue")) == 1
 
 
+def test_job_whose_daemon_is_killed_at_its_start_is_told_and_runs_with_the_next_one(shell: Shell) -> None:
+    """Else its user, who sees an error alone, launches it a second time."""
+    (shell.folder / "sitecustomize.py").write_text(
+        "import os, pathlib, sys\n"
+        "if sys.orig_argv[-1] == 'daemon' and not pathlib.Path('spared').exists(): os.kill(os.getpid(), 9)\n"
+    )
+    shell.environment["PYTHONPATH"] = f"{shell.folder}{os.pathsep}{shell.environment['PYTHONPATH']}"
+    task = shell.write("hello.yaml", "name: hello\nresources: {infra: local}\nrun: echo hi\n")
+    done = shell.run("jobs", "launch", task, "--yes", "--detach-run", code=4)
+    assert "Managed job 1 (hello) is submitted" in done.stdout
+    assert "the jobs daemon did not start: signal 9 ended it" in done.stderr and "broker status" in done.stderr
+    for command in (("status",), ("jobs", "queue")):
+        looked = shell.run(*command)
+        assert "1 managed job live" in looked.stdout or "hello" in looked.stdout, "a look shows what is on record"
+        assert "signal 9 ended it" in looked.stderr
+    (shell.folder / "spared").touch()
+    assert wait_for_end(shell)["status"] == "SUCCEEDED"
+
+
 def test_every_jobs_command_answers_in_json(shell: Shell) -> None:
     task = shell.write("fail.yaml", "name: fail\nresources: {infra: local}\nrun: echo hello; exit 3\n")
 

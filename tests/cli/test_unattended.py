@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.clock import SystemClock
+from broker.config import load_config
+from broker.state.store import Store
+from broker.types import Attempt, JobStatus, Placement, Task
+from tests.simulation.world import make_offer
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
@@ -59,6 +64,22 @@ def test_launch_says_in_one_line_how_long_it_continues(
 def test_job_on_this_machine_is_launched_without_that_line(shell: Any) -> None:
     done = shell.run("jobs", "launch", shell.write("t.yaml", "resources: {infra: local}\nrun: echo hi\n"), "--yes")
     assert "without this machine" not in done.stderr + done.stdout
+
+
+def test_why_says_how_long_a_job_elsewhere_continues_from_now(shell: Any) -> None:
+    config = load_config(shell.home)
+    store = Store(config.database, clock=SystemClock())
+    task = Task(name="t", run="x", unattended_s=7200.0)
+    offer = replace(make_offer("east1a"), cloud="aws")
+    placement = Placement(offer=offer, is_spot=True, node_count=1)
+    job = store.add_job("t", task)
+    store.put_attempt(Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=1.0))
+    store.set_job_status(job.id, JobStatus.RUNNING)
+    sentence = "It continues for up to 2 h without this machine; a preemption meanwhile waits for it."
+    assert sentence in shell.run("jobs", "why", "1").stdout.splitlines()
+    store.set_job_status(job.id, JobStatus.CANCELLED)
+    store.close()
+    assert "without this machine" not in shell.run("jobs", "why", "1").stdout, "it has ended"
 
 
 def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:
