@@ -26,6 +26,12 @@ class JobRow:
     resumes: int | None
     attempts: tuple[dict[str, Any], ...]
     progress: str
+    uid: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Of its checkpoints."""
+        return f"job-{self.resumes or self.id}-{self.uid}"
 
     @property
     def is_live(self) -> bool:
@@ -73,6 +79,7 @@ def _read(connection: sqlite3.Connection) -> View:
         attempts.setdefault(row["job_id"], []).append({**json.loads(row["body"]), "number": row["number"]})
     jobs = {
         row["id"]: JobRow(
+            uid=row["uid"],
             id=row["id"],
             name=row["name"],
             status=row["status"],
