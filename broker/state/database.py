@@ -49,7 +49,7 @@ class Database:
             self._connection = self._open()
             self._migrate()
             self._identify()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise explain_fault(path, error) from error
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Database:
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(sql, parameters)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
 
     def _write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
@@ -125,7 +125,7 @@ class Database:
         except sqlite3.OperationalError as error:
             if "decode to UTF-8" not in str(error):  # the module has no code of its own for it
                 raise explain_fault(self.path, error) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
         return self._read_damaged_text(sql, parameters)
 
@@ -217,7 +217,7 @@ class Database:
         if not self.path.exists():
             return  # kept in memory, by a simulation
         guard = read_guard(self.path)
-        known = {row["key"]: row["value"] for row in self._rows("SELECT key, value FROM meta")}
+        known = {str(row["key"]): str(row["value"]) for row in self._rows("SELECT key, value FROM meta")}
         lineage, owner = known.get("lineage", ""), known.get("installation", "")
         check_lineage(self.path, guard, lineage)
         if self._owner is not None and owner not in ("", self._owner):

@@ -23,11 +23,12 @@ def is_unwritable(error: Exception) -> bool:
 
 
 def explain_fault(path: Path, error: Exception) -> StateError:
-    """`error`: an sqlite3.Error or OSError that came of using the state file at `path`."""
+    """`error`: an sqlite3.Error or OSError that came of using the state file at `path`, or a UnicodeDecodeError, which
+    sqlite3 raises where its own message quotes a damaged schema."""
     if isinstance(error, OSError):
         return explain_os_error(error, default=path)
     code = _get_code(error)
-    if code in DAMAGED or isinstance(error, sqlite3.IntegrityError):
+    if code in DAMAGED or isinstance(error, (sqlite3.IntegrityError, UnicodeDecodeError)):
         return StateError(f"the state file {path} is damaged: {error}", hints=list_ways_back(path))
     if path.is_dir():
         return StateError(f"{path} is a folder, where the state file is expected", hints=list_ways_back(path))
