@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow test-sky testbed lint audit fuzz format bench bench-peer clean help
+.PHONY: run test test-slow test-sky testbed mutation torture lint audit fuzz format bench bench-peer clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,6 +26,12 @@ test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of u
 
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
 	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
+
+mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests tell?
+	$(BIN)/python -m tests.mutation --count 300 --seed 1 --resume build/mutation/results.jsonl
+
+torture: $(INSTALLED) ## jobs under a killer of processes, disks, clocks and networks: MINUTES=60 BED=both SEED=1
+	$(BIN)/python -m tests.torture --minutes $(or $(MINUTES),60) --bed $(or $(BED),both) $(if $(SEED),--seed $(SEED))
 
 lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .

@@ -141,7 +141,7 @@ def status(
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
     jobs = context.store.list_live_job_ids()
     if jobs:
-        context.ensure_daemon()
+        context.revive_daemon()
     if as_json:
         print_json(
             {

@@ -140,6 +140,15 @@ class Context:
             return
         ensure_daemon(self.config, self.store, DAEMON)
 
+    def revive_daemon(self) -> None:
+        """For a command that only looks: where the daemon does not start, it says so and shows what is on record."""
+        try:
+            self.ensure_daemon()
+        except StateError as error:
+            print_note(f"warning: {error.message}; live jobs wait for it")
+            for hint in error.hints:
+                print_note(f"hint: {hint}")
+
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
         from broker.clouds.base import HandsOutHosts

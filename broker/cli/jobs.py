@@ -91,12 +91,13 @@ def launch(
     confirm_price(plans, yes=yes)
     tasks = fill_buckets(tasks)
     jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
-    context.ensure_daemon()
+    # Told before the daemon is started: the jobs are on record, and a launch repeated for its error would be a second.
     if as_json:
         print_json([jobs_show.describe(each, 0.0) for each in jobs])
-        return
-    _tell_submitted(jobs)
-    if not detach:
+    else:
+        _tell_submitted(jobs)
+    context.ensure_daemon()
+    if not detach and not as_json:
         for job in jobs:
             follow_job(context, job.id)
 

@@ -81,7 +81,7 @@ def _print_jobs(context: Context) -> None:
 def _keep_going(context: Context, has_live_jobs: bool) -> None:
     """Whoever looks at live jobs makes sure that somebody drives them."""
     if has_live_jobs:
-        context.ensure_daemon()
+        context.revive_daemon()
 
 
 def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
