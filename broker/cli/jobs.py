@@ -12,7 +12,7 @@ from broker.cli import jobs_show, options
 from broker.cli.context import Context
 from broker.cli.jobs_show import find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import print_json, print_line, print_note
+from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
 from broker.types import JobStatus
 
@@ -61,7 +61,11 @@ def launch(
     from broker.jobs.allowance import describe_allowances, read_unattended_s, settle_unattended
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
+    from broker.task.allowed import JOB_NAME, REQUEST_ID
+    from broker.task.checking import check_flag
 
+    check_flag("--name", name, JOB_NAME)
+    check_flag("--request-id", request_id, REQUEST_ID)
     context = Context()
     as_json = as_json or output is options.Format.JSON
     overrides = options.Overrides(
@@ -87,12 +91,13 @@ def launch(
     confirm_price(plans, yes=yes)
     tasks = fill_buckets(tasks)
     jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
-    context.ensure_daemon()
+    # Told before the daemon is started: the jobs are on record, and a launch repeated for its error would be a second.
     if as_json:
         print_json([jobs_show.describe(each, 0.0) for each in jobs])
-        return
-    _tell_submitted(jobs)
-    if not detach:
+    else:
+        _tell_submitted(jobs)
+    context.ensure_daemon()
+    if not detach and not as_json:
         for job in jobs:
             follow_job(context, job.id)
 
@@ -119,7 +124,7 @@ def cancel(
 ) -> None:
     """End jobs and their machines."""
     context = Context()
-    known = context.store.list_jobs()
+    known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     for text in [] if everything else jobs or []:
         wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
@@ -152,8 +157,11 @@ def retry(
 ) -> None:
     """Submit an ended job again: it goes on with its checkpoints."""
     from broker.jobs.submission import retry_job
+    from broker.task.allowed import REQUEST_ID
+    from broker.task.checking import check_flag
     from broker.types import Secret
 
+    check_flag("--request-id", request_id, REQUEST_ID)
     context = Context()
     secrets = {name: Secret(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
     again = retry_job(context.store, find_job(context, job), secrets=secrets, request_id=request_id)

@@ -12,7 +12,17 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.cli.render import (
+    clean,
+    note_damage,
+    plain,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    show_duration,
+    show_usd,
+)
 from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus
 
@@ -62,7 +72,7 @@ def queue(
 
 
 def _print_jobs(context: Context) -> None:
-    jobs = context.store.list_jobs()
+    jobs = context.store.list_jobs(on_damage=note_damage)
     _keep_going(context, any(not job.status.is_terminal for job in jobs))
     spent = context.store.list_spend_usd(now_s=context.clock.now_s())
     print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
@@ -71,11 +81,11 @@ def _print_jobs(context: Context) -> None:
 def _keep_going(context: Context, has_live_jobs: bool) -> None:
     """Whoever looks at live jobs makes sure that somebody drives them."""
     if has_live_jobs:
-        context.ensure_daemon()
+        context.revive_daemon()
 
 
 def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
-    lines = context.store.list_job_lines(newest)
+    lines = context.store.list_job_lines(newest, on_damage=note_damage)
     _keep_going(context, any(not line.status.is_terminal for line in lines))
     now_s = context.clock.now_s()
     spent = context.store.list_spend_usd(now_s=now_s)
@@ -182,7 +192,7 @@ def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
 def find_job(context: Context, text: str) -> Job:
     """By id, or by name: then the newest. Raises UsageError."""
     job = context.store.get_job(int(text)) if text.isdigit() else None
-    named = [] if job else [each for each in context.store.list_jobs() if each.name == text]
+    named = [] if job else [each for each in context.store.list_jobs(on_damage=note_damage) if each.name == text]
     if job is None and not named:
         raise UsageError(f"there is no managed job `{text}`", hints=["`broker jobs queue` lists them"])
     return job or named[-1]

@@ -42,6 +42,8 @@ def preempt(
     cloud = context.clouds[found.placement.offer.cloud]
     if not isinstance(cloud, CanPreempt):
         raise UsageError(f"`{found.name}` is on {cloud.name}, where only the market preempts")
+    if not found.nodes:
+        raise UsageError(f"`{found.name}` has no nodes yet", hints=["`broker status` shows when it is up"])
     wanted = [each for each in found.nodes if node is None or each.rank == node]
     if not wanted:
         raise UsageError(f"`{found.name}` has no node {node}")

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
     "simulate": ("broker.cli.simulate", "Replay a task over recorded spot markets, policy by policy"),
     "traces": ("broker.cli.traces", "Record spot markets, and say what recordings hold"),
+    "state": ("broker.cli.state", "The state file: its condition, copies, restore and reset"),
     "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
     "prices": ("broker.cli.prices", "Show what one instance type costs everywhere"),
@@ -40,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
-GROUPS = ("jobs", "local", "catalog", "traces")
+GROUPS = ("jobs", "local", "catalog", "traces", "state")
 
 
 class LazyGroup(TyperGroup):
@@ -86,10 +87,20 @@ def root(
         raise typer.Exit
 
 
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 reach us as lone surrogates, which neither the store nor a cloud takes."""
+    for number, text in enumerate(arguments, start=1):
+        if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+            from broker.errors import UsageError
+
+            raise UsageError(f"argument {number} is not UTF-8 text: {text[:40]!a}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _check_encoding(given)
         app(args=given)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")

@@ -28,7 +28,7 @@ def find_checkpoint_dir(config: Config, task: Task, cluster: Cluster, *, name: s
 
 def name_job_folder(job: Job) -> str:
     """A job that was submitted again goes on with the first one's checkpoints."""
-    return f"job-{job.resumes or job.id}"
+    return job.folder
 
 
 def is_here(cluster: Cluster) -> bool:

@@ -26,9 +26,9 @@ from broker.errors import (
 )
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
-from broker.jobs.checkpoints import find_checkpoint_dir, name_job_folder
+from broker.jobs.burial import RUN_ID, Undertaker
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
+from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.lost_gang import LostGang
@@ -47,6 +47,7 @@ from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Prog
 POLL_S = 0.5
 NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone changes, such as budget and lists
 PIPELINE_POLL_S = 1.0
+ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
@@ -102,7 +103,8 @@ class JobController:
         """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
         self._quiet = None
         job = self._store.get_job(self.job_id)
-        assert job is not None, f"job {self.job_id} was submitted"
+        if job is None:
+            return math.inf  # a user has dropped its damaged row: the collector ends what it left
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._mender.stop()
@@ -113,7 +115,7 @@ class JobController:
             return await self._cancel(job, live)
         try:
             if live is None:
-                if wait_s := self._wait_for_others(job):
+                if wait_s := await self._wait_for_adoption(job) or self._wait_for_others(job):
                     return wait_s
                 return await self._until_unwanted(job, self._bring_up(job))
             if live.outcome:
@@ -126,6 +128,13 @@ class JobController:
             return await self._look(job, live)
         except _Interrupted:
             return 0.0
+
+    async def _wait_for_adoption(self, job: Job) -> float:
+        """Seconds to wait, after a restore, until all clouds were asked: an attempt that is not recorded may run."""
+        if job.submitted_s > self._store.restored_s or self._provisioner.is_adopted():
+            return 0.0
+        await self._provisioner.adopt()
+        return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
         """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
@@ -152,7 +161,7 @@ class JobController:
             return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
             cluster = await self._provisioner.up(
-                name_cluster(job.id, number),
+                job.name_cluster(number),
                 plan,
                 attempt=number,
                 job_id=job.id,
@@ -263,9 +272,9 @@ class JobController:
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(job, watch, cluster)
-            make_envs = partial(self._make_envs, job, attempt, cluster)
+            find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
-            await self._mender.look(job, cluster, make_envs=make_envs, find_lease_s=find_lease)
+            await self._mender.look(job, cluster, make_envs=find_envs, find_lease_s=find_lease)
             return await self._look_closer(job, attempt, cluster, watch, report)
         if verdict is Verdict.LOST:
             was_attended = watch.is_attended(self._clock.now_s())
@@ -375,17 +384,7 @@ class JobController:
         return self._watch
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
-        folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
-        if job.pipeline:  # where its tasks leave what the next ones need
-            folders["BROKER_PIPELINE_DIR"] = job.pipeline
-        places = {key: find_checkpoint_dir(self._config, job.task, cluster, name=name) for key, name in folders.items()}
-        return {
-            "BROKER_JOB_ID": str(job.id),
-            "BROKER_ATTEMPT": str(attempt.number),
-            "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
-            **self._pilot.advise(job.task, attempt),
-            **{key: place for key, place in places.items() if place is not None},
-        }
+        return make_envs(self._config, job, attempt, cluster, advice=self._pilot.advise(job.task, attempt))
 
     def _tell_blind(self, error: CloudError) -> None:
         """Once for each reason that only the user can mend; what passes by itself is no news."""

@@ -5,6 +5,7 @@ Our file is cut back to the last committed length before each append, so a crash
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,8 +13,11 @@ from pathlib import Path
 from broker.errors import CloudError
 from broker.jobs.gang import Gang
 from broker.runtime.agent_bucket import find_rest
+from broker.state.faults import explain_os_error
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, Cluster
+
+log = logging.getLogger(__name__)
 
 DAEMON_LOG_BYTES_MAX = 10 << 20  # the one before is kept
 CHUNKS_MAX = 256  # in one visit; the rest follows in the next
@@ -33,7 +37,12 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
             return
         if not chunk:
             return
-        file_bytes = _append(get_log_path(logs, attempt.job_id), chunk, at_bytes=offset.file_bytes)
+        path = get_log_path(logs, attempt.job_id)
+        try:
+            file_bytes = _append(path, chunk, at_bytes=offset.file_bytes)
+        except OSError as error:  # the work goes on; what is not copied now is, when there is room again
+            log.warning("%s", explain_os_error(error, default=path).message)
+            return
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
         store.set_log_offset(attempt.job_id, offset)
 

@@ -12,6 +12,7 @@ from broker.clock import Clock
 from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
 from broker.errors import AuthError, CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
+from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
@@ -59,8 +60,16 @@ class Provisioner:
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
         self._returns = Returns(self._failover.asker, clock=clock)
+        self._adopter = Adopter(clouds, store, clock=clock, owner=owner)
         self._collector = Collector(
-            clouds, store, clock=clock, owner=owner, down=self.down, bury=self._bury, returns=self._returns
+            clouds,
+            store,
+            clock=clock,
+            owner=owner,
+            down=self.down,
+            bury=self._bury,
+            returns=self._returns,
+            adopter=self._adopter,
         )
         self._leftovers = Leftovers(clouds, store, clock=clock, owner=owner)
         self._absences: dict[str, Absence] = {}  # by cloud
@@ -241,6 +250,14 @@ class Provisioner:
     async def find_lost(self) -> tuple[Sequence[Node], Sequence[str]]:
         """What `collect` would end: nodes, and names of clusters."""
         return await self._collector.find()
+
+    def is_adopted(self) -> bool:
+        """Whether no node of ours can be running unrecorded since the records were created or restored."""
+        return self._adopter.is_done()
+
+    async def adopt(self) -> Sequence[str]:
+        """Record running nodes of ours that no record names; returns names of clusters. See `adoption.py`."""
+        return await self._adopter.adopt_all()
 
     async def collect(self) -> int:
         """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""

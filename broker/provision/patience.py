@@ -42,8 +42,13 @@ class Patience:
         return bound(self._store.get_pace(cloud, answer), LIMITS[answer])
 
     def note(self, cloud: str, answer: Answer, took_s: float) -> None:
-        """Refusals and lost answers teach nothing: only what came is noted."""
-        self._store.learn_pace(cloud, answer, lambda pace: learn(pace, max(0.0, took_s)))
+        """Refusals and lost answers teach nothing: only what came is noted.
+
+        At most the longest patience is learned: a wall clock that jumped, or a machine that slept, would otherwise
+        count as an answer that took a day, and dozens of good ones would not undo it.
+        """
+        learned_s = min(LIMITS[answer].most_s, max(0.0, took_s))
+        self._store.learn_pace(cloud, answer, lambda pace: learn(pace, learned_s))
 
 
 def bound(pace: Pace | None, limits: Limits) -> float:

@@ -222,7 +222,7 @@ class Asker:
             owner=self._owner,
             cluster=cluster.name,
             attempt=cluster.attempt,
-            token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
+            token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
             spec=wanted.make_spec(placement),
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import Sequence
 
 from broker.nouns import noun
-from broker.state.database import Database
-from broker.state.schema import KEPT_DAYS
+from broker.state.database import TIME_S_MAX, Database
 from broker.types import Placement
 
 FORGIVEN_AFTER_S = 3600.0  # a place that was silent for so long after a refusal starts anew
@@ -66,23 +66,19 @@ class EventRows(Database):
             f"SELECT id, time_s, kind, message, job_id, cluster FROM events WHERE {' AND '.join(chosen)} ORDER BY id",
             tuple(chosen.values()),
         )
-        return [Event(**dict(row)) for row in rows]
+        return [_read_event(row) for row in rows]
 
 
-class Compaction(Database):
-    def compact(self) -> None:
-        """Forget what nobody will ask for: the file does not grow for ever. Bills stay."""
-        before_s = self.clock.now_s() - KEPT_DAYS * 86400
-        with self.transaction():
-            self._execute(
-                "DELETE FROM events WHERE time_s < ?1 AND time_s < unixepoch() - ?2 * 86400 AND "
-                "(job_id IS NULL OR job_id IN (SELECT id FROM jobs WHERE is_terminal))",
-                (before_s, KEPT_DAYS),
-            )
-            self._execute(
-                "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
-            )
-            self._execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
+def _read_event(row: sqlite3.Row) -> Event:
+    """A damaged one is shown as far as it can be read: no list of events is worth less for it."""
+    return Event(
+        id=int(row["id"]),
+        time_s=row["time_s"] if isinstance(row["time_s"], float) and abs(row["time_s"]) < TIME_S_MAX else 0.0,
+        kind=str(row["kind"]),
+        message=str(row["message"]),
+        job_id=row["job_id"],
+        cluster=row["cluster"],
+    )
 
 
 class RefusalRows(Database):

@@ -149,6 +149,16 @@ def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> Non
     assert shell.read_json("status")["clusters"] == []
 
 
+def test_cluster_that_still_comes_up_has_no_node_to_preempt(shell: Shell) -> None:
+    store = Store(shell.home / "state.db", clock=SystemClock())
+    placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=True, node_count=1)
+    store.put_cluster(Cluster(name="dev", status=ClusterStatus.INIT, placement=placement, attempt=1, nodes=()))
+    refused = shell.run("local", "preempt", "dev", code=2)
+    assert "`dev` has no nodes yet" in refused.stderr
+    store.delete_cluster("dev")
+    store.close()
+
+
 def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
     """Jobs end before their clusters are gone: what is left then is no reason to refuse `down --all`."""
     store = Store(shell.home / "state.db", clock=SystemClock())

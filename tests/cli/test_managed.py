@@ -31,19 +31,19 @@ run: |
       echo "step $n"
     fi
     sleep 0.1
-    while [ -e $BROKER_CHECKPOINT_DIR/hold ] && [ $n -ge 25 ]; do sleep 0.1; done
+    while [ -e $BROKER_CHECKPOINT_DIR/../hold ] && [ $n -ge 25 ]; do sleep 0.1; done
   done
 """
 
 
 def read_ledger(shell: Shell) -> list[tuple[int, int]]:
-    lines = (shell.home / "checkpoints" / "job-1" / "ledger").read_text().splitlines()
+    lines = (shell.find_checkpoints(1) / "ledger").read_text().splitlines()
     return [(int(attempt), int(step)) for attempt, step in (line.split() for line in lines)]
 
 
 def hold(shell: Shell) -> Path:
     """The first job counts no further than 25 while this file is there: what the test does meanwhile is never late."""
-    path = shell.home / "checkpoints" / "job-1" / "hold"
+    path = shell.home / "checkpoints" / "hold"
     path.parent.mkdir(mode=0o700, parents=True)
     path.touch()
     return path
@@ -198,6 +198,25 @@ def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
     assert len(shell.read_json("jobs", "queue")) == 1
 
 
+def test_job_whose_daemon_is_killed_at_its_start_is_told_and_runs_with_the_next_one(shell: Shell) -> None:
+    """Else its user, who sees an error alone, launches it a second time."""
+    (shell.folder / "sitecustomize.py").write_text(
+        "import os, pathlib, sys\n"
+        "if sys.orig_argv[-1] == 'daemon' and not pathlib.Path('spared').exists(): os.kill(os.getpid(), 9)\n"
+    )
+    shell.environment["PYTHONPATH"] = f"{shell.folder}{os.pathsep}{shell.environment['PYTHONPATH']}"
+    task = shell.write("hello.yaml", "name: hello\nresources: {infra: local}\nrun: echo hi\n")
+    done = shell.run("jobs", "launch", task, "--yes", "--detach-run", code=4)
+    assert "Managed job 1 (hello) is submitted" in done.stdout
+    assert "the jobs daemon did not start: signal 9 ended it" in done.stderr and "broker status" in done.stderr
+    for command in (("status",), ("jobs", "queue")):
+        looked = shell.run(*command)
+        assert "1 managed job live" in looked.stdout or "hello" in looked.stdout, "a look shows what is on record"
+        assert "signal 9 ended it" in looked.stderr
+    (shell.folder / "spared").touch()
+    assert wait_for_end(shell)["status"] == "SUCCEEDED"
+
+
 def test_every_jobs_command_answers_in_json(shell: Shell) -> None:
     task = shell.write("fail.yaml", "name: fail\nresources: {infra: local}\nrun: echo hello; exit 3\n")
 
@@ -224,4 +243,4 @@ def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell:
     sums = {by: shell.read_json("cost", "--by", by)["usd"] for by in ("job", "cloud", "day")}
     assert sums["job"] > 0 and len(set(sums.values())) == 1
     assert "job 1 (hi)" in shell.run("cost").stdout
-    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False}
+    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False, "adopted": []}

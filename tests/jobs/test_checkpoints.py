@@ -100,7 +100,11 @@ def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, m
     with pytest.raises(UsageError, match="BROKER_CHECKPOINTS is `ftp://b`"):
         find_checkpoint_url(config)
     monkeypatch.delenv("BROKER_CHECKPOINTS")
-    for text, words in (("checkpoint = 1", "there is no `checkpoint`"), ("x", "config.toml"), ("checkpoints = 3", "3")):
+    for text, words in (
+        ("checkpoint = 1", "unknown setting `checkpoint`"),
+        ("x", "config.toml"),
+        ("checkpoints = 3", "3"),
+    ):
         (tmp_path / "config.toml").write_text(text)
         with pytest.raises(UsageError, match=words):
             find_checkpoint_url(config)

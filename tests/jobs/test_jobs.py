@@ -25,7 +25,7 @@ from broker.errors import (
     TransientError,
 )
 from broker.jobs.controller import JobController
-from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
+from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
 from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.order import cut_to_rest, order_plan
@@ -379,8 +379,9 @@ def test_the_log_of_all_attempts_has_no_gap_and_no_repeat_even_across_a_crash(tm
         world = World(folder, crash_at=crash_at)
         run_to_end(world, "preemption")
         lines = get_log_path(folder / "logs", world.job_id).read_text().splitlines()
-        first = [line for line in lines if line.startswith("job-1-1 ")]
-        assert first == [f"job-1-1 step {n}" for n in range(1, len(first) + 1)]
+        name = world.get_job().name_cluster(1)
+        first = [line for line in lines if line.startswith(f"{name} ")]
+        assert first and first == [f"{name} step {n}" for n in range(1, len(first) + 1)]
         assert len(lines) == len(set(lines)) and lines[-1].endswith("step 30")
 
 
@@ -407,7 +408,7 @@ def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Pa
     provisioner = world.make_provisioner()
 
     async def work() -> None:
-        with _hold_lock(config) as is_held:  # what a command does for an instant
+        with hold_lock(config) as is_held:  # what a command does for an instant
             assert is_held
             daemon = asyncio.ensure_future(
                 run_daemon(

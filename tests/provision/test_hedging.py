@@ -12,7 +12,7 @@ import pytest
 from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.errors import BrokerError, CapacityError, ThrottledError, UnknownOutcomeError
 from broker.provision.lifecycle import Provisioner
-from broker.provision.patience import LIMITS, Answer, bound, learn
+from broker.provision.patience import LIMITS, Answer, Patience, bound, learn
 from broker.provision.refusals import FAILURES_MAX, PROBE_S
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
 from tests.simulation.test_crashes import check, run_to_end
@@ -171,6 +171,15 @@ def test_patience_is_learned_from_answers_and_bounded() -> None:
         pace = learn(pace, 500.0)
     assert bound(pace, limits) == limits.most_s
     assert bound(learn(None, 0.01), limits) == limits.least_s
+
+
+def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    patience = Patience(world.store)
+    patience.note("here", Answer.CREATED, 86400.0)
+    for _ in range(30):
+        patience.note("here", Answer.CREATED, 0.5)
+    assert patience.measure_s("here", Answer.CREATED) < LIMITS[Answer.CREATED].most_s / 2
 
 
 def test_a_quick_cloud_is_late_sooner_the_second_time(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class WatchedGce(FakeGce):
 class Stage(Shell):
     """A user's terminal in front of two clouds."""
 
-    def __init__(self, folder: Path, metadata: MetadataServer) -> None:
+    def __init__(self, folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = ()) -> None:
         super().__init__(folder)
         self.s3: S3Server | None = None
         self.home.mkdir()
@@ -84,7 +84,7 @@ class Stage(Shell):
         self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
         self.aws = FakeAws(self.account)
         self.gce = WatchedGce()
-        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce)
+        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce, shared=shared)
         (folder / "work").mkdir()
         shutil.copytree(ROOT / "trainers", folder / "work" / "trainers")
         self.environment |= {**self.aws.environment, "GOOGLE_CLOUD_PROJECT": self.gce.project}
@@ -137,8 +137,9 @@ class Stage(Shell):
 
 
 @contextmanager
-def open_stage(folder: Path, metadata: MetadataServer) -> Iterator[Stage]:
-    stage = Stage(folder, metadata)
+def open_stage(folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = ()) -> Iterator[Stage]:
+    """`shared`: folders of this machine that every host has as well."""
+    stage = Stage(folder, metadata, shared=shared)
     try:
         with serve(stage.gce) as url, serve_s3(CONTROL) as s3:
             stage.environment |= {"BROKER_GCP_ENDPOINT": url, "AWS_ENDPOINT_URL_S3": s3.url}

@@ -59,7 +59,7 @@ def two_leaders() -> Patches:
     def hold(config: Any) -> Iterator[bool]:
         yield True
 
-    return (patch.object(daemon, "_hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
+    return (patch.object(daemon, "hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
 
 
 def outcome_ignored() -> Patches:
