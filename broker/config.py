@@ -1,21 +1,26 @@
 """Paths and settings. Precedence: flag > environment > `config.toml` > default; the CLI passes flags in.
 
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
-BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves.
+BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves;
+`unattended` there says how long managed jobs go on while this machine is away.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
 from pathlib import Path
 
-from broker.errors import UsageError
+from broker.errors import StateError, UsageError
 from broker.nouns import noun
 
 SETTINGS = "config.toml"
+SETTING_NAMES = ("checkpoints", "keep_days", "unattended")
+KEEP_DAYS = 90.0
 # Where programs can keep checkpoints: buckets that the bundled trainers write to, and folders that every node sees.
+OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # what every cloud takes as the value of a tag
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
@@ -62,13 +67,71 @@ def find_home(home: Path | None = None) -> Path:
 
 
 def load_config(home: Path | None = None) -> Config:
-    """Find or make the state folder; the owner id is drawn once and kept beside the state."""
+    """Find or make the state folder; the owner id is drawn once and kept beside the state.
+
+    Raises StateError where the id is lost: the machines that carry it would no longer be found under another one.
+    """
     folder = find_home(home)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     identity = folder / "owner"
-    if not identity.exists():
-        _draw_owner(identity)
-    return Config(home=folder, owner=identity.read_text().strip())
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not identity.exists() and not _is_used(folder):
+            _draw_owner(identity)
+        owner = read_owner(identity)
+    except OSError as error:
+        raise StateError(
+            f"{error.filename or folder} cannot be used: {error.strerror or error}",
+            hints=("Check the state folder and its disk, or set `BROKER_HOME` to another folder.",),
+        ) from error
+    known = read_guarded_owner(folder)
+    if owner is None or (known and known != owner):
+        what = f"{owner}, and the state file belongs to {known}" if owner else "missing, empty or damaged"
+        raise StateError(
+            f"the id of this installation in {identity} is {what}",
+            details=("Machines are found by this id: under another one, those that run would be lost.",),
+            hints=("`broker state restore --owner` writes the id that the state file knows",),
+        )
+    return Config(home=folder, owner=owner)
+
+
+def read_owner(identity: Path) -> str | None:
+    """None where the file is missing or holds no id. Raises OSError."""
+    try:
+        text = identity.read_bytes().decode("ascii", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    return text if OWNER.fullmatch(text) else None
+
+
+def read_guarded_owner(folder: Path) -> str | None:
+    """The owner id that the guard of the state file keeps; None where there is none to read."""
+    owner = _read_guard(folder).get("owner")
+    return owner if isinstance(owner, str) and OWNER.fullmatch(owner) else None
+
+
+def _read_guard(folder: Path) -> dict[str, object]:
+    """Empty where there is none, or none that can be read."""
+    try:
+        found = json.loads((folder / "state.guard").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_owner(folder: Path, owner: str) -> None:
+    """Replace the file, whole or not at all. Raises OSError."""
+    aside = _write_aside(folder / "owner", owner)
+    try:
+        aside.replace(folder / "owner")
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether there was a store here that has an owner. That is drawn first, so one that is missing then is lost."""
+    is_used = any((folder / name).exists() for name in ("state.db", "state.guard"))
+    is_used = is_used and _read_guard(folder).get("owner") != ""  # a program of the user's may have made it without one
+    return is_used and not (folder / "owner").exists()  # looked at again: another first command may have just drawn it
 
 
 def find_checkpoint_url(config: Config) -> str | None:
@@ -85,6 +148,21 @@ def find_checkpoint_url(config: Config) -> str | None:
     return str(text)
 
 
+def find_unattended(config: Config) -> object:
+    """`unattended` as it is written in `config.toml`; None where it is not. Raises UsageError for a broken file."""
+    return _read_settings(config.home / SETTINGS).get("unattended")
+
+
+def read_keep_days(config: Config) -> float:
+    """For how many days an ended job is kept whole: `keep_days` in `config.toml`, 90 without it."""
+    value = _read_settings(config.home / SETTINGS).get("keep_days", KEEP_DAYS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 36500:
+        raise UsageError(
+            f"{config.home / SETTINGS}: `keep_days` is `{value}`", hints=("It is a number of days from 1 to 36500.",)
+        )
+    return float(value)
+
+
 def _read_settings(path: Path) -> dict[str, object]:
     import tomllib  # 5 ms that most commands do not need
 
@@ -94,23 +172,35 @@ def _read_settings(path: Path) -> dict[str, object]:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error}") from error
-    unknown = sorted(set(found) - {"checkpoints"})
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be read: {error.strerror or error}",
+            hints=("Make it a file that you can read, or remove it.",),
+        ) from error
+    unknown = sorted(set(found) - set(SETTING_NAMES))
     if unknown:
-        raise UsageError(f"{path}: there is no `{unknown[0]}`", hints=("There is `checkpoints`.",))
+        raise UsageError(f"{path}: unknown setting `{unknown[0]}`", hints=(f"known: {', '.join(SETTING_NAMES)}",))
     return found
 
 
 def _draw_owner(identity: Path) -> None:
     """Appears whole or not at all: of two first commands at once, both read the same one."""
-    aside = identity.with_name(f".owner.{uuid.uuid4().hex}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(uuid.uuid4().hex[:12])
+    aside = _write_aside(identity, uuid.uuid4().hex[:12])
     try:
         os.link(aside, identity)
     except FileExistsError:
         pass
     finally:
         aside.unlink()
+
+
+def _write_aside(path: Path, text: str) -> Path:
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return aside
 
 
 def read_aws_environment() -> dict[str, str]:

@@ -5,13 +5,15 @@ BrokerError                     exit code
 ├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
 ├── NoOfferError                3   nothing for sale fits; says which filter took what
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
-│   └── FencedError                 another daemon has taken over; this one must stop
+│   ├── FencedError                 another daemon has taken over; this one must stop
+│   └── DamagedRowError             one row of the state file cannot be read; the others can
 ├── SourceError                 1   a price source gave no answer, or none that can be believed
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
 └── CloudError                  5   a cloud said no
     ├── CapacityError               try elsewhere; `scope` says how far away
     ├── QuotaError                  do not ask there again
     ├── AuthError                   stop; the hint says what to log in to
+    │   └── AccountError                logged in to another account than the one that holds the nodes
     ├── ThrottledError              back off, then retry
     ├── InvalidRequestError         stop: asking again gives the same answer
     ├── TransientError              retry
@@ -81,6 +83,21 @@ class FencedError(StateError):
     pass
 
 
+class DamagedRowError(StateError):
+    """`table` and `key` name the row."""
+
+    def __init__(self, table: str, key: str, why: str) -> None:
+        super().__init__(
+            f"row `{key}` of `{table}` in the state file is damaged: {why}",
+            hints=(
+                f"`broker state restore` goes back to the newest copy; "
+                f"`broker state drop {table} '{key}'` removes the row",
+            ),
+        )
+        self.table = table
+        self.key = key
+
+
 class SourceError(BrokerError):
     pass
 
@@ -110,6 +127,10 @@ class QuotaError(CloudError):
 
 
 class AuthError(CloudError):
+    pass
+
+
+class AccountError(AuthError):
     pass
 
 

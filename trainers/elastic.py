@@ -22,6 +22,7 @@ from trainers.config import RunConfig
 from trainers.errors import TrainerError
 from trainers.launch import find_free_port
 from trainers.preemption import PreemptionNotice
+from trainers.wire import Wire, read_credential
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
@@ -73,7 +74,6 @@ class Member:
         self._is_lost = threading.Event()
         host, _, port = meeting.rpartition(":")
         self._wire = connect(host, int(port))
-        self._lines = self._wire.makefile("rb")
         self._id = os.environ["BROKER_ELASTIC_MEMBER"]
         self._send(
             kind="hello",
@@ -172,20 +172,21 @@ class Member:
         os.execv(sys.executable, sys.orig_argv)
 
     def _await_world(self) -> World:
-        while line := self._lines.readline():
-            message = json.loads(line)
-            if message.pop("kind") == "world":
-                return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
-            if message.get("is_over"):
-                raise SystemExit(0)  # others have done all steps before a place was free here
-            if "reason" in message:
-                raise TrainerError(message["reason"])
+        with suppress(OSError, ValueError):
+            while True:
+                message = self._wire.read()
+                if message.pop("kind") == "world":
+                    return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
+                if message.get("is_over"):
+                    raise SystemExit(0)  # others have done all steps before a place was free here
+                if "reason" in message:
+                    raise TrainerError(message["reason"])
         raise TrainerError("the rendezvous of `--elastic` ended: the first node is gone")
 
     def _listen(self) -> None:
-        with suppress(OSError):
-            while line := self._lines.readline():
-                message = json.loads(line)
+        with suppress(OSError, ValueError):
+            while True:
+                message = self._wire.read()
                 if message["kind"] == "joiner":
                     self.is_change_asked = True
                 elif message["kind"] == "change":
@@ -200,7 +201,7 @@ class Member:
 
     def _send(self, **message: Any) -> None:
         with suppress(OSError):
-            self._wire.sendall(json.dumps(message).encode() + b"\n")
+            self._wire.send(**message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,15 +244,22 @@ def find_unit(config: RunConfig) -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if len(find_axes(config.strategy)) > 1 else 1
 
 
-def connect(host: str, port: int) -> socket.socket:
-    """Try until the first node listens."""
+def connect(host: str, port: int) -> Wire:
+    """Try until the first node listens and takes us for a member of its run."""
+    credential = read_credential(os.environ)
+    if credential is None:
+        raise TrainerError("`BROKER_ELASTIC_AT` is set without `BROKER_GANG_PEM`: start workers with trainers.launch")
     end_s = time.monotonic() + CONNECT_S_MAX
     while True:
         try:
-            wire = socket.create_connection((host, port), timeout=10)
-            wire.settimeout(None)
-            return wire
-        except OSError as error:
+            connection = socket.create_connection((host, port), timeout=10)
+            try:
+                return Wire(connection, credential)
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, ValueError) as error:
             if time.monotonic() > end_s:
-                raise TrainerError(f"the rendezvous of `--elastic` at {host}:{port} cannot be reached") from error
+                words = f"the rendezvous of `--elastic` at {host}:{port} cannot be reached: {error}"
+                raise TrainerError(words) from error
             time.sleep(0.2)

@@ -16,10 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from trainers.errors import TrainerError
 from trainers.preemption import EXIT_CODE_PREEMPTED
 
 PORT_DEFAULT = 29500  # torchrun's own
 USAGE = "usage: python -m trainers.launch [--workers COUNT] -m MODULE [ARGUMENT ...]"
+PEM_MISSING = """\
+error: `--elastic` over several nodes needs `BROKER_GANG_PEM`, a file with a certificate and its key, equal on all nodes
+
+hint: make it once with this, copy it to every node, and name its path in `BROKER_GANG_PEM` there:
+  (umask 077; openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 30 -subj /CN=gang \
+-keyout gang.pem -out gang.pem)"""
 # Workers get this long to end after one has failed; past that they hang in a collective and are killed.
 GRACE_S = 5.0
 # Times an elastic run starts killed workers of one node anew: a memory that does not suffice will not the next time.
@@ -127,19 +134,17 @@ def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
 def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str]) -> int:
     """Run workers that find their ranks at the first node's rendezvous, which is here if this is that node."""
     port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
+    given = {name: os.environ[name] for name in ("BROKER_GANG_PEM",) if os.environ.get(name)}
+    if not given and plan.node_count > 1:
+        raise SystemExit(PEM_MISSING)
+    given = given or {"BROKER_ELASTIC_SECRET": os.urandom(32).hex()}
     if plan.node_rank == 0:
-        from trainers.rendezvous import Rendezvous, Server  # asyncio, which plain runs need not import
-
-        first_count = plan.node_count * plan.workers
-        Server(
-            Rendezvous(least=bounds[0], most=bounds[1], first_count=first_count),
-            "127.0.0.1" if plan.master_address == "127.0.0.1" else "0.0.0.0",
-            port,
-        )
+        serve_rendezvous(plan, bounds, port, given)
 
     def prepare(local_rank: int) -> tuple[list[str], dict[str, str]]:
         return command, {
             **os.environ,
+            **given,
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(plan.workers),
             "BROKER_ELASTIC_AT": f"{plan.master_address}:{port}",
@@ -149,6 +154,25 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str]) -> int:
         }
 
     return run_workers([prepare(rank) for rank in range(plan.workers)], prepare_again=prepare)
+
+
+def serve_rendezvous(plan: Plan, bounds: tuple[int, int], port: int, given: Mapping[str, str]) -> None:
+    """Let workers meet here; those that were given the same credential."""
+    from trainers.rendezvous import Rendezvous  # asyncio and ssl, which plain runs need not import
+    from trainers.rendezvous_server import Server
+    from trainers.wire import read_credential
+
+    credential = read_credential(given)
+    assert credential is not None, "a PEM or a secret"
+    rendezvous = Rendezvous(least=bounds[0], most=bounds[1], first_count=plan.node_count * plan.workers)
+    try:
+        server = Server(rendezvous, plan.master_address, port, credential)
+    except TrainerError as error:
+        raise SystemExit(f"error: {error}") from None
+    if server.address in ("0.0.0.0", "::"):
+        print(
+            f"{plan.master_address} is not of this machine: the rendezvous listens on all interfaces", file=sys.stderr
+        )
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:

@@ -1,12 +1,11 @@
 """Where the ranks of an elastic run meet: who is in, in which order, and when the world changes.
 
-Runs in the launcher of the first node and imports no torch. Each worker keeps one connection, of JSON lines; the
-connection that ends is a worker that is gone. Every change begins a new generation, for which all workers start again.
+Runs in the launcher of the first node (`rendezvous_server.py`) and imports no torch. Each worker keeps one connection,
+of JSON lines; the connection that ends is a worker that is gone. Every change begins a new generation, for which all
+workers start again.
 """
 
-import asyncio
 import json
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,9 +81,14 @@ class Rendezvous:
         self.gather(set(self.current))
 
     def vote(self, member: Member, *, is_leaving: bool) -> None:
-        """All members stand between the same two steps, and say whether their machine is about to go."""
+        """All members stand between the same two steps, and say whether their machine is about to go.
+
+        Of no weight while a world is gathering, and from whoever is not in the current one.
+        """
+        if self.is_gathering or self.current.get(member.id) is not member:
+            return
         self.votes[member.id] = is_leaving
-        if self.is_gathering or set(self.votes) < set(self.current):
+        if set(self.votes) < set(self.current):
             return
         leavers = {key for key, each in self.votes.items() if each}
         staying = set(self.current) - leavers
@@ -169,64 +173,3 @@ def arrange(members: Sequence[Member]) -> list[Member]:
             place = next((place for place, each in enumerate(left) if each.holding[0] != newest[0]), 0)
         arranged.append(left.pop(place))
     return arranged
-
-
-class Server:
-    """Puts a `Rendezvous` on a port, in a thread of its own."""
-
-    def __init__(self, rendezvous: Rendezvous, host: str, port: int) -> None:
-        """Listen from now on; a port that is taken is an OSError."""
-        self._rendezvous = rendezvous
-        self._loop = asyncio.new_event_loop()
-        self._timers: list[asyncio.TimerHandle] = []
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, host, port))
-        self.port: int = server.sockets[0].getsockname()[1]
-        rendezvous.on_gather = self._set_timers
-        self._loop.call_soon(self._set_timers)
-        threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True).start()
-
-    def _set_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        # Nodes of a new gang may come minutes apart: only those that were here before are known to be quick.
-        return_s = RETURN_S_MAX if self._rendezvous.generation else WAIT_S_MAX
-        self._timers = [
-            self._loop.call_later(return_s, self._come_late),
-            self._loop.call_later(return_s + WAIT_S_MAX, self._give_up),
-        ]
-
-    def _come_late(self) -> None:
-        if self._rendezvous.is_gathering:
-            self._rendezvous.is_late = True
-            self._rendezvous.consider()
-
-    def _give_up(self) -> None:
-        if self._rendezvous.is_gathering:
-            self._rendezvous.give_up()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        member: Member | None = None
-        try:
-            while line := await asyncio.wait_for(reader.readline(), SILENCE_S_MAX):
-                message = json.loads(line)
-                if message["kind"] == "hello":
-                    member = Member(
-                        id=message["id"],
-                        address=writer.get_extra_info("peername")[0],
-                        port=message["port"],
-                        order=tuple(message["order"]),
-                        holding=tuple(message["holding"]),
-                        unit=message["unit"],
-                        writer=writer,
-                    )
-                    self._rendezvous.arrive(member)
-                elif member and message["kind"] == "vote":
-                    self._rendezvous.vote(member, is_leaving=message["is_leaving"])
-                elif message["kind"] == "done":
-                    self._rendezvous.finish()
-        except (OSError, TimeoutError, ValueError, KeyError):
-            pass  # whatever broke, the worker behind this connection is not to be counted on
-        finally:
-            if member:
-                self._rendezvous.depart(member)
-            writer.close()

@@ -11,6 +11,7 @@ from broker.cli.context import Context
 from broker.cli.refreshing import raise_unasked, refresh_clusters
 from broker.cli.render import (
     clean,
+    note_damage,
     plain,
     print_json,
     print_line,
@@ -134,7 +135,7 @@ def status(
 ) -> None:
     """Show clusters, managed jobs and what they have cost."""
     context = Context()
-    known = context.store.list_clusters()
+    known = context.store.list_clusters(on_damage=note_damage)
     clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}

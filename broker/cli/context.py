@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.api import Market, find_cache
-from broker.cli.render import print_note
+from broker.cli.render import note_damage, print_note
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, load_config
 from broker.errors import StateError, UsageError
@@ -48,7 +48,7 @@ class Context:
     def store(self) -> Store:
         from broker.state.store import Store
 
-        return Store(self.config.database, clock=self.clock)
+        return Store(self.config.database, clock=self.clock, owner=self.config.owner)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
@@ -89,7 +89,8 @@ class Context:
         live = [(intent.request.cluster, intent.request.token) for intent in self.store.list_open_intents()]
         for cluster in self.store.list_clusters():
             live += [(cluster.name, token) for token in self.store.list_tokens(cluster.name)]
-        keys.forget(but=live)
+        if self.provisioner.is_adopted():  # else there may be nodes that these keys open and no record names
+            keys.forget(but=live)
         pair = keys.ensure(request.cluster, request.token)
         login, host = pair.read(LOGIN).public, pair.read(HOST)
         return make_boot(cloud=cloud.name, login=login, host=host, user=cloud.user)
@@ -134,6 +135,9 @@ class Context:
         """Start the daemon of this state folder unless one runs."""
         from broker.jobs.daemon import ensure_daemon
 
+        if self.store.is_read_only:
+            print_note("note: the state folder cannot be written, so nothing drives its jobs from here")
+            return
         ensure_daemon(self.config, self.store, DAEMON)
 
     def revive_daemon(self) -> None:
@@ -141,9 +145,7 @@ class Context:
         try:
             self.ensure_daemon()
         except StateError as error:
-            print_note(f"warning: {error.message}; live jobs wait for it")
-            for hint in error.hints:
-                print_note(f"hint: {hint}")
+            note_damage(error)
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
@@ -163,7 +165,7 @@ class Context:
         cluster = self.store.get_cluster(name)
         if cluster is not None:
             return cluster
-        names = [each.name for each in self.store.list_clusters()]
+        names = [each.name for each in self.store.list_clusters(on_damage=note_damage)]
         hint = (
             f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
         )

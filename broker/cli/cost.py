@@ -12,10 +12,13 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import print_json, print_line, print_table, show_usd
+from broker.cli.render import note_damage, print_json, print_line, print_table, show_usd
 
 if TYPE_CHECKING:
-    from broker.state.store import Bill
+    from broker.state.store import Bill, Total
+
+
+PRUNED = "pruned"
 
 
 class By(StrEnum):
@@ -29,14 +32,18 @@ def cost(
 ) -> None:
     """Show what was spent, by job, cloud or day."""
     context = Context()
-    names = {job.id: job.name for job in context.store.list_job_lines()} if by is By.JOB else {}
+    store = context.store
+    names = {job.id: job.name for job in store.list_job_lines(on_damage=note_damage)} if by is By.JOB else {}
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for key, hours, usd in list_shares(context.store.list_bills(), by, context.clock.now_s()):
+    shares = list_shares(store.list_bills(on_damage=note_damage), by, context.clock.now_s())
+    for key, hours, usd in (*list_pruned(store.list_totals(), by), *shares):
         sums[key] = (sums[key][0] + hours, sums[key][1] + usd)
+    pruned_before_s = store.get_pruned_before_s()
+    pruned_before = None if pruned_before_s is None else time.strftime("%Y-%m-%d", time.localtime(pruned_before_s))
     total_usd = sum(usd for _, usd in sums.values())
     if as_json:
         rows = [{by.value: key, "node_hours": hours, "usd": usd} for key, (hours, usd) in sums.items()]
-        print_json({"by": by.value, "rows": rows, "usd": total_usd})
+        print_json({"by": by.value, "rows": rows, "usd": total_usd, "totals_only_before": pruned_before})
         return
     if not sums:
         print_line("Nothing was spent yet")
@@ -52,6 +59,8 @@ def cost(
         right=("NODE HOURS", "USD"),
     )
     print_line(f"In all: {show_usd(total_usd)} USD")
+    if pruned_before is not None:
+        print_line(f"Of jobs that ended before {pruned_before}: totals only (`keep_days` in config.toml)")
 
 
 def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[str, float, float]]:
@@ -68,6 +77,13 @@ def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[s
             midnight_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + 1, 0, 0, 0, 0, 0, -1))
             yield time.strftime("%Y-%m-%d", day), *_price(bill, start_s, min(end_s, midnight_s))
             start_s = midnight_s
+
+
+def list_pruned(totals: Sequence[Total], by: By) -> Iterator[tuple[str, float, float]]:
+    """(key, node-hours, USD) of what was pruned: whose job it was, and on which day, is no longer known."""
+    for total in totals:
+        key = {By.JOB: PRUNED, By.CLOUD: total.cloud, By.DAY: total.month}[by]
+        yield key, total.node_hours, total.usd
 
 
 def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:

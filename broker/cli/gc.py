@@ -20,16 +20,21 @@ def gc(
 ) -> None:
     """End machines that nobody needs: left by a crash, or of clusters whose end was cut short."""
     context = Context()
+    adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
     nodes, names = asyncio.run(context.provisioner.find_lost())
     if not dry_run:
         asyncio.run(context.provisioner.collect())
     if as_json:
-        print_json({"nodes": plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run})
+        print_json(
+            {"nodes": plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}
+        )
         return
     verb = "would be ended" if dry_run else "is ended"
     for node in nodes:
         print_line(f"node {node.id} of `{node.cluster}` in {node.cloud} {node.zone or node.region} {verb}")
+    for name in adopted:
+        print_line(f"cluster `{name}` was running without a record and has one now: `broker status` shows it")
     for name in names:
         print_line(f"cluster `{name}` {verb}")
-    if not nodes and not names:
+    if not nodes and not names and not adopted:
         print_line("Nothing to collect: every machine of this installation belongs to a cluster")

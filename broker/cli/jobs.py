@@ -12,7 +12,7 @@ from broker.cli import jobs_show, options
 from broker.cli.context import Context
 from broker.cli.jobs_show import find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import print_json, print_line, print_note
+from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
 from broker.types import JobStatus
 
@@ -58,6 +58,7 @@ def launch(
     from broker.cli.launch import confirm_price, plan_launch
     from broker.cli.uploads import fill_buckets
     from broker.config import find_checkpoint_url
+    from broker.jobs.allowance import describe_allowances, read_unattended_s, settle_unattended
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
 
@@ -71,6 +72,7 @@ def launch(
     options.check_notices(tasks, is_launch=not dryrun)
     _check_runnable(tasks)
     tasks = settle_tasks(tasks, find_checkpoint_url(context.config))
+    tasks = settle_unattended(tasks, read_unattended_s(context.config))
     plans: list[Plan] = [plan_launch(context, each, is_dryrun=dryrun) for each in tasks]
     options.check_plans(plans, is_launch=not dryrun)
     for plan in plans if not as_json else []:
@@ -78,6 +80,8 @@ def launch(
     if dryrun:
         return
     for sentence in check_checkpoints(plans):
+        print_note(sentence)
+    for sentence in describe_allowances(plans):
         print_note(sentence)
     note_copies(context, plans)
     confirm_price(plans, yes=yes)
@@ -116,7 +120,7 @@ def cancel(
 ) -> None:
     """End jobs and their machines."""
     context = Context()
-    known = context.store.list_jobs()
+    known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     for text in [] if everything else jobs or []:
         wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]

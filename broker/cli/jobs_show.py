@@ -12,7 +12,17 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import clean, plain, print_json, print_line, print_note, print_table, show_duration, show_usd
+from broker.cli.render import (
+    clean,
+    note_damage,
+    plain,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    show_duration,
+    show_usd,
+)
 from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus
 
@@ -62,7 +72,7 @@ def queue(
 
 
 def _print_jobs(context: Context) -> None:
-    jobs = context.store.list_jobs()
+    jobs = context.store.list_jobs(on_damage=note_damage)
     _keep_going(context, any(not job.status.is_terminal for job in jobs))
     spent = context.store.list_spend_usd(now_s=context.clock.now_s())
     print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
@@ -75,7 +85,7 @@ def _keep_going(context: Context, has_live_jobs: bool) -> None:
 
 
 def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
-    lines = context.store.list_job_lines(newest)
+    lines = context.store.list_job_lines(newest, on_damage=note_damage)
     _keep_going(context, any(not line.status.is_terminal for line in lines))
     now_s = context.clock.now_s()
     spent = context.store.list_spend_usd(now_s=now_s)
@@ -147,6 +157,8 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         return
     reason = f": {found.failure}" if found.failure else ""
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
+    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, now_s)):
+        print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It goes on with the checkpoints of job {found.resumes}.")
     for other in (context.store.get_job(each) for each in found.needs):
@@ -163,10 +175,24 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     print_line(f"Paid {show_usd(summary.paid_usd)} USD; on-demand {show_usd(summary.ondemand_usd)} USD.")
 
 
+def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
+    """What happens to its machines while this one is away; empty where they are processes of this machine."""
+    from broker.jobs.allowance import describe_allowance, measure_allowance_s
+    from broker.jobs.checkpoints import HERE
+
+    placement = job.attempts[-1].placement if job.attempts else None
+    if placement is None or placement.offer.cloud == HERE:
+        return ""
+    allowed_s = measure_allowance_s(
+        job.task, usd_hour=placement.usd_hour, spent_usd=paid_usd, submitted_s=job.submitted_s, now_s=now_s
+    )
+    return describe_allowance(allowed_s)
+
+
 def find_job(context: Context, text: str) -> Job:
     """By id, or by name: then the newest. Raises UsageError."""
     job = context.store.get_job(int(text)) if text.isdigit() else None
-    named = [] if job else [each for each in context.store.list_jobs() if each.name == text]
+    named = [] if job else [each for each in context.store.list_jobs(on_damage=note_damage) if each.name == text]
     if job is None and not named:
         raise UsageError(f"there is no managed job `{text}`", hints=["`broker jobs queue` lists them"])
     return job or named[-1]

@@ -15,7 +15,7 @@ import typer
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up
 from broker.cli.context import Context
-from broker.cli.render import print_line
+from broker.cli.render import note_damage, print_line
 from broker.errors import RunFailedError, UsageError
 from broker.types import Autostop
 
@@ -49,7 +49,7 @@ def down(
 ) -> None:
     """Take clusters down for good; what was on their disks is gone."""
     context = Context()
-    known = context.store.list_clusters()
+    known = context.store.list_clusters(on_damage=note_damage)
     patterns = ["*"] if everything else clusters or []
     if not patterns:
         raise UsageError("no cluster was named", hints=["`broker down NAME`, or `--all`"])

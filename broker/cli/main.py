@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
     "simulate": ("broker.cli.simulate", "Replay a task over recorded spot markets, policy by policy"),
     "traces": ("broker.cli.traces", "Record spot markets, and say what recordings hold"),
+    "state": ("broker.cli.state", "The state file: its condition, copies, restore and reset"),
     "gc": ("broker.cli.gc", "End machines that nobody needs"),
     "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
     "prices": ("broker.cli.prices", "Show what one instance type costs everywhere"),
@@ -40,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "local": ("broker.cli.local", "The pretend cloud on this machine"),
 }
 HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
-GROUPS = ("jobs", "local", "catalog", "traces")
+GROUPS = ("jobs", "local", "catalog", "traces", "state")
 
 
 class LazyGroup(TyperGroup):

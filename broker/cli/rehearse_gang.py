@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from broker.jobs.gang import Gang, GangReport
 
 LEASE_EVERY_REAL_S = 20.0
+LEASE_REAL_S = 900.0  # at least: a budget bounds the lease in simulated time, and nothing here costs money
 RUN_FOLDER = "home/.broker/runs"
 
 
@@ -65,6 +66,7 @@ class RehearsedGang:
         self.attempts.setdefault(cluster.attempt, Watched(cluster.attempt, self._real.now_s(), source, file))
         offer = replace(cluster.placement.offer, accelerator=None, accelerator_count=0)
         bare = replace(cluster, placement=replace(cluster.placement, offer=offer))
+        lease_s = max(lease_s or 0.0, LEASE_REAL_S)
         await self._gang.start(bare, replace(task, resources=(Resources(),)), run_id=run_id, envs=envs, lease_s=lease_s)
         self._leased_s = self._real.now_s()
 
@@ -91,7 +93,7 @@ class RehearsedGang:
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
         """The nodes' agents count in real time, and it passes slower than the caller's."""
         if self._real.now_s() - self._leased_s >= LEASE_EVERY_REAL_S:
-            await self._gang.renew_lease(cluster, lease_s=lease_s)
+            await self._gang.renew_lease(cluster, lease_s=max(lease_s, LEASE_REAL_S))
             self._leased_s = self._real.now_s()
 
     def pass_steps(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from broker.errors import BrokerError, TaskError
+from broker.config import find_home
+from broker.errors import BrokerError, StateError, TaskError
 
 WIDTH_DEFAULT = 80
 COLUMN_MIN = 4
@@ -30,8 +33,27 @@ def print_error(error: Exception) -> int:
         for hint in error.hints:
             _say(f"\nhint: {hint}")
         return error.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        return _print_os_error(error)
     _say(f"error: {type(error).__name__}: {error}\n\nhint: this is a fault of broker; `broker --debug ...` shows where")
     return 1
+
+
+def _print_os_error(error: OSError) -> int:
+    """A file or disk that cannot be used is no fault of broker's; where it is the state folder's, the code says so."""
+    home = find_home()
+    path = Path(str(error.filename)) if isinstance(error.filename, str | bytes | Path) else None
+    is_ours = path is not None and (path == home or home in path.parents)
+    _say(f"error: {path or 'a file'} cannot be used: {error.strerror}")
+    _say(f"\nhint: check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
+    return StateError.exit_code if is_ours or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else 1
+
+
+def note_damage(error: BrokerError) -> None:
+    """Of one row in a list: the others are shown all the same."""
+    print_note(f"warning: {error.message}")
+    for hint in error.hints:
+        print_note(f"hint: {hint}")
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.types import MachineSpec, Node, NodeRequest
+from broker.types import MachineSpec, Node, NodeList, NodeRequest
 
 
 class Cloud(Protocol):
@@ -25,11 +25,17 @@ class Cloud(Protocol):
         Raises CapacityError, QuotaError (nothing was made), UnknownOutcomeError (look before asking again).
         """
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
-        """All nodes tagged with `owner`, recently terminated ones too; absence proves nothing before `settle_s`."""
+    async def list_nodes(self, owner: str) -> NodeList:
+        """All nodes tagged with `owner`, recently terminated ones too; absence proves nothing before `settle_s`.
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
-        """Begin to end these nodes; already gone is success. `list_nodes` tells when they are."""
+        Regions that give no answer are named in the list. Raises CloudError only where none gives one.
+        """
+
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """Begin to end these nodes, each in its own region; already gone is success. `list_nodes` tells when they are.
+
+        All are asked for, whatever becomes of one; then the first failure is raised.
+        """
 
 
 class MakeCloud(Protocol):
@@ -37,6 +43,14 @@ class MakeCloud(Protocol):
 
     def __call__(self, config: Config, *, clock: Clock) -> Cloud | None:
         """None where a glance at environment and files finds no login; nothing is asked of the cloud itself."""
+
+
+@runtime_checkable
+class HasAccounts(Protocol):
+    """Clouds where one shell may be logged in to one account today and to another tomorrow."""
+
+    async def find_account(self) -> str:
+        """The account that this login reaches: AWS account id, Google project. Raises CloudError."""
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ from broker.clock import Clock
 from broker.clouds import local_machine
 from broker.config import Config
 from broker.errors import CapacityError, StateError, UnknownOutcomeError, UsageError
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import Node, NodeList, NodeRequest, NodeState
 
 BOOT_S_MAX = 20.0
 KILL_S_MAX = 20.0
@@ -42,7 +42,7 @@ PASSED_ENV = (
 )
 LEFT_OVERS = (  # of the boot before: a node that starts again has neither lease nor autostop until it is given one
     *("ended.json", "machine.json", "preempt.json", "home/.broker/shutdown", "home/.broker/preemption"),
-    *("home/.broker/lease.json", "home/.broker/autostop.json", "home/.broker/boot"),
+    *("home/.broker/lease.json", "home/.broker/heard.json", "home/.broker/autostop.json", "home/.broker/boot"),
 )
 
 Result = TypeVar("Result")
@@ -70,10 +70,11 @@ class LocalCloud:
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         return await self._locked(lambda: self._create(request))
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
-        return await self._locked(lambda: [node for node in self._list() if node.owner == owner])
+    async def list_nodes(self, owner: str) -> NodeList:
+        return await self._locked(lambda: NodeList(nodes=tuple(node for node in self._list() if node.owner == owner)))
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        ids = [node.id for node in nodes]
         await self._locked(lambda: self._end(ids, state="TERMINATED", reason="terminated"))
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:

@@ -127,11 +127,15 @@ def check_power(folder: str, preempt_s: float | None) -> float | None:
 def handle(connection: socket.socket) -> NoReturn:
     """One command: a 4-byte length, a JSON header {argv, env, stdin, timeout_s}, then stdin; answers in the same shape.
 
+    With `is_stream` in the header, all that follows on the connection is the command's own input and output.
+
     Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer.
     """
     code = 1
     try:
         header = json.loads(read_exactly(connection, struct.unpack("!I", read_exactly(connection, 4))[0]))
+        if header.get("is_stream"):
+            become_command(header, connection.fileno())
         files = [open_unlinked() for _ in range(3)]
         copy_stdin(connection, files[0], int(header["stdin"]))
         returncode = run_command(header, files)
@@ -149,6 +153,17 @@ def handle(connection: socket.socket) -> NoReturn:
         print(f"command failed: {type(error).__name__}", flush=True)  # not its text: it may quote the request
     finally:
         os._exit(code)
+
+
+def become_command(header: dict[str, Any], connection: int) -> NoReturn:
+    """The command takes our place; the connection is its input and output, and ends when either side closes it."""
+    os.setsid()
+    os.chdir(os.environ["HOME"])
+    for number in (signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    for target in (0, 1):
+        os.dup2(connection, target)
+    os.execvpe(header["argv"][0], header["argv"], {**os.environ, **header["env"]})
 
 
 def run_command(header: dict[str, Any], files: list[int]) -> int:

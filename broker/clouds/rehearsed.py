@@ -16,7 +16,7 @@ from broker.clock import ScaledClock, SystemClock
 from broker.clouds.local import LocalCloud
 from broker.clouds.rehearsed_market import PlaceMarket
 from broker.errors import CapacityError
-from broker.types import Node, NodeRequest, NodeState, Offer
+from broker.types import Node, NodeList, NodeRequest, NodeState, Offer
 
 BOOT_S = 45.0  # until a machine of a large cloud answers; 30 to 60 s are usual for Linux images
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}  # warning before a spot machine goes, from the clouds' own pages
@@ -94,17 +94,17 @@ class RehearsedCloud:
             )
         return [self._translate(node) for node in nodes]
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def list_nodes(self, owner: str) -> NodeList:
         await self.take_due()
         with self.clock.hold():
-            nodes = await self._local.list_nodes(owner)
-        return [self._translate(node) for node in nodes]
+            listed = await self._local.list_nodes(owner)
+        return NodeList(nodes=tuple(self._translate(node) for node in listed))
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         self.pace.wait()
         with self.clock.hold():
-            await self._local.terminate_nodes(ids)
-        self._note_end(ids, self.clock.now_s())
+            await self._local.terminate_nodes(nodes)
+        self._note_end([node.id for node in nodes], self.clock.now_s())
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
         """As the market does. The notice is in real seconds, as the program's own work is: it has to save within it."""
@@ -168,8 +168,8 @@ class RehearsedCloud:
 
     async def end_all(self, owner: str) -> None:
         """Whatever happened: nothing is left running."""
-        nodes = await self._local.list_nodes(owner)
-        await asyncio.shield(self._local.terminate_nodes([node.id for node in nodes]))
+        listed = await self._local.list_nodes(owner)
+        await asyncio.shield(self._local.terminate_nodes(listed.nodes))
 
     def _refuse_if_full(self, offer: Offer) -> None:
         now_s = self.clock.now_s()

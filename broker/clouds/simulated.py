@@ -17,6 +17,7 @@ from broker.clock import Clock
 from broker.errors import (
     AuthError,
     CapacityError,
+    CloudError,
     InvalidRequestError,
     QuotaError,
     ThrottledError,
@@ -24,7 +25,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from broker.nouns import noun
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import Node, NodeList, NodeRequest, NodeState
 
 
 @noun
@@ -82,7 +83,7 @@ class _Machine:
 
 @dataclass(kw_only=True)
 class SimulatedCloud:
-    """Cloud and CanPreempt. `on_effect` is called before and after each deed: raise in it to play a crash.
+    """Cloud, HasAccounts and CanPreempt. `on_effect` is called before and after each deed: raise in it to play a crash.
 
     `on_fault` hears of each fault as it is played, with the cluster it hits ("" for all).
     """
@@ -98,6 +99,8 @@ class SimulatedCloud:
     on_effect: Callable[[str], None] | None = None
     on_fault: Callable[[str, str], None] | None = None
     full_zones: dict[str, float] = field(default_factory=dict)  # zone -> full until
+    account: str = "account-1"  # that the login reaches now: nodes of another one are neither listed nor ended
+    silent_regions: dict[str, CloudError] = field(default_factory=dict)  # region -> what its list says instead
     fault_counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -110,6 +113,9 @@ class SimulatedCloud:
 
     async def check(self) -> None:
         return
+
+    async def find_account(self) -> str:
+        return self.account
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         await self.clock.sleep(0.05)
@@ -131,15 +137,15 @@ class SimulatedCloud:
         await self._maybe_hang("create:mute", self.faults.mute, request.cluster)
         return [self._look(self._machines[node_id]) for node_id in known]
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def list_nodes(self, owner: str) -> NodeList:
         await self.clock.sleep(0.01)
         self._maybe_fail("list", "")
         now_s = self.clock.now_s()
         if now_s < self._blank_until_s or self._draw("list:blank", self.faults.blank):
-            return []
+            return self._list([])
         if self._draw("list:blackout", self.faults.blackout):
             self.black_out(self.market.blackout_s)
-            return []
+            return self._list([])
         if self._draw("list:stale", self.faults.stale):
             now_s -= self.market.stale_s
         listed = [
@@ -150,15 +156,21 @@ class SimulatedCloud:
         if listed and self._draw("list:forgotten", self.faults.forgotten):
             keep = self._random.randrange(len(listed))
             listed = sorted(self._random.sample(listed, keep), key=lambda node: node.id)
-        return listed
+        return self._list(listed)
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+    def _list(self, nodes: Sequence[Node]) -> NodeList:
+        """What of these this login may see, and which regions say nothing."""
+        seen = (node for node in nodes if node.account in ("", self.account) and node.region not in self.silent_regions)
+        return NodeList(nodes=tuple(seen), account=self.account, unseen=dict(self.silent_regions))
+
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """An id that lists do not show yet counts as already gone, as on EC2: nothing is done, and nothing said."""
         await self.clock.sleep(0.02)
-        cluster = self._machines[ids[0]].node.cluster if ids and ids[0] in self._machines else ""
+        cluster = self._machines[nodes[0].id].node.cluster if nodes and nodes[0].id in self._machines else ""
         self._maybe_fail("terminate", cluster)
         now_s = self.clock.now_s()
-        machines = [machine for machine in map(self._machines.get, ids) if machine and machine.visible_s <= now_s]
+        found = [self._machines[node.id] for node in nodes if node.id in self._machines]
+        machines = [each for each in found if each.visible_s <= now_s and each.node.account in ("", self.account)]
         for machine in machines:
             if self._draw("terminate:refused", self.faults.refused, cluster):
                 machine.refuses_until_s = now_s + self.market.refused_s
@@ -233,6 +245,7 @@ class SimulatedCloud:
             is_spot=request.placement.is_spot,
             usd_hour=request.placement.usd_hour / request.placement.node_count,
             created_s=now_s,
+            account=self.account,
         )
         boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
         boot_s = self._random.uniform(self.market.boot_s, self.market.boot_s_max) if boots else math.inf

@@ -18,10 +18,6 @@ RUN_ID = 1  # every attempt has a cluster of its own, so its run is always the f
 LOOK_S = 0.5
 
 
-def name_cluster(job_id: int, attempt: int) -> str:
-    return f"job-{job_id}-{attempt}"
-
-
 class Undertaker:
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, config: Config) -> None:
         self._store = store
@@ -55,12 +51,12 @@ class Undertaker:
             await self.end_program(cluster)
             await self.copy_log(live, cluster)
         # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
-        await self._provisioner.down(live.cluster if live else name_cluster(job.id, job.next_attempt))
+        await self._provisioner.down(live.cluster if live else job.name_cluster(job.next_attempt))
 
     async def clean_up(self, job: Job, live: Attempt | None) -> None:
         """After a job's end nothing of it is left."""
         if live is None:
-            await self._provisioner.down(name_cluster(job.id, job.next_attempt))
+            await self._provisioner.down(job.name_cluster(job.next_attempt))
             return
         cluster = self._store.get_cluster(live.cluster)
         if cluster:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from broker.config import Config
-from broker.errors import BrokerError, UsageError
-from broker.storage import open_bucket
-from broker.types import CheckpointSpec, Cluster, Job, Plan, RunStatus, Task
+from broker.errors import UsageError
+from broker.types import CheckpointSpec, Cluster, Job, Plan, Task
 
 BUCKET_SCHEMES = ("s3://", "gs://", "az://")
 HERE = "local"  # the cloud whose nodes see the state folder
@@ -28,21 +26,9 @@ def find_checkpoint_dir(config: Config, task: Task, cluster: Cluster, *, name: s
     return str(config.checkpoints / name) if is_here(cluster) else None
 
 
-def has_left_success(place: str, attempt: int) -> bool:
-    """Whether the attempt's head left word in the bucket that its program had succeeded, before its nodes ended.
-
-    Word of a failure proves nothing there: the program may have failed because a peer's machine had gone.
-    """
-    try:
-        content = open_bucket(place).read(f"outcomes/{attempt}.json")
-        return content is not None and json.loads(content)["status"] == RunStatus.SUCCEEDED
-    except (BrokerError, ValueError, KeyError, TypeError):
-        return False  # a bucket that cannot be read from here tells nothing: the attempt counts as lost
-
-
 def name_job_folder(job: Job) -> str:
     """A job that was submitted again goes on with the first one's checkpoints."""
-    return f"job-{job.resumes or job.id}"
+    return job.folder
 
 
 def is_here(cluster: Cluster) -> bool:

@@ -15,17 +15,28 @@ from typing import Any, TypeVar
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, NoOfferError, UnreachedError
+from broker.errors import (
+    AccountError,
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    NoOfferError,
+    UnreachedError,
+)
+from broker.jobs.allowance import find_lease_s
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.burial import RUN_ID, Undertaker, name_cluster
-from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, has_left_success, name_job_folder
+from broker.jobs.burial import RUN_ID, Undertaker
 from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
-from broker.jobs.gang import Gang, GangReport
+from broker.jobs.environment import make_envs
+from broker.jobs.gang import Gang, GangReport, HearsNews
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
+from broker.jobs.lost_gang import LostGang
 from broker.jobs.mending import Mender
 from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
+from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.pilot import Pause, Pilot
-from broker.jobs.watch import Watch
+from broker.jobs.watch import Watch, list_answering
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
@@ -34,8 +45,9 @@ from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
 
 POLL_S = 0.5
+NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone changes, such as budget and lists
 PIPELINE_POLL_S = 1.0
-LEASE_S = 900.0
+ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
 NOT_STARTED_OUTCOME = "not started"
 START_TRIES_MAX = 3
@@ -60,7 +72,9 @@ class JobController:
         planner: Planner,
         clock: Clock,
         config: Config,
+        outcomes: Outcomes | None = None,
     ) -> None:
+        """`outcomes`: of gangs that are gone; None reads them from their buckets."""
         self.job_id = job_id
         self._store = store
         self._provisioner = provisioner
@@ -72,13 +86,25 @@ class JobController:
         self._pilot = Pilot(store, planner, clock, self._undertaker)
         self._endings = Endings(job_id, store, clock)
         self._mender = Mender(store, provisioner, gang, clock)
+        self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
         self._watch: Watch | None = None
         self._refusals = 0  # in a row; only paces the retries
+        self._blind_to = ""  # why lists tell nothing of its nodes, as last told
+        self._quiet: Cluster | None = None  # runs, and nothing but news or time changes what is to be done
+
+    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
+        """Between two steps: less than `wait_s` when `wake` is set, longer where the gang itself tells of news."""
+        if self._quiet is not None and isinstance(self._gang, HearsNews):
+            await self._gang.wait_news(self._quiet, RUN_ID, wake=wake, timeout_s=NEWS_S)
+        else:
+            await self._clock.sleep(wait_s)
 
     async def step(self) -> float:
         """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
+        self._quiet = None
         job = self._store.get_job(self.job_id)
-        assert job is not None, f"job {self.job_id} was submitted"
+        if job is None:
+            return math.inf  # a user has dropped its damaged row: the collector ends what it left
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._mender.stop()
@@ -89,7 +115,7 @@ class JobController:
             return await self._cancel(job, live)
         try:
             if live is None:
-                if wait_s := self._wait_for_others(job):
+                if wait_s := await self._wait_for_adoption(job) or self._wait_for_others(job):
                     return wait_s
                 return await self._until_unwanted(job, self._bring_up(job))
             if live.outcome:
@@ -102,6 +128,13 @@ class JobController:
             return await self._look(job, live)
         except _Interrupted:
             return 0.0
+
+    async def _wait_for_adoption(self, job: Job) -> float:
+        """Seconds to wait, after a restore, until all clouds were asked: an attempt that is not recorded may run."""
+        if job.submitted_s > self._store.restored_s or self._provisioner.is_adopted():
+            return 0.0
+        await self._provisioner.adopt()
+        return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
         """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
@@ -128,7 +161,7 @@ class JobController:
             return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
         try:
             cluster = await self._provisioner.up(
-                name_cluster(job.id, number),
+                job.name_cluster(number),
                 plan,
                 attempt=number,
                 job_id=job.id,
@@ -139,7 +172,7 @@ class JobController:
         except Overspent as error:
             return self._endings.finish(job, JobStatus.FAILED, str(error))
         except (CapacityError, AuthError) as error:
-            if isinstance(error, AuthError) and not job.attempts:
+            if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
                 return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
             self._refusals += 1  # a login that has expired under a job that worked ends only its patience
             wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
@@ -180,9 +213,9 @@ class JobController:
         try:
             task = add_mounts(job.task)
             await self._gang.prepare(cluster, task)
-            await self._gang.start(
-                cluster, task, run_id=RUN_ID, envs=self._make_envs(job, attempt, cluster), lease_s=LEASE_S
-            )
+            lease_s = find_lease_s(job, cluster, self._store, self._clock)
+            envs = self._make_envs(job, attempt, cluster)
+            await self._gang.start(cluster, task, run_id=RUN_ID, envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
             return self._endings.end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
         except CloudError as error:
@@ -228,41 +261,43 @@ class JobController:
             attempt = self._note_progress(job, attempt, report.progress)
         for rank in watch.take_advised(report, cluster):
             self._tell("advised", f"the cloud expects to take node {rank} sooner than usual")
-        if watch.needs_list(report, self._clock.now_s()):
-            try:
-                is_suspicious = watch.is_suspicious(report)
-                cluster = await self._provisioner.refresh(cluster, age_s_max=0.0 if is_suspicious else LIST_AGE_S_MAX)
-            except CloudError:
-                if not watch.has_succeeded:
-                    return POLL_S  # no answer is no evidence, and a failure is not judged without the list
-            watch.note_list(self._clock.now_s())
+        refreshed = await self._refresh(watch, report, cluster)
+        if refreshed is None:  # no answer is no evidence, and a failure is not judged without the list
+            await self._renew_lease(job, watch, cluster)
+            return POLL_S
+        cluster = refreshed
         await self._undertaker.copy_log(attempt, cluster)
         nodes_min = get_recovery(job.task).nodes_min
         signs = watch.read_signs(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         verdict = judge(signs)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
-            await self._renew_lease(watch, cluster)
-            make_envs = partial(self._make_envs, job, attempt, cluster)
-            await self._mender.look(job, cluster, make_envs=make_envs, lease_s=LEASE_S)
+            await self._renew_lease(job, watch, cluster)
+            find_envs = partial(self._make_envs, job, attempt, cluster)
+            find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
+            await self._mender.look(job, cluster, make_envs=find_envs, find_lease_s=find_lease)
             return await self._look_closer(job, attempt, cluster, watch, report)
-        if verdict is Verdict.LOST and await self._has_left_success(job, attempt, cluster):
-            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if verdict is Verdict.LOST:
-            ranks = list_lost_ranks(cluster.nodes) or report.unreachable
-            step = f" after step {report.progress.step}" if report.progress else ""
-            if signs.is_noticed and not ranks:
-                return self._endings.lose(attempt, f"the cloud gave notice{step}")
-            ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
-            return self._endings.lose(
-                attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=min(ended_s, default=None)
+            was_attended = watch.is_attended(self._clock.now_s())
+            return await self._lost_gang.conclude(
+                job, attempt, cluster, report, is_noticed=signs.is_noticed, was_attended=was_attended
             )
         return self._endings.conclude(job, attempt, verdict, report.returncode, report.reason, report.progress)
 
-    async def _has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
-        """Nodes that end themselves leave a success beside the checkpoints: nobody may have looked in time."""
-        place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
-        is_in_bucket = place is not None and place.startswith(BUCKET_SCHEMES)
-        return is_in_bucket and await asyncio.to_thread(has_left_success, str(place), attempt.number)
+    async def _refresh(self, watch: Watch, report: GangReport, cluster: Cluster) -> Cluster | None:
+        """As the cloud lists it now, where it is time to look; None where a list that is needed tells nothing."""
+        if not watch.needs_list(report, self._clock.now_s()):
+            return cluster
+        age_s_max = 0.0 if watch.is_suspicious(report) else LIST_AGE_S_MAX
+        answering = list_answering(report, cluster)
+        try:
+            cluster = await self._provisioner.refresh(cluster, age_s_max=age_s_max, answering=answering)
+            self._blind_to = ""
+        except CloudError as error:
+            if not watch.has_succeeded:
+                self._tell_blind(error)
+                return None
+        watch.note_list(self._clock.now_s())
+        return cluster
 
     async def _look_closer(
         self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, report: GangReport
@@ -274,8 +309,12 @@ class JobController:
             return self._endings.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
         if await self._pilot.reconsider(job, attempt, cluster, report.progress):
             return 0.0
-        timeout_s = get_recovery(job.task).stall_timeout_s
+        recovery = get_recovery(job.task)
+        timeout_s = recovery.stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(report, now_s) < timeout_s:
+            # A gang that is being mended, or whose signs are not clear, is looked at closely.
+            is_clear = not watch.is_suspicious(report) and recovery.nodes_min is None
+            self._quiet = cluster if is_clear else None
             return POLL_S
         what = f"no new step for {timeout_s:g} s"
         return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, report.progress)
@@ -330,11 +369,11 @@ class JobController:
         while not self._store.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
             await self._clock.sleep(POLL_S)
 
-    async def _renew_lease(self, watch: Watch, cluster: Cluster) -> None:
+    async def _renew_lease(self, job: Job, watch: Watch, cluster: Cluster) -> None:
         if not watch.needs_lease(self._clock.now_s()):
             return
         try:
-            await self._gang.renew_lease(cluster, lease_s=LEASE_S)
+            await self._gang.renew_lease(cluster, lease_s=find_lease_s(job, cluster, self._store, self._clock))
         except CloudError:
             return  # tried again at the next step; the lease holds for many of them
         watch.note_lease(self._clock.now_s())
@@ -345,17 +384,13 @@ class JobController:
         return self._watch
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
-        folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
-        if job.pipeline:  # where its tasks leave what the next ones need
-            folders["BROKER_PIPELINE_DIR"] = job.pipeline
-        places = {key: find_checkpoint_dir(self._config, job.task, cluster, name=name) for key, name in folders.items()}
-        return {
-            "BROKER_JOB_ID": str(job.id),
-            "BROKER_ATTEMPT": str(attempt.number),
-            "SKYPILOT_TASK_ID": f"broker-job-{job.id}",
-            **self._pilot.advise(job.task, attempt),
-            **{key: place for key, place in places.items() if place is not None},
-        }
+        return make_envs(self._config, job, attempt, cluster, advice=self._pilot.advise(job.task, attempt))
+
+    def _tell_blind(self, error: CloudError) -> None:
+        """Once for each reason that only the user can mend; what passes by itself is no news."""
+        if isinstance(error, AuthError) and error.message != self._blind_to:
+            self._blind_to = error.message
+            self._tell("unseen", f"its nodes cannot be looked at: {error.message}")
 
     def _tell(self, kind: str, message: str) -> None:
         self._store.add_event(kind, message, job_id=self.job_id)

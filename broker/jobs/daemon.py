@@ -15,16 +15,17 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from broker.clock import Clock
-from broker.config import Config
+from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.logs import forget_logs, rotate_log
 from broker.jobs.watch import is_due
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
-from broker.state.schema import KEPT_DAYS
+from broker.state.faults import explain_os_error
 from broker.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it 
 
 class Controller(Protocol):
     async def step(self) -> float: ...
+
+    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
+        """Until the next step is due: about `wait_s`, or until `wake` is set."""
+        ...
 
 
 async def run_daemon(
@@ -73,7 +78,7 @@ async def _take_turn(
 ) -> bool:
     """Whether this process led and left only because nothing was to do."""
     for _ in range(LOCK_TRIES):
-        with _hold_lock(config) as is_held:
+        with hold_lock(config) as is_held:
             if is_held or store.measure_beat_age_s() > STALE_S:  # whoever holds it still is stopped or hangs
                 log.info("leading with epoch %s", store.lead())
                 main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, config, idle_s).run())
@@ -102,11 +107,8 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
     """
     if _is_alive(config, store):
         return
-    config.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = config.daemon_log
-    rotate_log(path)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    process = _start_process(argv, path)
     for _ in range(START_LOOKS_MAX):
         if _is_alive(config, store):
             return
@@ -123,8 +125,20 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
     raise StateError("the jobs daemon does not take its lock", hints=[f"its log is {path}"])
 
 
+def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
+    try:
+        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rotate_log(log_path)
+        with os.fdopen(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+            return subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+    except OSError as error:
+        raise explain_os_error(error, default=log_path) from error
+
+
 def _is_alive(config: Config, store: Store) -> bool:
-    with _hold_lock(config) as is_ours:
+    with hold_lock(config) as is_ours:
         return not is_ours and store.measure_beat_age_s() <= STALE_S
 
 
@@ -145,6 +159,7 @@ class _Daemon:
         self._clock = clock
         self._idle_s = idle_s
         self._drives: dict[int, asyncio.Task[None]] = {}
+        self._wakes: dict[int, asyncio.Event] = {}
 
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
@@ -169,12 +184,16 @@ class _Daemon:
 
     def _start_controllers(self) -> None:
         for job_id in [job_id for job_id, task in self._drives.items() if task.done()]:
-            del self._drives[job_id]
+            del self._drives[job_id], self._wakes[job_id]
         for job_id in self._store.list_unfinished_job_ids():
             if job_id not in self._drives:
-                self._drives[job_id] = asyncio.ensure_future(self._drive(job_id))
+                self._wakes[job_id] = asyncio.Event()
+                self._drives[job_id] = asyncio.ensure_future(self._drive(job_id, self._wakes[job_id]))
+        for job_id in self._store.list_cancel_requested_ids():  # one query for all, where each would ask by itself
+            if job_id in self._wakes:
+                self._wakes[job_id].set()
 
-    async def _drive(self, job_id: int) -> None:
+    async def _drive(self, job_id: int, wake: asyncio.Event) -> None:
         """Step after step; an unexpected error costs this job a pause, and no other job anything."""
         controller: Controller | None = None
         failures = 0
@@ -183,6 +202,9 @@ class _Daemon:
                 controller = controller or self._make_controller(job_id)
                 wait_s = await controller.step()
                 failures = 0
+                if math.isinf(wait_s):
+                    return
+                await controller.rest(wait_s, wake)
             except FencedError:
                 return  # the main loop finds out by itself; this job is another daemon's now
             except Exception as error:  # the outermost edge of one job
@@ -192,9 +214,7 @@ class _Daemon:
                 log.warning("job %s: %s; next try in %.1f s", job_id, text, wait_s, exc_info=error)
                 if not isinstance(error, BrokerError):
                     controller = None  # its memory is not to be trusted; the store is
-            if math.isinf(wait_s):
-                return
-            await self._clock.sleep(wait_s)
+                await self._clock.sleep(wait_s)
 
     async def _collect_forever(self) -> None:
         compacted_s = float("-inf")
@@ -203,18 +223,23 @@ class _Daemon:
                 rotate_log(self._config.daemon_log)
                 await self._provisioner.collect()
                 if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
-                    self._store.compact()
                     compacted_s = self._clock.now_s()
-                    forget_logs(self._store, self._config.logs, older_than_s=compacted_s - KEPT_DAYS * 86400)
+                    self._store.copy_if_due()  # first: what is pruned now can be looked up there for a week
+                    keep_days = read_keep_days(self._config)
+                    self._store.compact(keep_days=keep_days)
+                    forget_logs(self._store, self._config.logs, older_than_s=compacted_s - keep_days * 86400)
             except Exception as error:  # the outermost edge of the collector
                 log.warning("collecting failed", exc_info=error)
             await self._clock.sleep(COLLECT_EVERY_S)
 
 
 @contextmanager
-def _hold_lock(config: Config) -> Iterator[bool]:
+def hold_lock(config: Config) -> Iterator[bool]:
     """The kernel drops the lock with the process, however it dies; the descriptor is not inherited."""
-    descriptor = os.open(config.daemon_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(config.daemon_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise explain_os_error(error, default=config.daemon_lock) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,6 +32,10 @@ class Endings:
         reason = f"preempted: {reason}"
         return self._restart(attempt, reason, kind="preempted", told=reason, lost_s=gone_s)
 
+    def leave_unattended(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
+        """Its nodes ended themselves while no broker renewed their lease: no market took them."""
+        return self._restart(attempt, reason, told=f"{reason}: restarted on new nodes", lost_s=lost_s)
+
     def conclude(
         self,
         job: Job,

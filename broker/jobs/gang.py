@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from broker.types import Cluster, Progress, RunStatus, Task
 
@@ -65,4 +66,16 @@ class Gang(Protocol):
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
         """From now on the nodes may live so many seconds without a word from us."""
+        ...
+
+
+@runtime_checkable
+class HearsNews(Protocol):
+    """A gang whose nodes tell by themselves when something changes. One that cannot is polled."""
+
+    async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
+        """Until `poll` or `read_log` would answer something new, `wake` is set (it is cleared), or the time is up.
+
+        Where a node cannot tell of news now: for as long as a poll may wait.
+        """
         ...

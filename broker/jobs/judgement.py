@@ -14,6 +14,8 @@ from broker.types import JobRecovery, Node, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
 UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
+# Of a whole gang that its cloud lists as RUNNING: more often our own network than a machine that hangs.
+GANG_UNREACHABLE_S_MIN = 600.0
 NOTICE_S_MAX = 150.0  # AWS gives 120 s of notice; the program may exit on SIGTERM at its start
 PEER_LOSS_S_MAX = 5.0  # a gang that fails together: the list may learn of the lost peer this much later
 SIGTERM_CODES = (143, -15)
@@ -53,7 +55,7 @@ def judge(signs: Signs) -> Verdict:
         return Verdict.LOST
     if signs.is_noticed and signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
-    if signs.unreachable and signs.misses >= MISSES_MIN and signs.unreachable_s >= UNREACHABLE_S_MIN:
+    if signs.unreachable and signs.misses >= MISSES_MIN and signs.unreachable_s >= measure_patience_s(signs):
         return Verdict.LOST
     if signs.status is RunStatus.CANCELLED:
         return Verdict.CANCELLED
@@ -73,6 +75,12 @@ def can_go_on(signs: Signs) -> bool:
         return False  # one is stopped: it holds its place, and cannot be replaced
     is_enough = signs.nodes_min is not None and len(signs.nodes) - len(lost) >= signs.nodes_min
     return is_enough and 0 not in lost and signs.status is RunStatus.RUNNING
+
+
+def measure_patience_s(signs: Signs) -> float:
+    """How long nodes may be silent that the cloud lists as living: one among others that answer is sick itself."""
+    live_count = sum(1 for node in signs.nodes if node.state is not NodeState.TERMINATED)
+    return GANG_UNREACHABLE_S_MIN if len(signs.unreachable) >= live_count else UNREACHABLE_S_MIN
 
 
 def measure_doubt_s(signs: Signs) -> float:

@@ -5,14 +5,19 @@ Our file is cut back to the last committed length before each append, so a crash
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
 
 from broker.errors import CloudError
 from broker.jobs.gang import Gang
+from broker.runtime.agent_bucket import find_rest
+from broker.state.faults import explain_os_error
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, Cluster
+
+log = logging.getLogger(__name__)
 
 DAEMON_LOG_BYTES_MAX = 10 << 20  # the one before is kept
 CHUNKS_MAX = 256  # in one visit; the rest follows in the next
@@ -24,9 +29,7 @@ def get_log_path(logs: Path, job_id: int) -> Path:
 
 async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cluster: Cluster, run_id: int) -> None:
     """An unreachable head is no error: what it still holds is copied when it answers again."""
-    offset = store.get_log_offset(attempt.job_id)
-    if offset.attempt != attempt.number:
-        offset = LogOffset(attempt=attempt.number, source_bytes=0, file_bytes=offset.file_bytes)
+    offset = _find_offset(store, attempt)
     for _ in range(CHUNKS_MAX):
         try:
             chunk, next_bytes = await gang.read_log(cluster, run_id, offset=offset.source_bytes)
@@ -34,9 +37,31 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
             return
         if not chunk:
             return
+        path = get_log_path(logs, attempt.job_id)
+        try:
+            file_bytes = _append(path, chunk, at_bytes=offset.file_bytes)
+        except OSError as error:  # the work goes on; what is not copied now is, when there is room again
+            log.warning("%s", explain_os_error(error, default=path).message)
+            return
+        offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
+        store.set_log_offset(attempt.job_id, offset)
+
+
+def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes) -> None:
+    """What is not copied yet of the log that the head left in the bucket, before it was gone."""
+    offset = _find_offset(store, attempt)
+    chunk, next_bytes = find_rest(content, offset.source_bytes)
+    if chunk:
         file_bytes = _append(get_log_path(logs, attempt.job_id), chunk, at_bytes=offset.file_bytes)
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
         store.set_log_offset(attempt.job_id, offset)
+
+
+def _find_offset(store: Store, attempt: Attempt) -> LogOffset:
+    offset = store.get_log_offset(attempt.job_id)
+    if offset.attempt != attempt.number:
+        return LogOffset(attempt=attempt.number, source_bytes=0, file_bytes=offset.file_bytes)
+    return offset
 
 
 def rotate_log(path: Path) -> None:

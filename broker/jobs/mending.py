@@ -37,11 +37,11 @@ class Mender:
         self._refusals = 0
         self._next_try_s = 0.0
 
-    async def look(self, job: Job, cluster: Cluster, *, make_envs: MakeEnvs, lease_s: float) -> None:
+    async def look(self, job: Job, cluster: Cluster, *, make_envs: MakeEnvs, find_lease_s: Callable[[], float]) -> None:
         """One step: tell of a loss, ask for a node, take one in. Returns soon; a node takes minutes to come."""
         if get_recovery(job.task).nodes_min is None:
             return
-        await self._take_in(job, cluster, make_envs, lease_s)
+        await self._take_in(job, cluster, make_envs, find_lease_s)
         self._hear(job)
         current = self._store.get_cluster(cluster.name)  # a node may just have been replaced
         lost = list_lost_ranks(current.nodes) if current else []
@@ -85,7 +85,9 @@ class Mender:
         self._next_try_s = self._clock.now_s() + wait_s
         self._tell(job, "waiting", f"no node to replace the lost one: {error}; trying again in {wait_s:.0f} s")
 
-    async def _take_in(self, job: Job, cluster: Cluster, make_envs: MakeEnvs, lease_s: float) -> None:
+    async def _take_in(
+        self, job: Job, cluster: Cluster, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
+    ) -> None:
         """Submit to all nodes: those that run already only answer."""
         live = frozenset(node.id for node in list_live(cluster))
         if live <= self._taking_part:
@@ -93,7 +95,7 @@ class Mender:
         task = add_mounts(job.task)
         try:
             await self._gang.prepare(cluster, task)
-            await self._gang.start(cluster, task, run_id=RUN_ID, envs=make_envs(), lease_s=lease_s)
+            await self._gang.start(cluster, task, run_id=RUN_ID, envs=make_envs(), lease_s=find_lease_s())
         except CloudError:
             return  # one does not answer yet, or another is just being lost: at the next look
         self._taking_part = live

@@ -5,10 +5,11 @@ from __future__ import annotations
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
-from broker.types import Cluster, RunStatus
+from broker.types import Cluster, NodeState, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
+ATTENDED_S = 5 * LEASE_EVERY_S  # without a renewal, which may fail a few times, before the nodes count as left alone
 GAP_S_MAX = 30.0  # between two looks; a slow answer takes as long
 NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a notice (runtime/agent_gang.py)
 
@@ -16,6 +17,13 @@ NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a n
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
     """Also when the last time lies ahead: a wall clock set back by an hour must not stop what keeps nodes alive."""
     return not 0.0 <= now_s - last_s < every_s
+
+
+def list_answering(report: GangReport, cluster: Cluster) -> frozenset[str]:
+    """Ids of the nodes whose agents have just answered: proof of life that no list can take back."""
+    silent = report.unreachable
+    nodes = (node for node in cluster.nodes if node.state is not NodeState.TERMINATED)
+    return frozenset(node.id for node in nodes if node.rank not in silent)
 
 
 class Watch:
@@ -54,6 +62,10 @@ class Watch:
 
     def needs_lease(self, now_s: float) -> bool:
         return is_due(self._leased_s, LEASE_EVERY_S, now_s)
+
+    def is_attended(self, now_s: float) -> bool:
+        """Whether this controller has renewed the lease itself, not long ago."""
+        return not is_due(self._leased_s, ATTENDED_S, now_s)
 
     def note_lease(self, now_s: float) -> None:
         self._leased_s = now_s

@@ -10,14 +10,18 @@ from pathlib import Path
 from urllib.parse import quote
 
 from broker.errors import UsageError
+from broker.state.faults import explain_os_error
 
 
 @contextmanager
 def claim_name(folder: Path, name: str) -> Iterator[None]:
     """Raises UsageError while another command holds this name."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{quote(name, safe='')}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise explain_os_error(error, default=path) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

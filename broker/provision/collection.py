@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import CloudError
+from broker.provision.adoption import Adopter
 from broker.provision.returns import Returns
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
@@ -31,6 +32,7 @@ class Collector:
         down: Callable[[str], Awaitable[None]],
         bury: Callable[[NodeRequest], Awaitable[None]],
         returns: Returns,
+        adopter: Adopter,
     ) -> None:
         self._clouds = clouds
         self._store = store
@@ -39,6 +41,7 @@ class Collector:
         self._down = down
         self._bury = bury
         self._returns = returns
+        self._adopter = adopter
         self._spared: Counter[str] = Counter()
         self._mended: Counter[str] = Counter()
 
@@ -70,6 +73,7 @@ class Collector:
         count = 0
         for cloud in self._clouds.values():
             try:
+                await self._adopter.adopt(cloud)
                 count += await self._collect_nodes(cloud)
             except CloudError as error:
                 log.warning("%s cannot be swept now: %s", cloud.name, error.message)
@@ -90,7 +94,7 @@ class Collector:
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         if lost:
-            await cloud.terminate_nodes([node.id for node in lost])
+            await cloud.terminate_nodes(lost)
             for node in lost:
                 self._store.record_node(node)
                 self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
@@ -99,16 +103,21 @@ class Collector:
     async def _find_lost_nodes(self, cloud: Cloud, left: Collection[str] = ()) -> Sequence[Node]:
         """The list is read before the records, so that a node recorded in between is never mistaken for lost.
 
+        Of a cloud that is not adopted yet, only nodes that this store has asked for: others may be at work.
         `left`: tokens whose open intents save nobody.
         """
-        listed: Sequence[Node] = await cloud.list_nodes(self._owner)
+        listed = await cloud.list_nodes(self._owner)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
+        known = None
+        if not self._store.is_adopted(cloud.name):
+            known = self._store.list_known_tokens({node.token for node in listed})
         return [
             node
             for node in listed
-            if node.owner == self._owner
+            if (known is None or node.token in known)
+            and node.owner == self._owner
             and node.state is not NodeState.TERMINATED
             and node.created_s < oldest_s
             and node.token not in tokens

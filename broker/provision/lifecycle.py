@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
@@ -12,13 +12,14 @@ from broker.clock import Clock
 from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
 from broker.errors import AuthError, CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
+from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
 from broker.provision.failover import HEDGE, Failover, Wanted, describe
 from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
-from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone
+from broker.provision.nodes import LOOK_S, LOOK_S_MAX, MISSING, Absence, confirm_gone, find_doubt
 from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
 from broker.provision.zones import join_zones, split_zones
@@ -59,8 +60,16 @@ class Provisioner:
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
         self._returns = Returns(self._failover.asker, clock=clock)
+        self._adopter = Adopter(clouds, store, clock=clock, owner=owner)
         self._collector = Collector(
-            clouds, store, clock=clock, owner=owner, down=self.down, bury=self._bury, returns=self._returns
+            clouds,
+            store,
+            clock=clock,
+            owner=owner,
+            down=self.down,
+            bury=self._bury,
+            returns=self._returns,
+            adopter=self._adopter,
         )
         self._leftovers = Leftovers(clouds, store, clock=clock, owner=owner)
         self._absences: dict[str, Absence] = {}  # by cloud
@@ -137,14 +146,24 @@ class Provisioner:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
         await self._returns.finish()
 
-    async def refresh(self, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
+    async def refresh(
+        self, cluster: Cluster, *, age_s_max: float = 0.0, answering: Collection[str] = frozenset()
+    ) -> Cluster:
         """The cluster with its nodes as the cloud lists them; a lost part of a gang shows as TERMINATED nodes.
 
-        A list of at most `age_s_max` ago will do; without it, only one that is asked for from now on.
+        A list of at most `age_s_max` ago will do; without it, only one that is asked for from now on. `answering`: ids
+        of nodes whose agent has just answered: they live, whatever a list leaves out. Raises CloudError where the list
+        fails, or does not cover the account and region of a node that neither answers nor is listed.
         """
         cloud = self._get_cloud(cluster.placement)
-        listed = (await self._lister.list(cloud, age_s_max=age_s_max)).by_id
-        nodes = tuple(self._judge(node, listed.get(node.id)) for node in cluster.nodes)
+        listing = await self._lister.list(cloud, age_s_max=age_s_max)
+        hidden = [node for node in cluster.nodes if _is_open(node) and node.id not in listing.by_id]
+        silent = {(node.account, node.region) for node in hidden if node.id not in answering}
+        if doubt := find_doubt(listing, silent):
+            raise doubt
+        nodes = tuple(
+            self._judge(node, listing.by_id.get(node.id), is_answering=node.id in answering) for node in cluster.nodes
+        )
         refreshed = replace(cluster, nodes=nodes)
         if nodes != cluster.nodes:
             with self._store.transaction():
@@ -180,29 +199,35 @@ class Provisioner:
             return
         if cluster and cluster.status is not ClusterStatus.TERMINATING:
             self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
-        for done in await asyncio.gather(*(self._bury(each.request) for each in intents), return_exceptions=True):
+        # All at once: a place that cannot be asked must not hold up the end of nodes elsewhere.
+        works = [self._bury(each.request) for each in intents]
+        if cluster and cluster.nodes:
+            works.append(self._end_nodes(cluster))
+        for done in await asyncio.gather(*works, return_exceptions=True):
             if isinstance(done, BaseException):
                 raise done
         if cluster is None:
             return
-        gone: Sequence[Node] = ()
-        if cluster.nodes:
-            tokens = self._store.list_tokens(name)
-            gone = await confirm_gone(
-                self._get_cloud(cluster.placement),
-                self._lister,
-                known=cluster.nodes,
-                is_ours=lambda node: node.cluster == name and node.token in tokens,
-                expected_count=len(cluster.nodes),
-                clock=self._clock,
-            )
         with self._store.transaction():
-            self._failover.asker.record(gone)
             current = self._store.get_cluster(name)
             if current is None or current.created_s != cluster.created_s:
                 return  # somebody else finished this, and the name may already stand for a new cluster
             self._store.delete_cluster(name)
             self._store.add_event("down", f"{name} is down", cluster=name, job_id=cluster.job_id)
+
+    async def _end_nodes(self, cluster: Cluster) -> None:
+        """Terminate the recorded nodes, and any other that carries the name with a token of ours."""
+        tokens = self._store.list_tokens(cluster.name)
+        gone = await confirm_gone(
+            self._get_cloud(cluster.placement),
+            self._lister,
+            known=cluster.nodes,
+            is_ours=lambda node: node.cluster == cluster.name and node.token in tokens,
+            expected_count=len(cluster.nodes),
+            places={(node.account, node.region) for node in cluster.nodes},
+            clock=self._clock,
+        )
+        self._failover.asker.record(gone)
 
     async def stop(self, name: str) -> None:
         cluster, cloud = self._find_stoppable(name)
@@ -225,6 +250,14 @@ class Provisioner:
     async def find_lost(self) -> tuple[Sequence[Node], Sequence[str]]:
         """What `collect` would end: nodes, and names of clusters."""
         return await self._collector.find()
+
+    def is_adopted(self) -> bool:
+        """Whether no node of ours can be running unrecorded since the records were created or restored."""
+        return self._adopter.is_done()
+
+    async def adopt(self) -> Sequence[str]:
+        """Record running nodes of ours that no record names; returns names of clusters. See `adoption.py`."""
+        return await self._adopter.adopt_all()
 
     async def collect(self) -> int:
         """End what this installation owns and nobody records; returns how many nodes and intents it dealt with."""
@@ -301,14 +334,17 @@ class Provisioner:
             self._store.add_event("up", f"{name} is up: {describe(placement)}", cluster=name, job_id=cluster.job_id)
         return cluster
 
-    def _judge(self, node: Node, seen: Node | None) -> Node:
+    def _judge(self, node: Node, seen: Node | None, *, is_answering: bool) -> Node:
         if node.state is NodeState.TERMINATED:
             return node
         now_s = self._clock.now_s()
         absence = self._absences.setdefault(node.cloud, Absence(self._clouds[node.cloud].settle_s))
-        if absence.note(node.id, is_listed=seen is not None, now_s=now_s):
-            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason="missing")
-        return replace(seen, rank=node.rank) if seen else node  # one that replaces another took over its rank
+        if absence.note(node.id, is_listed=seen is not None or is_answering, now_s=now_s):
+            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason=MISSING)
+        if seen is None:
+            return node
+        # One that replaces another took over its rank; an adapter that names no account takes none away.
+        return replace(seen, rank=node.rank, account=seen.account or node.account)
 
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
         cluster = self._store.get_cluster(name)
@@ -341,3 +377,7 @@ class Provisioner:
         changed = replace(cluster, status=status)
         self._store.put_cluster(changed)
         return changed
+
+
+def _is_open(node: Node) -> bool:
+    return node.state is not NodeState.TERMINATED

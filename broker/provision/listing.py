@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
-from broker.errors import ThrottledError, TransientError, UnknownOutcomeError
+from broker.errors import AccountError, CloudError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.provision.backoff import draw_backoff_s
-from broker.types import Node
+from broker.types import Node, NodeList
 
 RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)
 TRIES_MAX = 8
 
 
+Place = tuple[str, str]  # account ("": not known) and region
+
+
 class Listing:
     """What a cloud listed of ours, asked for at `asked_s`."""
 
-    def __init__(self, nodes: Sequence[Node], asked_s: float) -> None:
-        self.nodes = tuple(nodes)
+    def __init__(self, cloud: str, listed: NodeList, asked_s: float) -> None:
+        self.nodes = listed.nodes
         self.asked_s = asked_s
+        self._cloud = cloud
+        self._listed = listed
+
+    def find_doubt(self, place: Place) -> CloudError | None:
+        """Why the absence of a node of this place proves nothing; None where the list covers it."""
+        (account, region), asked_by = place, self._listed.account
+        if account and asked_by and account != asked_by:
+            return AccountError(
+                f"nodes of {self._cloud} account {account} cannot be seen with a login for account {asked_by}",
+                hints=(f"Log in to {account} (`broker check {self._cloud}` shows the login in use) and try again.",),
+            )
+        return self._listed.unseen.get(region)
 
     @cached_property
     def by_id(self) -> dict[str, Node]:
@@ -85,7 +100,7 @@ class Lister:
             shared = self._shared[cloud.name]
             shared.running, shared.following = asyncio.current_task(), None  # whoever comes now is too late for it
         asked_s = self._clock.now_s()
-        listing = Listing(await cloud.list_nodes(self._owner), asked_s)
+        listing = Listing(cloud.name, await cloud.list_nodes(self._owner), asked_s)
         self._shared[cloud.name].newest = listing
         return listing
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from broker.clock import Clock, Stopwatch
 from broker.clouds.base import Cloud
-from broker.errors import TransientError
-from broker.provision.listing import RETRYABLE, Lister
+from broker.errors import AuthError, CloudError, TransientError
+from broker.provision.listing import RETRYABLE, Lister, Listing, Place
 from broker.types import Node, NodeState
 
 LOOK_S = 0.1  # first wait between two looks; grows by half each time
@@ -20,6 +21,7 @@ GONE_S_MAX = 900.0
 MISSES_MIN = 4
 MISSING_S_MIN = 120.0
 GAP_S_MAX = 60.0  # between two lists; a throttled one is asked for as long
+MISSING = "missing"  # reason of a node that is believed gone because lists leave it out
 UNSEEN_SETTLES = 4.0  # so many times `settle_s` without a node whose create was never answered
 
 
@@ -30,41 +32,110 @@ async def confirm_gone(
     known: Sequence[Node],
     is_ours: Callable[[Node], bool],
     expected_count: int,
+    places: Collection[Place],
     clock: Clock,
 ) -> Sequence[Node]:
     """Terminate, and look until the cloud says TERMINATED of every node; returns them as last seen.
 
-    A node that lists leave out is only believed gone when it is missing for long. Where fewer than `expected_count`
-    were ever seen, a create may still be on its way: lists must have stayed without them for a while. Raises
-    TransientError at its limit.
+    Nodes whose ids are known are terminated before any list is asked for: lists may be what fails. A node that lists
+    leave out is only believed gone when a terminate call for it was accepted and it stays missing for long, in lists
+    that cover its account and region. Where fewer than `expected_count` were ever seen, a create may still be on its
+    way: lists of all `places` must have stayed without them for a while.
+
+    Raises AccountError or AuthError where this login cannot see one of the places, TransientError at its limit, and
+    the CloudError of a list that fails.
     """
     start_s = clock.now_s()
-    seen: dict[str, Node] = {node.id: node for node in known}
-    asked_s: dict[str, float] = {}
+    ending = _Ending(cloud, known, clock)
     absence = Absence(cloud.settle_s)
     look_s = LOOK_S
     looks = 0
     while clock.now_s() - start_s < GONE_S_MAX:
+        await ending.terminate_due()
         listing = await lister.list(cloud)
-        listed = [node for node in listing.nodes if is_ours(node) or node.id in seen]
-        looks += 1
         now_s = clock.now_s()
-        seen.update((node.id, node) for node in listed)
-        present = {node.id for node in listed}
-        live = [node for node in seen.values() if node.state is not NodeState.TERMINATED]
-        is_gone = [absence.note(node.id, is_listed=node.id in present, now_s=now_s) for node in live]
-        is_whole = len(seen) >= expected_count
-        if all(is_gone) and (is_whole or (looks >= MISSES_MIN and now_s - start_s >= UNSEEN_SETTLES * cloud.settle_s)):
-            return [_mark_gone(node, now_s) for node in seen.values()]
-        due = [node.id for node in live if now_s - asked_s.get(node.id, -TERMINATE_AGAIN_S) >= TERMINATE_AGAIN_S]
-        if due and await _terminate(cloud, due):
-            asked_s.update((node_id, clock.now_s()) for node_id in due)
+        present = ending.note([node for node in listing.nodes if is_ours(node) or node.id in ending.seen])
+        live = ending.list_live()
+        is_whole = len(ending.seen) >= expected_count
+        doubt = find_doubt(listing, places)
+        if doubt is None:
+            looks += 1
+            is_gone = [
+                absence.note(node.id, is_listed=node.id in present, now_s=now_s) or _was_missing(node, present)
+                for node in live
+            ]
+            has_settled = looks >= MISSES_MIN and now_s - start_s >= UNSEEN_SETTLES * cloud.settle_s
+            if all(is_gone) and ending.has_asked(live) and (is_whole or has_settled):
+                return ending.list_gone(now_s)
+        elif not live and is_whole:
+            return ending.list_gone(now_s)
+        elif isinstance(doubt, AuthError):
+            await ending.terminate_due()  # those that this list has shown
+            raise doubt
         await clock.sleep(look_s)
         look_s = min(LOOK_S_MAX, look_s * 1.2)
     raise TransientError(
-        f"{cloud.name} has not confirmed the end of {len(seen)} nodes within {GONE_S_MAX:g} s",
+        f"{cloud.name} has not confirmed the end of {len(ending.seen)} nodes within {GONE_S_MAX:g} s",
         hints=("Run `broker gc` to try again.",),
     )
+
+
+def find_doubt(listing: Listing, places: Collection[Place]) -> CloudError | None:
+    """Why a node of one of these places may live though the list leaves it out; a refusal before what may pass."""
+    doubts = [doubt for place in places if (doubt := listing.find_doubt(place))]
+    return min(doubts, key=lambda doubt: not isinstance(doubt, AuthError), default=None)
+
+
+class _Ending:
+    """Nodes on their way out: which were seen, and for which a terminate call was accepted."""
+
+    def __init__(self, cloud: Cloud, known: Sequence[Node], clock: Clock) -> None:
+        self._cloud = cloud
+        self._clock = clock
+        self._asked_s: dict[str, float] = {}
+        self.seen: dict[str, Node] = {node.id: node for node in known}
+
+    def note(self, listed: Sequence[Node]) -> Collection[str]:
+        """Take over what a list shows; returns the ids in it."""
+        self.seen.update((node.id, node) for node in listed)
+        return {node.id for node in listed}
+
+    def list_live(self) -> list[Node]:
+        """All that no list has shown TERMINATED; one that was only missing may run where lists do not reach."""
+        return [node for node in self.seen.values() if node.state is not NodeState.TERMINATED or is_missing(node)]
+
+    def has_asked(self, nodes: Sequence[Node]) -> bool:
+        """Whether the cloud has accepted to terminate each of them."""
+        return all(node.id in self._asked_s for node in nodes)
+
+    def list_gone(self, now_s: float) -> Sequence[Node]:
+        return [_mark_gone(node, now_s) for node in self.seen.values()]
+
+    async def terminate_due(self) -> None:
+        """Ask for all that were not asked for lately; a refusal that may pass is asked again at the next look."""
+        now_s = self._clock.now_s()
+        due = [
+            node
+            for node in self.list_live()
+            if not 0.0 <= now_s - self._asked_s.get(node.id, -math.inf) < TERMINATE_AGAIN_S  # also after a clock jump
+        ]
+        if not due:
+            return
+        try:
+            await self._cloud.terminate_nodes(due)
+        except RETRYABLE:
+            return
+        self._asked_s.update((node.id, self._clock.now_s()) for node in due)
+
+
+def is_missing(node: Node) -> bool:
+    """Whether it counts as TERMINATED only because lists have left it out."""
+    return node.state is NodeState.TERMINATED and node.reason == MISSING
+
+
+def _was_missing(node: Node, present: Collection[str]) -> bool:
+    """It has been missing for long before, and still is."""
+    return is_missing(node) and node.id not in present
 
 
 class Absence:
@@ -89,19 +160,10 @@ class Absence:
         return count + 1 >= self._misses_min and seen_s - since_s >= self._missing_s_min
 
 
-async def _terminate(cloud: Cloud, ids: Sequence[str]) -> bool:
-    """Whether the cloud accepted it; where not, the next look asks again."""
-    try:
-        await cloud.terminate_nodes(ids)
-    except RETRYABLE:
-        return False
-    return True
-
-
 def _mark_gone(node: Node, now_s: float) -> Node:
     if node.state is NodeState.TERMINATED and node.ended_s is not None:
         return node
-    return replace(node, state=NodeState.TERMINATED, ended_s=node.ended_s or now_s, reason=node.reason or "missing")
+    return replace(node, state=NodeState.TERMINATED, ended_s=node.ended_s or now_s, reason=node.reason or MISSING)
 
 
 async def wait_running(
@@ -131,8 +193,8 @@ async def wait_running(
         look_s = min(WAIT_LOOK_S_MAX, look_s * 1.2)
         try:
             listing = await lister.list(cloud, tries_max=1)
-        except RETRYABLE:
-            continue
+        except CloudError:
+            continue  # even an expired login is no reason to forget nodes that cost money: at the limit they are ended
         before = dict(nodes)
         nodes.update((node.id, node) for node in listing.by_token.get(token, ()))
         if nodes != before:

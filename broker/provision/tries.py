@@ -6,13 +6,13 @@ An intent is committed before each create call; its token makes a repeat harmles
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from broker.clock import Clock
-from broker.clouds.base import Cloud
+from broker.clouds.base import Cloud, HasAccounts
 from broker.errors import (
+    AccountError,
     AuthError,
     CapacityError,
     CloudError,
@@ -26,12 +26,15 @@ from broker.errors import (
 from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
+from broker.provision.naming import describe, make_token, name_zones
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import RefusalMemory
 from broker.provision.zones import find_landed
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
+
+__all__ = ["Asker", "Try", "Wanted", "describe", "make_token", "name_zones"]
 
 CREATE_TRIES_MAX = 6
 UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
@@ -108,28 +111,6 @@ class Try:
         for task in tasks:
             task.cancel()
         return tasks
-
-
-def make_token(owner: str, cluster: str, attempt: int, placement: Placement, serial: int) -> str:
-    """The same try gives the same token, before and after a crash. `serial` counts this name's settled tries:
-
-    a cloud answers a token whose nodes have ended with those dead nodes, so a later try needs another."""
-    offer = placement.offer
-    place = (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot, placement.node_count)
-    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, *placement.other_zones, serial))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def describe(placement: Placement) -> str:
-    offer = placement.offer
-    pricing = "spot" if placement.is_spot else "on-demand"
-    return f"{placement.node_count} x {offer.instance_type} {pricing} in {name_zones(placement)} ({offer.cloud})"
-
-
-def name_zones(placement: Placement) -> str:
-    """`us-east-1a,b,c` where any of them will do."""
-    offer = placement.offer
-    return ",".join([offer.zone or offer.region, *(each.removeprefix(offer.region) for each in placement.other_zones)])
 
 
 class Asker:
@@ -213,12 +194,15 @@ class Asker:
 
     async def bury(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
         """End whatever this intent made, confirm it, and only then close the intent; returns what was made."""
+        request = self._store.get_request(request.token) or request  # its account may be known since
+        known = known or self._store.list_made_nodes(request.token)
         gone = await confirm_gone(
             cloud,
             self._lister,
             known=known,
             is_ours=lambda node: node.token == request.token,
             expected_count=request.placement.node_count,
+            places={(request.account, request.placement.offer.region)},
             clock=self._clock,
         )
         with self._store.transaction():
@@ -238,7 +222,7 @@ class Asker:
             owner=self._owner,
             cluster=cluster.name,
             attempt=cluster.attempt,
-            token=make_token(self._owner, cluster.name, cluster.attempt, placement, serial),
+            token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
             spec=wanted.make_spec(placement),
         )
@@ -257,7 +241,9 @@ class Asker:
         """The whole gang, running; else nothing is left of it and a CloudError says why."""
         one.nodes = tuple(await self._create(one, wanted))
         one.created_s = self._clock.now_s()
-        self.record(one.nodes)
+        with self._store.transaction():
+            self.record(one.nodes)
+            self._store.note_made_nodes(one.request.token, one.nodes)
         await self._end_unless_open(one)
         if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
             await self.bury(one.cloud, one.request, known=one.nodes)
@@ -299,11 +285,12 @@ class Asker:
         last: CloudError
         try:
             for tries in range(CREATE_TRIES_MAX):
-                if not self._store.is_intent_open(request.token):
-                    raise _make_down_error(request.cluster)
-                if tries:
-                    wanted.check_budget()
                 try:
+                    await self._note_account(one)
+                    if not self._store.is_intent_open(request.token):
+                        raise _make_down_error(request.cluster)
+                    if tries:
+                        wanted.check_budget()
                     return await self._call(one, bootable)
                 except (ThrottledError, TransientError) as error:
                     last = error
@@ -344,12 +331,29 @@ class Asker:
 
         Raises UnknownOutcomeError when there is none for too long.
         """
-        call = one.call = asyncio.ensure_future(one.cloud.create_nodes(request))
+        call = one.call = asyncio.ensure_future(one.cloud.create_nodes(replace(request, account=one.request.account)))
         call.add_done_callback(_forget_failure)
         if not await self._is_done_within(call, ANSWER_S_MAX):
             call.cancel()
             raise UnknownOutcomeError(f"{one.cloud.name} has not answered for {ANSWER_S_MAX:g} s")
         return call.result()
+
+    async def _note_account(self, one: Try) -> None:
+        """The intent names the account before anything can be made there: later lists of another prove nothing.
+
+        Raises AccountError where an earlier process asked another account with this token.
+        """
+        if not isinstance(one.cloud, HasAccounts):
+            return
+        account, known = await one.cloud.find_account(), one.request.account
+        if known and known != account:
+            raise AccountError(
+                f"{one.request.cluster} was begun in {one.cloud.name} account {known}, and this login is for {account}",
+                hints=(f"Log in to {known} (`broker check {one.cloud.name}` shows the login in use) and try again.",),
+            )
+        if not known:
+            one.request = replace(one.request, account=account)
+            self._store.note_intent_account(one.request.token, account)
 
     async def _is_done_within(self, call: asyncio.Task[Sequence[Node]], limit_s: float) -> bool:
         """Whether it has ended by then; it goes on either way."""

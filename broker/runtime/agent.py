@@ -1,7 +1,8 @@
 """The agent on every node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, status, log, cancel, lease, autostop. All state is below ~/.broker. A watcher, started with the first
-verb that needs one, ends the node when its lease runs out or it idles past its autostop: nobody outside has to notice.
+Verbs: submit, status, log, cancel, lease, autostop, and follow, a session that is kept open (agent_follow.py). All
+state is below ~/.broker. A watcher, started with the first verb that needs one, ends the node when its lease runs out,
+when it is done while its broker is away (agent_lease.py), or when it idles past its autostop.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from broker.runtime import agent_delivery, agent_lease
     from broker.runtime import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
+    import agent_delivery
     import agent_files as files
+    import agent_lease
 
 LINGER_S = 5.0  # however short the autostop: whoever follows a run can read its last lines
 WATCH_S = 0.5
+POWER_OFF_S = 5.0  # until it is tried again
 LOG_BYTES_MAX = 1 << 20
 
 
 def main(verb: str, *arguments: str) -> None:
     os.umask(0o077)
     files.make_private(files.RUNS)
+    if not verb.startswith("_"):
+        files.note_heard()
     if verb == "_run":
         import agent_run  # type: ignore[import-not-found]  # beside us on the node; only the runner needs it
 
@@ -41,6 +48,10 @@ def main(verb: str, *arguments: str) -> None:
         agent_container.main(*arguments)
     elif verb == "_watch":
         watch()
+    elif verb == "follow":
+        import agent_follow  # type: ignore[import-not-found]
+
+        agent_follow.main(report_status, {"lease": renew_lease, "cancel": cancel})
     elif verb == "log":
         send_log(read_request())
     else:
@@ -55,7 +66,7 @@ def read_request() -> dict[str, Any]:
 
 
 def submit(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start a run, once: asked again, it only answers the ports again."""
+    """Start a run, once: asked again, it only answers the same again. The head's word counts for the whole gang."""
     run_id = int(spec["run_id"])
     folder = files.make_private(files.run_folder(run_id))
     lock = files.wait_lock(files.STATE / "submit.lock")
@@ -65,11 +76,14 @@ def submit(spec: dict[str, Any]) -> dict[str, Any]:
         if known is None or not has_begun:
             known = begin(folder, spec)
         if spec.get("lease_s"):
-            renew_lease(spec)
+            agent_lease.renew(float(spec["lease_s"]))
         ensure_watcher()
     finally:
         os.close(lock)
-    return {key: known["head"][key] for key in ("coordinator_port", "master_port", "token")}
+    if int(known["rank"]):
+        return {}
+    ports = {key: known["head"][key] for key in ("coordinator_port", "master_port")}
+    return {**ports, "credential": (folder / files.CREDENTIAL).read_text(encoding="ascii")}
 
 
 def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
@@ -77,15 +91,17 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     runner_lock = files.try_lock(folder / "runner.lock")
     assert runner_lock is not None, "no runner holds it: we looked, under the submit lock"
     arguments, inherited = [str(spec["run_id"])], [runner_lock]
+    head = dict(spec["head"])
+    files.write_text(folder / files.CREDENTIAL, head.pop("credential"))  # a file that programs can be pointed to
     if int(spec["rank"]) == 0:
-        address = spec["node_ips"][0] if spec["node_ips"][0].startswith("127.") else ""
-        listener = socket.socket()
-        listener.bind((address, 0))
-        listener.listen(1024)
-        ports = {"coordinator_port": listener.getsockname()[1], "master_port": pick_port()}
-        spec = {**spec, "head": {**spec["head"], **ports}}
+        import agent_link  # type: ignore[import-not-found]  # TLS, which no other verb needs
+
+        listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
+        host, port = listener.getsockname()[:2]
+        head.update(coordinator_port=port, master_port=pick_port(), address=agent_link.find_own(host))
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
+    spec = {**spec, "head": head}
     files.write_json(folder / "spec.json", {**spec, "image": remember_image(spec.get("image"))})
     start_detached("_run", arguments, inherited)
     for fd in inherited[:1]:
@@ -131,12 +147,11 @@ def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> Non
 def report_status(request: dict[str, Any]) -> dict[str, Any]:
     ids = [int(request["run_id"])] if "run_id" in request else files.list_run_ids()
     known = set(files.list_run_ids())
-    lease = files.read_json(files.STATE / "lease.json")
     return {
         "runs": [{**files.describe_run(run_id), "name": read_name(run_id)} for run_id in ids if run_id in known],
         "idle_s": measure_idle_s(),
         "is_advised": (files.STATE / "rebalance").exists(),  # by the cloud, to leave this node
-        "lease_left_s": lease["expires_s"] - time.time() if lease else None,
+        "lease_left_s": agent_lease.measure_left_s(),
     }
 
 
@@ -162,8 +177,7 @@ def cancel(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def renew_lease(request: dict[str, Any]) -> dict[str, Any]:
-    lease_s = float(request["lease_s"])
-    files.write_json(files.STATE / "lease.json", {"expires_s": time.time() + lease_s, "boot": files.read_boot()})
+    agent_lease.renew(float(request["lease_s"]))
     ensure_watcher()
     return {}
 
@@ -204,12 +218,14 @@ def ensure_watcher() -> None:
 
 def watch() -> None:
     start_notices()
+    threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
     while True:
         for run_id in files.list_run_ids():
             bury_if_dead(run_id)
         reason = decide_power_off()
         if reason:
             power_off(reason)
+            time.sleep(POWER_OFF_S)
         time.sleep(WATCH_S)
 
 
@@ -236,27 +252,21 @@ def bury_if_dead(run_id: int) -> None:
 
 
 def decide_power_off() -> str:
-    """ "" to stay, "lease" or "autostop" to end the node, "stop" to stop it with its disk kept."""
-    lease = read_rule("lease.json")
-    if lease and time.time() >= lease["expires_s"]:
-        return "lease"
-    rule = read_rule("autostop.json")
+    """ "" to stay, "lease", "done" or "autostop" to end the node, "stop" to stop it with its disk kept."""
+    if reason := agent_lease.find_end():
+        return reason
+    rule = files.read_of_this_boot(files.STATE / "autostop.json")
     idle_s = min(measure_idle_s(), time.time() - rule["set_s"]) if rule else 0.0
     if rule and idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
         return "autostop" if rule["is_down"] else "stop"
     return ""
 
 
-def read_rule(name: str) -> dict[str, Any] | None:
-    """One of an earlier boot counts no more: a stopped node that starts again must not end at once."""
-    rule = files.read_json(files.STATE / name)
-    return rule if rule and rule.get("boot") == files.read_boot() else None
-
-
 def power_off(reason: str) -> None:
     """As ~/.broker/node.json says: "file" (the pretend machine reads the reason) or a command, such as shutdown."""
-    (files.STATE / "lease.json").unlink() if reason == "lease" else None
-    (files.STATE / "autostop.json").unlink() if reason != "lease" else None
+    if reason in ("autostop", "stop"):
+        (files.STATE / "autostop.json").unlink()
+    # The lease stays, so that a machine whose shutdown failed is told again.
     how = (files.read_json(files.STATE / "node.json") or {}).get("power_off", "file")
     files.write_text(files.STATE / "shutdown", reason)
     if how != "file":

@@ -1,4 +1,4 @@
-"""Leaves a run's outcome in a bucket, where it can be read after the node has ended itself. Standard library only.
+"""Leaves a run's outcome and log in a bucket, to be read after the node has ended itself. Standard library only.
 
 S3 and what speaks like it, by keys of the environment or the machine's role; Google's by the machine's own identity;
 Azure's by the account's key, a shared access signature or the machine's identity.
@@ -12,6 +12,7 @@ import email.utils
 import hashlib
 import hmac
 import json
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -19,12 +20,17 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
 METADATA = "http://169.254.169.254"
 METADATA_S = 2.0
 ANSWER_S = 10.0
 TRIES, PAUSE_S = 3, 1.0
+LOG_BYTES_MAX = 64 << 20  # of one object; of a longer log the head and the tail
+LOG_HEAD_BYTES = 16 << 20
+CUT = "[broker: {} bytes of the log were cut here]\n"
+SCHEMES = ("s3://", "gs://", "az://")
 AZURE_VERSION = "2021-08-06"
 # As obstore reads them, with which the trainers write to the same bucket.
 AZURE_ACCOUNTS = ("AZURE_STORAGE_ACCOUNT_NAME",)
@@ -42,18 +48,68 @@ def name_outcome(attempt: int) -> str:
     return f"outcomes/{attempt}.json"
 
 
+def name_log(attempt: int) -> str:
+    return f"logs/{attempt}.log"
+
+
+def find_url(variables: Mapping[str, str], name: Callable[[int], str]) -> str:
+    """Where an object of this attempt goes; "" where the environment names no bucket."""
+    place, attempt = variables.get("BROKER_CHECKPOINT_DIR", ""), variables.get("BROKER_ATTEMPT", "")
+    return f"{place}/{name(int(attempt))}" if place.startswith(SCHEMES) and attempt.isdigit() else ""
+
+
 def leave_outcome(outcome: Mapping[str, Any], variables: Mapping[str, str]) -> str:
     """Where it was left; "" where the environment names no bucket. Raises Refused."""
-    place, attempt = variables.get("BROKER_CHECKPOINT_DIR", ""), variables.get("BROKER_ATTEMPT", "")
-    if "://" not in place or place.startswith("file:") or not attempt:
-        return ""
-    url = f"{place}/{name_outcome(int(attempt))}"
-    put(url, json.dumps(dict(outcome)).encode(), variables)
+    url = find_url(variables, name_outcome)
+    if url:
+        put(url, json.dumps(dict(outcome)).encode(), variables)
     return url
 
 
+def leave_log(path: Path, variables: Mapping[str, str]) -> str:
+    """As `leave_outcome`, for the log that lies at `path`; one that does not exist is left as an empty one."""
+    url = find_url(variables, name_log)
+    if url:
+        put(url, read_bounded(path), variables)
+    return url
+
+
+def read_bounded(path: Path) -> bytes:
+    """The log, at most LOG_BYTES_MAX of it: of a longer one the head, a line that says what was cut, and the tail."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            if size <= LOG_BYTES_MAX:
+                return file.read(size)
+            head = file.read(LOG_HEAD_BYTES)
+            cut_bytes = size - LOG_BYTES_MAX
+            file.seek(LOG_HEAD_BYTES + cut_bytes)
+            return head + CUT.format(cut_bytes).encode() + file.read(LOG_BYTES_MAX - LOG_HEAD_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
+    """What follows byte `offset` of the log that `read_bounded` made `content` of, and how long the log was.
+
+    A reader that is in the part which was cut gets the line that says so, and the tail.
+    """
+    if len(content) <= LOG_BYTES_MAX:
+        return content[offset:], max(offset, len(content))
+    head, rest = content[:LOG_HEAD_BYTES], content[LOG_HEAD_BYTES:]
+    tail = rest[len(rest) - (LOG_BYTES_MAX - LOG_HEAD_BYTES) :]
+    note = rest[: len(rest) - len(tail)]
+    cut_bytes = int(re.sub(rb"[^0-9]", b"", note) or b"0")
+    skipped_bytes = offset - LOG_HEAD_BYTES - cut_bytes  # of the tail, which is known already
+    length = len(head) + cut_bytes + len(tail)
+    if skipped_bytes >= 0:
+        return tail[skipped_bytes:], max(offset, length)
+    return head[offset:] + note + tail, length
+
+
 def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
-    """One small object, whatever was there before. Raises Refused."""
+    """One object, whatever was there before. Raises Refused."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme == "s3":
@@ -140,7 +196,7 @@ def make_s3_request(
     headers["Authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={login['key']}/{scope}, SignedHeaders={names}, Signature={signature}"
     )
-    headers["Content-Type"] = "application/json"  # urllib would call it a form
+    headers["Content-Type"] = find_type(key)  # urllib would call it a form
     url = f"{origin.scheme}://{origin.netloc}{path}"
     return urllib.request.Request(url, data=content, method="PUT", headers=headers)
 
@@ -156,7 +212,7 @@ def make_google_request(bucket: str, key: str, content: bytes, variables: Mappin
     base = variables.get("STORAGE_EMULATOR_HOST", "").rstrip("/") or "https://storage.googleapis.com"
     name = urllib.parse.quote(key, safe="")
     url = f"{base}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": find_type(key)}
     return urllib.request.Request(url, data=content, method="POST", headers=headers)
 
 
@@ -168,7 +224,7 @@ def make_azure_request(bucket: str, key: str, content: bytes, variables: Mapping
     base = find_first(AZURE_ENDPOINTS, variables).rstrip("/") or f"https://{account}.blob.core.windows.net"
     url = f"{base}/{bucket}/{urllib.parse.quote(key, safe='/-_.~')}"
     headers = {
-        "Content-Type": "application/json",
+        "Content-Type": find_type(key),
         "x-ms-blob-type": "BlockBlob",
         "x-ms-date": email.utils.formatdate(usegmt=True),
         "x-ms-version": AZURE_VERSION,
@@ -209,6 +265,10 @@ def find_azure_token(variables: Mapping[str, str]) -> str:
             f"no login for az://: neither {AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]} nor an identity of the machine"
         ) from error
     return str(found)
+
+
+def find_type(key: str) -> str:
+    return "text/plain; charset=utf-8" if key.endswith(".log") else "application/json"
 
 
 def find_first(names: Iterable[str], variables: Mapping[str, str]) -> str:

@@ -13,6 +13,11 @@ from typing import Any
 HOME = Path(os.environ.get("HOME") or Path.home())
 STATE = HOME / ".broker"
 RUNS = STATE / "runs"
+CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key by which its nodes know each other
+HEARD = "heard.json"
+# Without a word from the broker, before it counts as away. One that is there renews the lease each minute; once the
+# program has ended, it reads the log and takes the node down itself.
+QUIET_S = 300.0
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 
@@ -33,19 +38,20 @@ def make_private(folder: Path) -> Path:
     return folder
 
 
-def write_text(path: Path, text: str) -> None:
-    """All or nothing, and on the disk when it returns."""
+def write_text(path: Path, text: str, is_durable: bool = True) -> None:
+    """All or nothing, and on the disk when it returns unless it need not survive a power cut."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     fd = os.open(str(aside), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if is_durable:
+            os.fsync(file.fileno())
     aside.replace(path)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_text(path, json.dumps(value))
+def write_json(path: Path, value: dict[str, Any], is_durable: bool = True) -> None:
+    write_text(path, json.dumps(value), is_durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -62,6 +68,30 @@ def read_boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def read_uptime_s() -> float:
+    """Seconds since this boot, with the time that the machine slept (Linux): a wall clock may be set back or ahead."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def read_of_this_boot(path: Path) -> dict[str, Any] | None:
+    """What was written in an earlier boot counts no more: a stopped node that starts again must not end at once."""
+    value = read_json(path)
+    return value if value and value.get("boot") == read_boot() else None
+
+
+def note_heard() -> None:
+    """The broker, or another command of the user, has just asked for something."""
+    try:
+        write_json(STATE / HEARD, {"at_s": read_uptime_s(), "boot": read_boot()}, is_durable=False)
+    except OSError:
+        pass  # a full disk must not keep the node from answering
+
+
+def measure_quiet_s() -> float:
+    heard = read_of_this_boot(STATE / HEARD)
+    return read_uptime_s() - float(heard["at_s"]) if heard else 0.0
 
 
 def try_lock(path: Path) -> int | None:

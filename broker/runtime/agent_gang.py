@@ -1,78 +1,32 @@
-"""The gang over TCP: rank 0's coordinator, and the link each rank (0 too) has to it. Standard library only.
+"""The gang's coordinator on rank 0, to which each rank (0 too) has a link. Standard library only.
 
-JSON lines. Up: hello {token, rank}, setup {returncode}, exit {returncode}, log {text}, notice {notice_s}, cancel, beat.
-Down: go, notice {notice_s}, kill {status, reason}, end {status, returncode, reason}, beat.
+JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode}, log {text},
+notice {notice_s}, cancel, beat. Down: welcome, go, notice {notice_s}, kill {status, returncode, reason},
+end {status, returncode, reason}, beat.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import socket
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-BEAT_S = 2.0
-LOST_S = 15.0  # a peer silent for so long is lost
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from broker.runtime import agent_link, agent_wire
+
+    Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
+else:
+    import agent_link
+
 JOIN_S = 120.0
 LEAVE_S = 5.0
 FINISH_S = 10.0  # of an elastic gang, after its head has
-LINE_BYTES_MAX = 1 << 20
 SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
-
-
-class Link:
-    """One connection, either end. `on_message` gets {"type": "lost"} once, when the other side is gone."""
-
-    def __init__(self, connection: socket.socket, on_message: Callable[[Message], None]) -> None:
-        self._connection = connection
-        self._on_message = on_message
-        self._lock = threading.Lock()
-        connection.settimeout(LOST_S)
-
-    def start(self) -> None:
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def send(self, kind: str, **fields: Any) -> bool:
-        line = json.dumps({"type": kind, **fields}).encode() + b"\n"
-        try:
-            with self._lock:
-                self._connection.sendall(line)
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-
-    def _beat(self) -> None:
-        while self.send("beat"):
-            time.sleep(BEAT_S)
-
-    def _read(self) -> None:
-        try:
-            with self._connection.makefile("rb") as lines:
-                while True:
-                    line = lines.readline(LINE_BYTES_MAX)
-                    if not line.endswith(b"\n"):
-                        break
-                    message = json.loads(line.decode("utf-8"))
-                    if message["type"] != "beat":
-                        self._on_message(message)
-        except (OSError, ValueError, KeyError):
-            pass
-        self._on_message({"type": "lost"})
 
 
 class Coordinator:
@@ -83,28 +37,42 @@ class Coordinator:
     """
 
     def __init__(
-        self, listener: socket.socket, *, token: str, num_nodes: int, log: Path, nodes_min: int | None = None
+        self,
+        listener: socket.socket,
+        *,
+        context: ssl.SSLContext,
+        num_nodes: int,
+        log: Path,
+        nodes_min: int | None = None,
     ) -> None:
-        self._listener = listener
-        self._token = token
+        self._door = agent_link.Door(listener, context, num_nodes, self._admit)
         self._num_nodes = num_nodes
         self._nodes_min = nodes_min or num_nodes
         self._log = log.open("ab", buffering=0)
         self._lock = threading.RLock()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, agent_link.Link] = {}
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._noticed: set[int] = set()
         self._is_going = False
         self._left = threading.Semaphore(0)
+        self._timers: list[threading.Timer] = []
         self._is_preempted = False
         self._verdict: Message | None = None
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, daemon=True).start()
-        timer = threading.Timer(JOIN_S, self._check_joined)
-        timer.daemon = True
-        timer.start()
+        self._door.start()
+        self._set_timer(JOIN_S, self._check_joined)
+
+    def close(self) -> None:
+        """Stop listening, and close all connections without a word."""
+        self._door.close()
+        with self._lock:
+            links = list(self._links.values())
+        for timer in self._timers:
+            timer.cancel()
+        for link in links:
+            link.close()
 
     def wait_until_left(self) -> None:
         """Until the other ranks have written their outcomes and hung up: the head says last that it is over."""
@@ -112,46 +80,29 @@ class Coordinator:
         for _ in range(len(self._links) - 1):
             self._left.acquire(timeout=max(0.0, give_up_s - time.monotonic()))
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()[0]
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+    def _set_timer(self, delay_s: float, function: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, function)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
 
-    def _greet(self, connection: socket.socket) -> None:
-        """Whoever does not know the token is sent away; a rank can be taken once."""
-        try:
-            connection.settimeout(LOST_S)
-            data = b""
-            while not data.endswith(b"\n") and len(data) < 4096:
-                byte = connection.recv(1)
-                if not byte:
-                    raise ValueError("closed")
-                data += byte
-            hello = json.loads(data.decode("utf-8"))
-            rank = int(hello["rank"])
-            if not hmac.compare_digest(str(hello["token"]), self._token) or not 0 <= rank < self._num_nodes:
-                raise ValueError("stranger")
-        except (OSError, ValueError, KeyError, TypeError):
-            connection.close()
-            return
-        link = Link(connection, lambda message: self._hear(rank, link, message))
+    def _admit(self, wire: agent_wire.Wire, rank: int) -> None:
+        """A rank can be taken once, and by another node where an elastic gang has lost it."""
+        link = agent_link.Link(wire, lambda message: self._hear(rank, link, message))
         with self._lock:
-            if rank in self._links and not (
-                self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
-            ):
-                connection.close()
+            is_lost = self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
+            if rank in self._links and not is_lost:
+                wire.release()
                 return
             self._links[rank] = link
             self._gone.discard(rank)
             self._noticed.discard(rank)
+            link.send("welcome")
             if self._verdict:
                 link.send("kill", **self._verdict)
         link.start()
 
-    def _hear(self, rank: int, link: Link, message: Message) -> None:
+    def _hear(self, rank: int, link: agent_link.Link, message: Message) -> None:
         with self._lock:
             if self._links.get(rank) is not link:
                 return  # a new node has taken this one's place
@@ -178,9 +129,7 @@ class Coordinator:
         elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
             # The head's word counts. A node that came too late to take part has nothing to wait for.
             self._verdict = dict(SUCCESS)
-            timer = threading.Timer(FINISH_S, self._dismiss)
-            timer.daemon = True
-            timer.start()
+            self._set_timer(FINISH_S, self._dismiss)
         self._finish()
 
     def _dismiss(self) -> None:
@@ -247,14 +196,4 @@ class Coordinator:
 
     def _write_log(self, rank: int, text: str) -> None:
         prefix = f"(rank{rank}) " if rank else ""
-        self._log.write("".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1]).encode())
-
-
-def connect(address: str, port: int, hello: Message, on_message: Callable[[Message], None]) -> Link:
-    """Raises OSError while the coordinator does not listen."""
-    connection = socket.create_connection((address, port), timeout=5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link = Link(connection, on_message)
-    link.send("hello", **hello)
-    link.start()
-    return link
+        self._log.write("".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1]).encode("utf-8", "replace"))

@@ -13,18 +13,29 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_container, agent_files, agent_gang
+    from broker.runtime import (
+        agent_container,
+        agent_delivery,
+        agent_files,
+        agent_gang,
+        agent_lease,
+        agent_link,
+        agent_wire,
+    )
 else:
     import agent_container
+    import agent_delivery
     import agent_files
     import agent_gang
+    import agent_lease
+    import agent_link
+    import agent_wire
 
 GRACE_S = 5.0
 TICK_S = 0.1
 END_S = 15.0  # how long to wait for the coordinator's last word
 RETURNCODE_OF_KILL = 137
 PHASES = ("setup", "run")
-BUCKETS = ("s3://", "gs://", "az://")
 
 
 class Runner:
@@ -38,7 +49,7 @@ class Runner:
         self._id = run_id
         self._container = agent_container.find_container(spec, agent_files.HOME)
         self._listener = listener
-        self._link: agent_gang.Link | None = None
+        self._link: agent_link.Link | None = None
         self._coordinator: agent_gang.Coordinator | None = None
         self._wake = threading.Event()
         self._is_go = False
@@ -55,10 +66,14 @@ class Runner:
         """Always leaves an outcome.json; the status is the gang's, `own_returncode` this node's."""
         self._write_state("SETTING_UP")
         if self._listener is not None:
-            log = self._folder / "log"
-            size, token = int(self._spec["num_nodes"]), self._spec["head"]["token"]
+            if self._listener.getsockname()[0] in agent_link.ANY:
+                print(f"{self._spec['node_ips'][0]} is not of this machine: listening on all", file=sys.stderr)
             self._coordinator = agent_gang.Coordinator(
-                self._listener, token=token, num_nodes=size, log=log, nodes_min=self._spec.get("nodes_min")
+                self._listener,
+                context=agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=True),
+                num_nodes=int(self._spec["num_nodes"]),
+                log=self._folder / "log",
+                nodes_min=self._spec.get("nodes_min"),
             )
             self._coordinator.start()
         if self._join():
@@ -72,29 +87,26 @@ class Runner:
             self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
         outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
-        outcome.update(own_returncode=self._returncode, ended_s=time.time())
+        # A node whose lease is about to end may have taken the program down with it: the reader must know.
+        outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         agent_files.write_json(self._folder / "outcome.json", outcome)
         if self._coordinator:
-            self._leave(outcome)
+            self._leave()
 
-    def _leave(self, outcome: dict[str, Any]) -> None:
+    def _leave(self) -> None:
         """Also where it is found when nobody asks this node before it ends. That it cannot be left there is no fault
-        of the run."""
-        if self._spec["envs"].get("BROKER_CHECKPOINT_DIR", "").startswith(BUCKETS):
-            import agent_bucket  # type: ignore[import-not-found]
-
-            try:
-                agent_bucket.leave_outcome(outcome, {**os.environ, **self._spec["envs"], **self._spec["secrets"]})
-            except agent_bucket.Refused as refused:
-                print(f"the outcome was not left in the bucket: {refused}", file=sys.stderr)
+        of the run; the watcher tries again."""
+        if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id)):
+            print(f"not left in the bucket yet: {error}", file=sys.stderr)
 
     def _join(self) -> bool:
         head, rank = self._spec["head"], int(self._spec["rank"])
-        hello = {"token": head["token"], "rank": rank}
+        context = agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=False)
         give_up_s = time.monotonic() + agent_gang.JOIN_S
         while time.monotonic() < give_up_s:
             try:
-                self._link = agent_gang.connect(head["address"], int(head["coordinator_port"]), hello, self._hear)
+                port = int(head["coordinator_port"])
+                self._link = agent_link.connect(head["address"], port, context, rank, self._hear)
                 return True
             except OSError:
                 if (self._folder / "cancel").exists():
@@ -275,6 +287,7 @@ class Runner:
                 "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
                 "BROKER_PROGRESS_FILE": str(self._folder / "progress.jsonl"),
                 "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
+                "BROKER_GANG_PEM": str(self._folder / agent_files.CREDENTIAL),
             }
         )
         if spec.get("nodes_min"):
@@ -303,6 +316,7 @@ def bury(run_id: int) -> None:
             container.signal(make_mark(run_id, phase), signal.SIGKILL)
         kill_marked(make_mark(run_id, phase))
     outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
+    outcome["lease_left_s"] = agent_lease.measure_left_s()
     agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)
 
 

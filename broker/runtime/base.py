@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from broker.nouns import noun
 from broker.types import Node
+
+if TYPE_CHECKING:
+    from broker.runtime.streams import Stream
 
 
 @noun
@@ -43,3 +46,13 @@ class Transport(Protocol):
         """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files stay."""
 
     async def open_shell(self, node: Node) -> Shell: ...
+
+
+@runtime_checkable
+class CanStream(Protocol):
+    """A transport that can keep a program's input and output open."""
+
+    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        """Start the program in the node's HOME. Raises TransientError when the node cannot be reached; a program that
+        ends at once is an end of the stream. The program's input ends when this process does, however it dies."""
+        ...

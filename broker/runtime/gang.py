@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import io
 import json
-import secrets
 import tarfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -17,20 +17,30 @@ from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
 from broker.optimizer.asked import find_container
-from broker.runtime.base import Completed, Transport
+from broker.runtime.base import CanStream, Completed, Transport
+from broker.runtime.channels import Channels
+from broker.runtime.credentials import make_credential
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
     "agent.py",
     "agent_bucket.py",
     "agent_container.py",
+    "agent_delivery.py",
     "agent_files.py",
+    "agent_follow.py",
     "agent_gang.py",
+    "agent_lease.py",
+    "agent_link.py",
     "agent_notice.py",
     "agent_run.py",
+    "agent_wire.py",
 )
 AGENT_FOLDER = ".broker/agent"
+AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
+CHANNEL_VERBS = ("lease", "cancel")  # small, and asked twice they change nothing
 CALL_S = 30.0
+LOOK_S = 0.5  # between two polls where a node has no channel
 # One call for all files, and nothing is touched where they are there: an agent may be starting from them.
 UNPACK = f"""\
 cd && mkdir -p {AGENT_FOLDER} && cd {AGENT_FOLDER} || exit 1
@@ -61,6 +71,8 @@ class Gang:
     def __init__(self, transport: Transport, *, clock: Clock) -> None:
         self._transport = transport
         self._clock = clock
+        self._channels: Channels | None = None  # made by the first `wait_news`: a command that only looks opens none
+        self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
@@ -87,7 +99,10 @@ class Gang:
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
-        """Submit to the head, which names the ports, then to the rest; asked again it changes nothing."""
+        """Submit to the head, which names ports and credential, then to the rest; asked again it changes nothing.
+
+        The credential of the first call counts: the head keeps it, and answers with it ever after.
+        """
         nodes = sort_nodes(cluster)
         recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
         gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
@@ -107,8 +122,13 @@ class Gang:
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
+            # SkyPilot takes a whole cluster down when one of its nodes ends itself.
+            "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": recovery.nodes_min if recovery else None,
-            "head": {"address": nodes[0].address, "token": secrets.token_hex(16)},
+            "head": {
+                "address": nodes[0].address,
+                "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
+            },
         }
         head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
         spec["head"] = {**spec["head"], **head}
@@ -117,10 +137,16 @@ class Gang:
         )
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """What every node says of the run. The head speaks for the gang; where it is silent, the others do."""
+        """What every node says of the run. The head speaks for the gang; where it is silent, the others do.
+
+        A node whose channel is open has said it already; any other is asked, and only a plain call that fails makes
+        it unreachable.
+        """
         nodes = sort_nodes(cluster)
         live = list_live(nodes)
-        found = await asyncio.gather(*(self._try_status(node, run_id) for node in live))
+        found = await asyncio.gather(*(self._read_status(node, run_id) for node in live))
+        silent = {node.id for node, answer in zip(live, found, strict=True) if answer is None}
+        self._silent = (self._silent - {node.id for node in nodes}) | silent
         by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
@@ -137,6 +163,18 @@ class Gang:
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
         )
+
+    async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
+        """Until a node has something new since the last poll, `wake` is set, or the time is up.
+
+        Opens a channel to each node that answered the last poll; while one of them has none, this is a short sleep.
+        """
+        if self._channels is None and isinstance(self._transport, CanStream):
+            self._channels = Channels(self._transport, [*AGENT_ARGV, "follow"], clock=self._clock)
+        live = list_live(cluster.nodes)
+        channels = None if any(node.id in self._silent for node in live) else self._channels
+        if channels is None or not await channels.wait_news(live, run_id, wake=wake, timeout_s=timeout_s):
+            await self._clock.sleep(min(LOOK_S, timeout_s))
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         """Ask every node that can be reached; the gang ends when any of them heard it."""
@@ -159,11 +197,21 @@ class Gang:
         ]
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
-        done = await self._run_agent(sort_nodes(cluster)[0], "log", {"run_id": run_id, "offset": offset})
+        head, request = sort_nodes(cluster)[0], {"run_id": run_id, "offset": offset}
+        channel = self._channels.find(head, run_id) if self._channels else None
+        if channel is not None:
+            if channel.has_read_log(offset):
+                return b"", offset
+            try:
+                data = base64.b64decode(str((await channel.call("log", request)).get("data", "")))
+                return data, offset + len(data)
+            except (TransientError, ValueError):
+                pass  # asked again, on a connection of its own
+        done = await self._run_agent(head, "log", request)
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """The nodes go on for so many seconds from now."""
+        """The nodes go on for at most so many seconds from now, unless it is renewed."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
@@ -183,6 +231,11 @@ class Gang:
             if isinstance(result, BaseException):
                 raise result
 
+    async def _read_status(self, node: Node, run_id: int) -> Mapping[str, Any] | None:
+        channel = self._channels.find(node, run_id) if self._channels else None
+        status = channel.read_status() if channel is not None else None
+        return status if status is not None else await self._try_status(node, run_id)
+
     async def _try_status(self, node: Node, run_id: int | None) -> dict[str, Any] | None:
         try:
             return await self._call(node, "status", {} if run_id is None else {"run_id": run_id})
@@ -190,13 +243,20 @@ class Gang:
             return None
 
     async def _call(self, node: Node, verb: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        channel = self._channels.find(node) if self._channels and verb in CHANNEL_VERBS else None
+        if channel is not None and channel.is_heard():
+            try:
+                return dict(await channel.call(verb, request))
+            except TransientError:
+                pass  # repeated on a connection of its own: that does no harm
         answer = json.loads((await self._run_agent(node, verb, request)).stdout)
         assert isinstance(answer, dict), "the agent answers with an object"
         return answer
 
     async def _run_agent(self, node: Node, verb: str, request: Mapping[str, Any]) -> Completed:
-        argv = ["python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py", verb]
-        done = await self._transport.run(node, argv, timeout_s=CALL_S, stdin=json.dumps(request).encode())
+        done = await self._transport.run(
+            node, [*AGENT_ARGV, verb], timeout_s=CALL_S, stdin=json.dumps(request).encode()
+        )
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent on node `{node.id}` failed at `{verb}`: {last[:200]}")

@@ -61,11 +61,18 @@ class Keys:
     def ensure(self, cluster: str, token: str) -> GangKeys:
         """Make them on the first call; the same ones on every later call, whatever was cut short before.
 
-        Raises StateError without a working `ssh-keygen`.
+        Raises StateError without a working `ssh-keygen`, and where they cannot be written.
         """
         keys = self._name(cluster, token)
-        if keys.known_hosts.exists():
-            return keys
+        try:
+            return keys if keys.known_hosts.exists() else self._make(keys)
+        except OSError as error:
+            raise StateError(
+                f"the keys of `{cluster}` cannot be written to {self._root}: {error.strerror or error}",
+                hints=(f"Check that {self._root} is a writable folder and its disk not full.",),
+            ) from error
+
+    def _make(self, keys: GangKeys) -> GangKeys:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = self._root / f".new-{secrets.token_hex(8)}"
         aside.mkdir(mode=0o700)

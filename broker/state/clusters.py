@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
+from broker.errors import DamagedRowError
 from broker.nouns import noun
-from broker.state.database import Database
+from broker.state.database import Database, keep_readable, read_row, read_text
 from broker.types import Cluster, Node, NodeRequest, NodeState
 
 
@@ -28,14 +32,13 @@ class ClusterRows(Database):
         )
 
     def get_cluster(self, name: str) -> Cluster | None:
-        row = self._row("SELECT body FROM clusters WHERE name = ?", (name,))
-        return msgspec.json.decode(row["body"], type=Cluster) if row else None
+        row = self._row("SELECT name, body FROM clusters WHERE name = ?", (name,))
+        return _read_cluster(row) if row else None
 
-    def list_clusters(self) -> Sequence[Cluster]:
-        return [
-            msgspec.json.decode(row["body"], type=Cluster)
-            for row in self._rows("SELECT body FROM clusters ORDER BY name")
-        ]
+    def list_clusters(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Cluster]:
+        """By name. Damaged ones are told to `on_damage` and left out: only for showing, as their nodes still run."""
+        rows = self._rows("SELECT name, body FROM clusters ORDER BY name")
+        return keep_readable([partial(_read_cluster, row) for row in rows], on_damage)
 
     def delete_cluster(self, name: str) -> None:
         """The next cluster of this name counts its runs from 1 again; intents, bills and events stay."""
@@ -66,6 +69,28 @@ class IntentRows(Database):
             (request.token, request.cluster, self.clock.now_s(), msgspec.json.encode(request)),
         )
 
+    def note_intent_account(self, token: str, account: str) -> None:
+        """Durable when it returns: the create call comes next."""
+        with self.transaction():
+            request = self.get_request(token)
+            assert request is not None, "an intent is written before its account is known"
+            body = msgspec.json.encode(replace(request, account=account))
+            self._write("UPDATE intents SET body = ? WHERE token = ?", (body, token))
+
+    def get_request(self, token: str) -> NodeRequest | None:
+        row = self._row("SELECT body FROM intents WHERE token = ?", (token,))
+        return read_row("intents", token, lambda: msgspec.json.decode(row["body"], type=NodeRequest)) if row else None
+
+    def note_made_nodes(self, token: str, nodes: Sequence[Node]) -> None:
+        """What the create call answered: these ids are terminated even where no list shows them."""
+        self._write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
+
+    def list_made_nodes(self, token: str) -> Sequence[Node]:
+        row = self._row("SELECT nodes FROM intents WHERE token = ?", (token,))
+        if row is None or not row["nodes"]:
+            return ()
+        return read_row("intents", token, lambda: msgspec.json.decode(row["nodes"], type=list[Node]))
+
     def close_intent(self, token: str, outcome: str) -> None:
         self._write(
             "UPDATE intents SET outcome = ?, closed_s = ? WHERE token = ? AND outcome IS NULL",
@@ -81,12 +106,14 @@ class IntentRows(Database):
         # Two statements: one that fits both cases reads every open intent of ten thousand jobs for each of them.
         where, parameters = ("", ()) if cluster is None else (" AND cluster = ?", (cluster,))
         rows = self._rows(
-            f"SELECT body, created_s FROM intents WHERE outcome IS NULL{where} ORDER BY created_s, rowid", parameters
+            f"SELECT token, body, created_s FROM intents WHERE outcome IS NULL{where} ORDER BY created_s, rowid",
+            parameters,
         )
-        return [
-            Intent(request=msgspec.json.decode(row["body"], type=NodeRequest), created_s=row["created_s"])
-            for row in rows
-        ]
+        return [_read_intent(row) for row in rows]
+
+    def list_known_tokens(self, tokens: Iterable[str]) -> frozenset[str]:
+        """Which of these were ever used by this store, open or closed."""
+        return frozenset(token for token in tokens if self._rows("SELECT 1 FROM intents WHERE token = ?", (token,)))
 
     def list_tokens(self, cluster: str) -> frozenset[str]:
         """Every token ever used for this name, open or closed."""
@@ -95,6 +122,18 @@ class IntentRows(Database):
     def count_closed_intents(self, cluster: str) -> int:
         rows = self._rows("SELECT count(*) FROM intents WHERE cluster = ? AND outcome IS NOT NULL", (cluster,))
         return int(rows[0][0])
+
+
+def _read_cluster(row: sqlite3.Row) -> Cluster:
+    return read_row("clusters", row["name"], lambda: msgspec.json.decode(row["body"], type=Cluster))
+
+
+def _read_intent(row: sqlite3.Row) -> Intent:
+    return read_row(
+        "intents",
+        row["token"],
+        lambda: Intent(request=msgspec.json.decode(row["body"], type=NodeRequest), created_s=float(row["created_s"])),
+    )
 
 
 @noun
@@ -111,24 +150,25 @@ class Bill:
 
 
 class BillRows(Database):
-    def list_bills(self) -> Sequence[Bill]:
+    def list_bills(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Bill]:
         rows = self._rows(
             "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes ORDER BY created_s"
         )
-        return [Bill(**dict(row)) for row in rows]
+        return keep_readable([partial(_read_bill, row) for row in rows], on_damage)
 
     def record_node(self, node: Node) -> None:
         """An end once seen stays: a lagging list cannot reopen a bill. Nor can it close one that a start has opened
         anew: a node that is still shown to stand still since before then costs something."""
         self._write(
-            "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s) "
-            "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, ?6) "
+            "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
+            "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, ?6, ?8) "
             "ON CONFLICT (cloud, id) DO UPDATE SET usd_hour = excluded.usd_hour, "
             "ended_s = CASE WHEN nodes.ended_s IS NULL AND (?7 OR excluded.ended_s >= nodes.created_s) "
             "THEN excluded.ended_s ELSE nodes.ended_s END, job_id = COALESCE(nodes.job_id, excluded.job_id)",
             (
                 *(node.cloud, node.id, node.cluster, node.usd_hour, node.created_s, node.ended_s),
                 node.state is NodeState.TERMINATED,
+                node.is_spot,
             ),
         )
 
@@ -148,13 +188,14 @@ class BillRows(Database):
                 (node.cloud, node.id),
             )
             self._write(
-                "INSERT OR IGNORE INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s) "
-                "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL)",
-                (node.cloud, node.id, node.cluster, node.usd_hour, self.clock.now_s()),
+                "INSERT OR IGNORE INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
+                "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL, ?6)",
+                (node.cloud, node.id, node.cluster, node.usd_hour, self.clock.now_s(), node.is_spot),
             )
 
     def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:
-        """What the nodes of a cluster name, of a job, or of everything have cost up to now."""
+        """What the nodes of a cluster name, of a job, or of everything have cost up to now; everything includes what
+        was pruned."""
         wanted = {"cluster = ?": cluster, "job_id = ?": job_id}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         where = f" WHERE {' AND '.join(chosen)}" if chosen else ""
@@ -162,7 +203,8 @@ class BillRows(Database):
             f"SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes{where}",
             (now_s, *chosen.values()),
         )
-        return float(rows[0][0])
+        pruned_usd = 0.0 if chosen else float(self._rows("SELECT total(usd) FROM totals")[0][0])
+        return float(rows[0][0]) + pruned_usd
 
     def list_spend_usd(self, *, now_s: float) -> Mapping[int, float]:
         """What each managed job has cost up to now, by its id."""
@@ -172,3 +214,19 @@ class BillRows(Database):
             (now_s,),
         )
         return {row[0]: row[1] for row in rows}
+
+
+def _read_bill(row: sqlite3.Row) -> Bill:
+    return read_row(
+        "nodes",
+        f"{row['cloud']}/{row['node']}",
+        lambda: Bill(
+            cloud=read_text(row["cloud"]),
+            node=read_text(row["node"]),
+            cluster=read_text(row["cluster"]),
+            job_id=None if row["job_id"] is None else int(row["job_id"]),
+            usd_hour=float(row["usd_hour"]),
+            created_s=float(row["created_s"]),
+            ended_s=None if row["ended_s"] is None else float(row["ended_s"]),
+        ),
+    )

@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import os
+import random
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from broker.clock import Clock
-from broker.errors import FencedError, StateError
+from broker.errors import DamagedRowError, FencedError, StateError
+from broker.state.copies import is_copy_due, write_copy
+from broker.state.faults import explain_fault, is_unwritable
+from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_back, read_guard, write_guard
 from broker.state.schema import MIGRATIONS
 
 BUSY_TIMEOUT_MS = 60_000  # a command waits this long for another broker's transaction before it gives up
+UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # none that looks like another: 28 million ids of five
+UID_LENGTH = 5
+T = TypeVar("T")
+
+
+def draw_uid() -> str:
+    return "".join(random.SystemRandom().choices(UID_LETTERS, k=UID_LENGTH))
 
 
 class Database:
-    """WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit)."""
+    """WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit).
 
-    def __init__(self, path: Path, *, clock: Clock) -> None:
+    `owner` is the installation's id, recorded in the file and compared when it is opened. `draw_uid` makes the random
+    part of names; a simulation passes its own. Where the folder cannot be written, the file is opened to read only.
+    """
+
+    def __init__(
+        self, path: Path, *, clock: Clock, owner: str | None = None, draw_uid: Callable[[], str] = draw_uid
+    ) -> None:
         self.path = path
         self.clock = clock
+        self.draw_uid = draw_uid
+        self.is_read_only = False
+        self._owner = owner
         self._depth = 0
         self._is_durable = True
         self._epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
         try:
             self._connection = self._open()
             self._migrate()
+            self._identify()
         except (sqlite3.Error, OSError) as error:
-            raise self._explain(error) from error
+            raise explain_fault(path, error) from error
 
     def close(self) -> None:
         self._connection.close()
@@ -53,11 +74,32 @@ class Database:
             yield
             self._commit()
         except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+            self._roll_back()
             raise
         finally:
             self._depth -= 1
+
+    def copy(self) -> Path:
+        """Write a copy of the whole file to `backups/`. Raises StateError; the older copies stay then."""
+        try:
+            return write_copy(self.path, now_s=self.clock.now_s())
+        except (sqlite3.Error, OSError) as error:
+            raise explain_fault(self.path, error) from error
+
+    def copy_if_due(self) -> Path | None:
+        """A copy a day."""
+        try:
+            is_due = self.path.exists() and is_copy_due(self.path, now_s=self.clock.now_s())
+        except OSError as error:
+            raise explain_fault(self.path, error) from error
+        return self.copy() if is_due else None
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            try:
+                self._connection.execute("ROLLBACK")
+            except sqlite3.Error:
+                pass  # the error that led here says more
 
     def _check_epoch(self) -> None:
         """A process that slept through its own replacement may not write any more (a fencing token)."""
@@ -70,51 +112,157 @@ class Database:
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(sql, parameters)
-        except sqlite3.OperationalError as error:
-            raise self._explain(error) from error
+        except sqlite3.DatabaseError as error:
+            raise explain_fault(self.path, error) from error
 
     def _write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
         with self.transaction(is_durable=is_durable):
             return self._execute(sql, parameters)
 
     def _rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        return self._execute(sql, parameters).fetchall()
+        try:
+            return self._connection.execute(sql, parameters).fetchall()
+        except sqlite3.OperationalError as error:
+            if "decode to UTF-8" not in str(error):  # the module has no code of its own for it
+                raise explain_fault(self.path, error) from error
+        except sqlite3.DatabaseError as error:
+            raise explain_fault(self.path, error) from error
+        return self._read_damaged_text(sql, parameters)
+
+    def _read_damaged_text(self, sql: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
+        """One row's damaged text must not hide the others: what reads that row finds it to be damaged."""
+        self._connection.text_factory = lambda text: text.decode(errors="replace")
+        try:
+            return self._connection.execute(sql, parameters).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise explain_fault(self.path, error) from error
+        finally:
+            self._connection.text_factory = str
 
     def _row(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
         rows = self._rows(sql, parameters)
         return rows[0] if rows else None
 
     def _open(self) -> sqlite3.Connection:
+        try:
+            return self._open_to_write()
+        except (sqlite3.Error, OSError) as error:
+            if not is_unwritable(error) or not self.path.is_file():
+                raise
+            self.is_read_only = True
+            return self._open_to_read()
+
+    def _open_to_write(self) -> sqlite3.Connection:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_not_lost(self.path, read_guard(self.path))
         # Made by us first, so that the file never exists with a wider mode; SQLite gives -wal and -shm the same one.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
-        connection.row_factory = sqlite3.Row
+        connection = self._connect("mode=rw")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA foreign_keys=ON")
         return connection
 
+    def _open_to_read(self) -> sqlite3.Connection:
+        """A log that cannot be opened is left out only where it holds nothing."""
+        check_not_lost(self.path, read_guard(self.path))
+        log = self.path.with_name(f"{self.path.name}-wal")
+        try:
+            connection = self._connect("mode=ro")
+            connection.execute("SELECT 1 FROM sqlite_schema")
+        except sqlite3.OperationalError:
+            if log.exists() and log.stat().st_size:
+                raise
+            connection = self._connect("mode=ro&immutable=1")
+        return connection
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        uri = f"{self.path.absolute().as_uri()}?{mode}"
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        return connection
+
     def _migrate(self) -> None:
-        if self._schema_version() == len(MIGRATIONS):
+        version = self._schema_version()
+        if version == len(MIGRATIONS):
             return
+        self._check_version(version)
+        if version and self.path.exists():
+            self.copy()  # what a migration has changed can only be brought back from a copy
         with self.transaction():
             version = self._schema_version()  # read again: another process may have just migrated
-            if version > len(MIGRATIONS):
-                raise StateError(
-                    f"{self.path} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
-                    hints=("Upgrade broker, or point `BROKER_HOME` at another folder.",),
-                )
+            self._check_version(version)
             for statements in MIGRATIONS[version:]:
                 for statement in statements:
                     self._execute(statement)
             self._execute(f"PRAGMA user_version={len(MIGRATIONS)}")
 
+    def _check_version(self, version: int) -> None:
+        if version > len(MIGRATIONS):
+            raise StateError(
+                f"{self.path} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
+                hints=("Upgrade broker, or point `BROKER_HOME` at another folder.",),
+            )
+        if version < 0 or (version < len(MIGRATIONS) and self.is_read_only):
+            raise StateError(
+                f"{self.path} has schema {version}, and cannot be brought to schema {len(MIGRATIONS)}",
+                hints=("Make the folder writable.",) if self.is_read_only else list_ways_back(self.path),
+            )
+
     def _schema_version(self) -> int:
         return int(self._rows("PRAGMA user_version")[0][0])
 
-    def _explain(self, error: Exception) -> StateError:
-        return StateError(
-            f"the state file {self.path} cannot be used: {error}",
-            hints=("Check that the folder is writable and the disk not full, or set `BROKER_HOME`.",),
+    def _identify(self) -> None:
+        """Compare file, guard and owner; write what is not written yet."""
+        if not self.path.exists():
+            return  # kept in memory, by a simulation
+        guard = read_guard(self.path)
+        known = {row["key"]: row["value"] for row in self._rows("SELECT key, value FROM meta")}
+        lineage, owner = known.get("lineage", ""), known.get("installation", "")
+        check_lineage(self.path, guard, lineage)
+        if self._owner is not None and owner not in ("", self._owner):
+            raise StateError(
+                f"the state file belongs to installation {owner}, and the file `owner` says {self._owner}",
+                hints=("`broker state restore --owner` writes the id that the state file knows",),
+            )
+        if self.is_read_only:
+            return
+        if self._owner and not owner:
+            self._write("INSERT OR IGNORE INTO meta (key, value) VALUES ('installation', ?)", (self._owner,))
+        wanted = Guard(
+            lineage=lineage,
+            owner=owner or self._owner or "",
+            created_s=(guard.created_s if guard else 0.0) or self.clock.now_s(),
+            schema=len(MIGRATIONS),
+            restores=guard.restores if guard else 0,
         )
+        if guard != wanted:
+            write_guard(self.path, wanted)
+
+
+def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
+    """What `decode` makes of a row. Raises DamagedRowError where its content is not what was written."""
+    try:
+        return decode()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedRowError(table, str(key), str(error)) from error
+
+
+def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedRowError], None] | None) -> list[T]:
+    """What each row says. A damaged one is told to `on_damage` and left out, or raised where there is none."""
+    found = []
+    for read in rows:
+        try:
+            found.append(read())
+        except DamagedRowError as error:
+            if on_damage is None:
+                raise
+            on_damage(error)
+    return found
+
+
+def read_text(value: object) -> str:
+    """SQLite keeps any kind of value in any column. Raises TypeError for one that is no text."""
+    if not isinstance(value, str):
+        raise TypeError(f"text expected, found {type(value).__name__}")
+    return value

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from broker.nouns import noun
 from broker.state.database import Database
-from broker.state.schema import KEPT_DAYS
 from broker.types import Placement
 
 FORGIVEN_AFTER_S = 3600.0  # a place that was silent for so long after a refusal starts anew
@@ -67,22 +66,6 @@ class EventRows(Database):
             tuple(chosen.values()),
         )
         return [Event(**dict(row)) for row in rows]
-
-
-class Compaction(Database):
-    def compact(self) -> None:
-        """Forget what nobody will ask for: the file does not grow for ever. Bills stay."""
-        before_s = self.clock.now_s() - KEPT_DAYS * 86400
-        with self.transaction():
-            self._execute(
-                "DELETE FROM events WHERE time_s < ?1 AND time_s < unixepoch() - ?2 * 86400 AND "
-                "(job_id IS NULL OR job_id IN (SELECT id FROM jobs WHERE is_terminal))",
-                (before_s, KEPT_DAYS),
-            )
-            self._execute(
-                "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
-            )
-            self._execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
 
 
 class RefusalRows(Database):

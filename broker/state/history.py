@@ -47,7 +47,8 @@ class HistoryRows(Database):
             "json_extract(body, '$.placement.offer.zone'), json_extract(body, '$.placement.offer.instance_type'), "
             "json_extract(body, '$.placement.node_count'), json_extract(body, '$.started_s'), "
             "json_extract(body, '$.lost_s'), json_extract(body, '$.ended_s'), json_extract(body, '$.outcome') "
-            "FROM attempts WHERE json_extract(body, '$.placement.is_spot') AND json_extract(body, '$.started_s') > ? "
+            "FROM attempts WHERE CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.is_spot') "
+            "AND json_extract(body, '$.started_s') > ? END "
             "ORDER BY rowid DESC LIMIT ?",
             (now_s - KEPT_DAYS_MAX * 86400, STAYS_MAX),
         )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
 
-from broker.errors import UsageError
+from broker.errors import DamagedRowError, UsageError
 from broker.nouns import noun
-from broker.state.database import Database
+from broker.state.database import Database, keep_readable, read_row, read_text
+from broker.state.faults import explain_os_error
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Progress, Task
+from broker.types.jobs import name_job
+
+OnDamage = Callable[[DamagedRowError], None] | None
 
 
 @noun
@@ -67,9 +71,10 @@ class JobRows(Database):
             known = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
             if known:
                 return self._must_get(known["id"])
+            uid = resumes.uid if resumes else self.draw_uid()
             cursor = self._execute(
                 "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s, needs, pipeline, "
-                "resumes, first_attempt, hedge) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "resumes, first_attempt, hedge, uid) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     name,
                     JobStatus.PENDING.value,
@@ -82,12 +87,13 @@ class JobRows(Database):
                     (resumes.resumes or resumes.id) if resumes else None,
                     resumes.next_attempt if resumes else 1,
                     hedge,
+                    uid,
                 ),
             )
             job_id = cursor.lastrowid
             assert job_id is not None
             if task.secrets:
-                self._write_secrets(job_id, {name: secret.value for name, secret in task.secrets.items()})
+                self._write_secrets(job_id, uid, {name: secret.value for name, secret in task.secrets.items()})
             return self._must_get(job_id)
 
     def find_request(self, request_id: str | None) -> Job | None:
@@ -99,23 +105,30 @@ class JobRows(Database):
         row = self._row("SELECT * FROM jobs WHERE id = ?", (job_id,))
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
-    def list_jobs(self) -> Sequence[Job]:
-        attempts: dict[int, list[Attempt]] = {}
-        for row in self._rows("SELECT job_id, body FROM attempts ORDER BY job_id, number"):
-            attempts.setdefault(row["job_id"], []).append(msgspec.json.decode(row["body"], type=Attempt))
-        rows = self._rows("SELECT * FROM jobs ORDER BY id")
-        return [self._read_job(row, attempts.get(row["id"], ())) for row in rows]
+    def list_jobs(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
+        """All of them, oldest first. Damaged ones are told to `on_damage` and left out, or raised without it."""
+        attempts: dict[int, list[sqlite3.Row]] = {}
+        for row in self._rows("SELECT job_id, number, body FROM attempts ORDER BY job_id, number"):
+            attempts.setdefault(row["job_id"], []).append(row)
 
-    def list_job_lines(self, newest: int | None = None) -> Sequence[JobLine]:
+        def read(row: sqlite3.Row) -> Job:
+            return self._read_job(row, [_read_attempt(each) for each in attempts.get(row["id"], ())])
+
+        rows = self._rows("SELECT * FROM jobs ORDER BY id")
+        return keep_readable([partial(read, row) for row in rows], on_damage)
+
+    def list_job_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
         """The newest so many, and every live one besides; all without a number. Newest first."""
         rows = self._rows(
-            "SELECT id, name, status, json_extract(progress, '$.step') AS step, "
-            "json_extract(progress, '$.total') AS total, submitted_s, ended_s, (SELECT count(*) FROM attempts "
-            "WHERE job_id = jobs.id AND json_extract(body, '$.running_s') IS NOT NULL) AS starts FROM jobs "
+            "SELECT id, name, status, "
+            "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.step') END AS step, "
+            "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.total') END AS total, submitted_s, ended_s, "
+            "(SELECT count(*) FROM attempts WHERE job_id = jobs.id AND "
+            "CASE WHEN json_valid(body) THEN json_extract(body, '$.running_s') END IS NOT NULL) AS starts FROM jobs "
             "WHERE ?1 IS NULL OR NOT is_terminal OR id > (SELECT max(id) FROM jobs) - ?1 ORDER BY id DESC",
             (newest,),
         )
-        return [JobLine(**{**dict(row), "status": JobStatus(row["status"])}) for row in rows]
+        return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
     def count_jobs(self) -> int:
         return int(self._rows("SELECT count(*) FROM jobs")[0][0])
@@ -142,7 +155,7 @@ class JobRows(Database):
             )
         is_written = cursor.rowcount == 1
         if is_written and status.is_terminal:
-            self._secrets_path(job_id).unlink(missing_ok=True)
+            self._forget_secrets(job_id)
         return is_written
 
     def request_cancel(self, job_id: int) -> bool:
@@ -153,6 +166,10 @@ class JobRows(Database):
     def is_cancel_requested(self, job_id: int) -> bool:
         row = self._row("SELECT cancel_requested FROM jobs WHERE id = ?", (job_id,))
         return bool(row and row["cancel_requested"])
+
+    def list_cancel_requested_ids(self) -> Sequence[int]:
+        """Live jobs that the user wants ended."""
+        return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal AND cancel_requested")]
 
     def set_progress(self, job_id: int, progress: Progress) -> None:
         """Also remembered per attempt, so that lost steps can be counted later."""
@@ -183,8 +200,8 @@ class JobRows(Database):
         )
 
     def list_attempts(self, job_id: int) -> Sequence[Attempt]:
-        rows = self._rows("SELECT body FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
-        return [msgspec.json.decode(row["body"], type=Attempt) for row in rows]
+        rows = self._rows("SELECT job_id, number, body FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
+        return [_read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
         row = self._row("SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,))
@@ -204,47 +221,92 @@ class JobRows(Database):
         return job
 
     def _read_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
+        return read_row("jobs", row["id"], lambda: self._decode_job(row, attempts))
+
+    def _decode_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
         names = msgspec.json.decode(row["secret_names"], type=list[str])
         progress = row["progress"]
         return Job(
             id=row["id"],
-            name=row["name"],
+            name=read_text(row["name"]),
             status=JobStatus(row["status"]),
-            task=decode_task(row["task"], self._read_secrets(row["id"], names))
+            task=decode_task(row["task"], self._read_secrets(row["id"], row["uid"], names))
             if names
             else _decode_plain(row["task"]),
-            submitted_s=row["submitted_s"],
-            ended_s=row["ended_s"],
+            submitted_s=float(row["submitted_s"]),
+            ended_s=None if row["ended_s"] is None else float(row["ended_s"]),
             attempts=tuple(attempts),
             progress=msgspec.json.decode(progress, type=Progress) if progress is not None else None,
-            failure=row["failure"],
+            failure=read_text(row["failure"]),
             cancel_requested=bool(row["cancel_requested"]),
-            needs=tuple(json.loads(row["needs"])),
-            pipeline=row["pipeline"],
-            resumes=row["resumes"],
-            first_attempt=row["first_attempt"],
-            hedge=row["hedge"],
+            needs=tuple(msgspec.json.decode(row["needs"], type=list[int])),
+            pipeline=read_text(row["pipeline"]),
+            resumes=None if row["resumes"] is None else int(row["resumes"]),
+            first_attempt=int(row["first_attempt"]),
+            hedge=int(row["hedge"]),
+            uid=read_text(row["uid"]),
         )
 
-    def _secrets_path(self, job_id: int) -> Path:
-        return self.path.parent / "secrets" / f"job-{job_id}.json"
+    def _secrets_path(self, job_id: int, uid: str) -> Path:
+        # A damaged name must not lead out of the folder.
+        return self.path.parent / "secrets" / f"{name_job(job_id, uid).replace('/', '_')}.json"
 
-    def _write_secrets(self, job_id: int, values: Mapping[str, str]) -> None:
-        path = self._secrets_path(job_id)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(dict(values), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _read_secrets(self, job_id: int, names: Sequence[str]) -> Mapping[str, str]:
-        """Empty values once the job has ended and its file is gone."""
+    def _forget_secrets(self, job_id: int) -> None:
+        row = self._row("SELECT uid FROM jobs WHERE id = ?", (job_id,))
+        if row is None:
+            return
+        path = self._secrets_path(job_id, str(row["uid"]))
         try:
-            values = json.loads(self._secrets_path(job_id).read_text())
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise explain_os_error(error, default=path) from error
+
+    def _write_secrets(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
+        path = self._secrets_path(job_id, uid)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(dict(values), file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise explain_os_error(error, default=path) from error
+
+    def _read_secrets(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
+        """Empty values once the job has ended and its file is gone. Raises StateError for a damaged file."""
+        path = self._secrets_path(job_id, uid)
+        try:
+            values = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
         except FileNotFoundError:
             values = {}
-        return {name: str(values.get(name, "")) for name in names}
+        except OSError as error:
+            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are no JSON") from error
+        return {name: values.get(name, "") for name in names}
+
+
+def _read_attempt(row: sqlite3.Row) -> Attempt:
+    key = f"{row['job_id']}/{row['number']}"
+    return read_row("attempts", key, lambda: msgspec.json.decode(row["body"], type=Attempt))
+
+
+def _read_line(row: sqlite3.Row) -> JobLine:
+    return read_row(
+        "jobs",
+        row["id"],
+        lambda: JobLine(
+            id=row["id"],
+            name=read_text(row["name"]),
+            status=JobStatus(row["status"]),
+            step=None if row["step"] is None else int(row["step"]),
+            total=None if row["total"] is None else int(row["total"]),
+            starts=int(row["starts"]),
+            submitted_s=float(row["submitted_s"]),
+            ended_s=None if row["ended_s"] is None else float(row["ended_s"]),
+        ),
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -77,4 +77,21 @@ _CALLS = (
 
 _HINTS = ("ALTER TABLE refusals ADD COLUMN hints TEXT NOT NULL DEFAULT '[]'",)
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS)
+_MADE_NODES = ("ALTER TABLE intents ADD COLUMN nodes BLOB",)
+
+_IDENTITY = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "INSERT INTO meta (key, value) VALUES ('lineage', lower(hex(randomblob(8))))",
+    "ALTER TABLE jobs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",  # empty: a job from before, whose names have none
+    "ALTER TABLE nodes ADD COLUMN is_spot INTEGER",
+    """UPDATE nodes SET is_spot = (SELECT json_extract(body, '$.placement.is_spot') FROM attempts
+       WHERE attempts.job_id = nodes.job_id AND json_extract(body, '$.cluster') = nodes.cluster)""",
+    """CREATE TABLE totals (month TEXT NOT NULL, cloud TEXT NOT NULL, pricing TEXT NOT NULL, node_hours REAL NOT NULL,
+       usd REAL NOT NULL, PRIMARY KEY (month, cloud, pricing))""",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
+    _MADE_NODES,
+    _IDENTITY,
+)

@@ -1,4 +1,4 @@
-"""The fields of a task: SkyPilot 0.14's, and ours on top (`goal`, `checkpoint`, `needs`).
+"""The fields of a task: SkyPilot 0.14's, and ours on top (`goal`, `checkpoint`, `unattended`, `needs`).
 
 This table is what the loader reads by and what `broker schema` prints.
 """
@@ -218,6 +218,12 @@ TASK = Table(
         "outputs": Field(shape=_SIZES, about="URL -> size of data that is written; moving it counts in the plan."),
         "goal": Field(shape=GOAL, about="What finishing means (broker only)."),
         "checkpoint": Field(shape=CHECKPOINT, about="What a checkpoint costs, and where it goes (broker only)."),
+        "unattended": Field(
+            shape=Duration(bare_unit="h"),
+            about="How long a managed job goes on while the machine that launched it is away, at most what budget and "
+            "deadline leave; at least 15m; 12h (broker only).",
+            examples=("12h",),
+        ),
         "needs": NEEDS,
         "service": Field(
             shape=SERVICE, about="Serve the task behind a load balancer.",

@@ -9,6 +9,7 @@ from pathlib import Path
 from broker.errors import Issue, TaskError
 from broker.task.expansion import expand_variables
 from broker.task.fields import TASK
+from broker.task.measures import UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
@@ -102,6 +103,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         run=section.get("run"),
         goal=_read_goal(reader, section.get("goal")),
         checkpoint=_read_checkpoint(section.get("checkpoint")),
+        unattended_s=_read_unattended(reader, section),
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
         notices=reader.take_notices(),
@@ -151,6 +153,14 @@ def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
         budget_usd=section.get("budget"),
         confidence=section.get("confidence", Goal.confidence),
     )
+
+
+def _read_unattended(reader: Reader, section: Section) -> float | None:
+    value: float | None = section.get("unattended")
+    if value is not None and value < UNATTENDED_S_MIN:
+        hint = "a shorter one would end machines over a slow network; the default is `unattended: 12h`"
+        reader.fault(section.marks["unattended"], "`unattended` must be at least 15m", hint)
+    return value
 
 
 def _read_checkpoint(section: Section | None) -> CheckpointSpec:

@@ -18,6 +18,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _PART = rf"{_NUMBER} ?[sSmMhHdDwW]"
 _SPAN = rf"{_PART}(?: ?{_PART}){{0,4}}"
 NUMBER_MAX = 1e9
+UNATTENDED_S_MIN = 900.0  # many renewals of the lease, so that no slow network ends a node
 
 
 def _is_number(value: Any) -> bool:
@@ -38,7 +39,10 @@ class Measure(Scalar):
         return value
 
     def parse(self, marked: Marked) -> Any:
-        value = marked.value
+        return self.read_value(marked.value)
+
+    def read_value(self, value: Any) -> Any:
+        """The amount; None where it does not fit."""
         if _is_number(value):
             fits = (value >= 0 if self.is_zero_ok else value > 0) and value < NUMBER_MAX
             return self.from_number(float(value)) if fits else None

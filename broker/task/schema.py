@@ -17,7 +17,7 @@ def make_schema() -> Schema:
     return {
         "$schema": DRAFT,
         "title": "broker task file",
-        "description": "A task in SkyPilot's dialect, with broker's `goal`, `checkpoint` and `needs`.",
+        "description": "A task in SkyPilot's dialect, with broker's `goal`, `checkpoint`, `unattended` and `needs`.",
         "anyOf": [TASK.describe(), HEADER.describe()],
         "$defs": {name: table.describe_fully() for name, table in sorted(tables.items())},
     }

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 _NOUNS = {
     "jobs": ("Attempt", "Job", "JobStatus", "Progress"),
-    "machines": ("Cluster", "ClusterStatus", "Node", "MachineSpec", "NodeRequest", "NodeState", "Run", "RunStatus"),
+    "machines": (
+        "Cluster",
+        "ClusterStatus",
+        "Node",
+        "NodeList",
+        "MachineSpec",
+        "NodeRequest",
+        "NodeState",
+        "Run",
+        "RunStatus",
+    ),
     "market": (
         "AcceleratorFigures",
         "Breakdown",

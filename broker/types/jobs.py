@@ -84,8 +84,27 @@ class Job:
     resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it goes on with
     first_attempt: int = 1
     hedge: int = 2  # places that may be asked for its machines at once
+    uid: str = ""  # random, so that no name is used twice after a state folder was lost; a retry keeps the first one's
+
+    @property
+    def stem(self) -> str:
+        """First part of the names of its clusters and files."""
+        return name_job(self.id, self.uid)
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its checkpoints: a retry uses that of the first job."""
+        return name_job(self.resumes or self.id, self.uid)
+
+    def name_cluster(self, attempt: int) -> str:
+        return f"{self.stem}-{attempt}"
 
     @property
     def next_attempt(self) -> int:
         """Attempt numbers only grow, over retries too: they fence the checkpoints."""
         return self.first_attempt + len(self.attempts)
+
+
+def name_job(job_id: int, uid: str) -> str:
+    """`job-3-k7wq2`; `job-3` for jobs from before jobs had a random part."""
+    return f"job-{job_id}-{uid}" if uid else f"job-{job_id}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
 
+from broker.errors import CloudError
 from broker.nouns import noun
 from broker.types.market import Placement
 from broker.types.task import Autostop
@@ -43,6 +44,7 @@ class NodeRequest:
     token: str
     placement: Placement
     spec: MachineSpec = MachineSpec()
+    account: str = ""  # where it is asked for, written down before the call; empty: not asked yet, or no accounts there
     boot: str = field(default="", repr=False)
 
 
@@ -65,8 +67,24 @@ class Node:
     usd_hour: float = 0.0
     created_s: float = 0.0
     ended_s: float | None = None  # when billing stopped
-    reason: str = ""  # why it ended: "preempted", "lease", "terminated"
+    reason: str = ""  # why it ended: "preempted", "lease", "done", "terminated"
     handle: str = ""  # what the transport needs to reach it (local: the node's folder; ssh: user@host)
+    account: str = ""  # whose it is: AWS account id, Google project; empty where a cloud knows no accounts
+
+
+@noun
+class NodeList:
+    """What one look at a cloud showed. A node that is missing from it proves nothing about a region in `unseen`."""
+
+    nodes: tuple[Node, ...] = ()
+    account: str = ""  # of the login that asked
+    unseen: Mapping[str, CloudError] = field(default_factory=dict)  # region -> why it could not be listed
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
 
 
 class ClusterStatus(StrEnum):

@@ -228,7 +228,7 @@ async def try_place(world: World, placement: Placement, token: str) -> bool:
         timeout_s=600.0, clock=world.clock, on_look=lambda nodes: None,
     )  # fmt: skip
     if nodes is None:
-        await world.cloud.terminate_nodes([node.id for node in made])
+        await world.cloud.terminate_nodes(made)
     return nodes is not None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-HEAVY = ("torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio")
+HEAVY = ("cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio")
 
 
 def broker(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,11 @@ TOKENS = itertools.count(1)
 LOOKS_MAX = 2000
 
 
+def make_node(node_id: str, *, cloud: str = "aws") -> Node:
+    """A node by its id alone, as a record might name it."""
+    return Node(id=node_id, cloud=cloud, owner=OWNER, cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
+
+
 class Bed:
     """A cloud under test. `offer` has a zone and both prices; `clock` is the one that the cloud was given."""
 

@@ -7,6 +7,7 @@ A cloud's test file makes a `Bed` (a cloud with somebody to play its provider) i
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -124,7 +125,7 @@ class CloudContract:
             request = make_request(bed)
             (node,) = await bed.cloud.create_nodes(request)
             await wait_state(bed, request.token, NodeState.RUNNING)
-            await bed.cloud.terminate_nodes([node.id])
+            await bed.cloud.terminate_nodes([node])
             await wait_state(bed, request.token, NodeState.TERMINATED)
             (dead,) = await bed.cloud.create_nodes(request)
             assert (dead.id, dead.state) == (node.id, NodeState.TERMINATED)
@@ -140,7 +141,7 @@ class CloudContract:
             await settle(bed)
             assert {node.token for node in await bed.cloud.list_nodes(OWNER)} == {mine.token}
             assert {node.token for node in await bed.cloud.list_nodes("somebody-else")} == {theirs.token}
-            assert await bed.cloud.list_nodes("nobody") == []
+            assert not (await bed.cloud.list_nodes("nobody")).nodes
 
         bed.run(act())
 
@@ -149,7 +150,7 @@ class CloudContract:
             request = make_request(bed, node_count=2)
             created = await bed.cloud.create_nodes(request)
             await wait_state(bed, request.token, NodeState.RUNNING, 2)
-            await bed.reopen().terminate_nodes([node.id for node in created])
+            await bed.reopen().terminate_nodes(created)
             for node in await wait_state(bed, request.token, NodeState.TERMINATED, 2):
                 assert node.reason == "terminated"
                 assert node.ended_s is not None and node.created_s - 2 <= node.ended_s <= bed.clock.now_s() + 2
@@ -163,13 +164,13 @@ class CloudContract:
             (node,) = await bed.cloud.create_nodes(end)
             await wait_state(bed, end.token, NodeState.RUNNING)
             await wait_state(bed, keep.token, NodeState.RUNNING)
-            unknown = node.id[:-4] + "dead"
+            unknown = replace(node, id=node.id[:-4] + "dead")
             await bed.cloud.terminate_nodes([])
             await bed.cloud.terminate_nodes([unknown])
-            await bed.cloud.terminate_nodes([unknown, node.id])
-            await bed.cloud.terminate_nodes([node.id])
+            await bed.cloud.terminate_nodes([unknown, node])
+            await bed.cloud.terminate_nodes([node])
             await wait_state(bed, end.token, NodeState.TERMINATED)
-            await bed.cloud.terminate_nodes([node.id])
+            await bed.cloud.terminate_nodes([node])
             (kept,) = await list_of(bed, keep.token)
             assert kept.state is NodeState.RUNNING
 
@@ -269,7 +270,7 @@ class CloudContract:
             await wait_state(bed, request.token, NodeState.RUNNING, 2)
             await cloud.sweep(OWNER, ["train"])
             assert bed.list_leftovers() != [], "what a living cluster needs stays"
-            await bed.cloud.terminate_nodes([node.id for node in created])
+            await bed.cloud.terminate_nodes(created)
             await wait_state(bed, request.token, NodeState.TERMINATED, 2)
             await cloud.sweep(OWNER, [])
             assert bed.list_leftovers() == []
@@ -326,7 +327,7 @@ class CloudContract:
             after = await wait_state(bed, request.token, NodeState.RUNNING, 2)
             await cloud.start_nodes(ids)
             assert [(node.id, node.rank) for node in after] == [(node.id, node.rank) for node in before]
-            await bed.cloud.terminate_nodes(ids)
+            await bed.cloud.terminate_nodes(after)
             await wait_state(bed, request.token, NodeState.TERMINATED, 2)
 
         bed.run(act())
@@ -340,7 +341,7 @@ class CloudContract:
             await wait_state(bed, request.token, NodeState.RUNNING)
             await cloud.stop_nodes([node.id])
             await wait_state(bed, request.token, NodeState.STOPPED)
-            await bed.cloud.terminate_nodes([node.id])
+            await bed.cloud.terminate_nodes([node])
             await wait_state(bed, request.token, NodeState.TERMINATED)
 
         bed.run(act())
@@ -352,7 +353,7 @@ class CloudContract:
             request = make_request(bed)
             (node,) = await bed.cloud.create_nodes(request)
             await wait_state(bed, request.token, NodeState.RUNNING)
-            await bed.cloud.terminate_nodes([node.id])
+            await bed.cloud.terminate_nodes([node])
             await wait_state(bed, request.token, NodeState.TERMINATED)
             with pytest.raises((UsageError, InvalidRequestError)):
                 await cloud.start_nodes([node.id])

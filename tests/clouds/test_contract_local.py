@@ -13,6 +13,7 @@ from broker.clock import SystemClock
 from broker.clouds.base import Cloud
 from broker.clouds.local import LocalCloud
 from broker.types import Node, Offer
+from tests.clouds.beds import make_node
 from tests.clouds.contract import Bed, CloudContract
 
 
@@ -45,7 +46,7 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
     bed = LocalBed(tmp_path / "nodes")
     yield bed
     ids = [entry.name for entry in bed.root.iterdir() if entry.is_dir()] if bed.root.exists() else []
-    asyncio.run(bed.local.terminate_nodes(ids))
+    asyncio.run(bed.local.terminate_nodes([make_node(each, cloud="local") for each in ids]))
 
 
 class TestLocal(CloudContract):

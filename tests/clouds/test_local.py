@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_no_process_outlives_its_node(rig: Rig, how: str) -> None:
         await release_evil(rig, node)
         pids = json.loads((Path(node.handle) / "machine.json").read_text())
         if how == "terminate":
-            await rig.cloud.terminate_nodes([node.id])
+            await rig.cloud.terminate_nodes([node])
         elif how == "preempt":
             await rig.cloud.preempt_nodes([node.id], notice_s=0)
         elif how == "shutdown":
@@ -78,7 +79,7 @@ def test_same_token_gives_the_same_nodes(rig: Rig) -> None:
         assert len(await rig.cloud.list_nodes("me")) == 2
         assert {node.rank for node in first} == {0, 1}
         assert first[0].usd_hour == pytest.approx(0.03)
-        await rig.cloud.terminate_nodes([node.id for node in first])
+        await rig.cloud.terminate_nodes(first)
         third = await rig.cloud.create_nodes(request)
         assert {node.state for node in third} == {NodeState.TERMINATED}
 
@@ -97,7 +98,7 @@ def test_addresses_are_unique_where_loopback_has_many(rig: Rig) -> None:
 def test_other_owners_do_not_see_our_nodes(rig: Rig) -> None:
     async def act() -> None:
         await rig.cloud.create_nodes(make_request())
-        assert await rig.cloud.list_nodes("somebody") == []
+        assert not (await rig.cloud.list_nodes("somebody")).nodes
 
     asyncio.run(act())
 
@@ -106,7 +107,7 @@ def test_interrupted_creation_is_pending_until_the_same_token_boots_it(rig: Rig)
     async def act() -> None:
         request = make_request()
         (node,) = await rig.cloud.create_nodes(request)
-        await rig.cloud.terminate_nodes([node.id])
+        await rig.cloud.terminate_nodes([node])
         for name in ("machine.json", "ended.json"):  # as if the creator had died between the folder and the boot
             (Path(node.handle) / name).unlink()
         (Path(node.handle) / "home/.broker").mkdir(parents=True)
@@ -130,7 +131,7 @@ def test_stopped_node_keeps_its_disk_and_starts_again(rig: Rig) -> None:
         done = await rig.transport.run(node, ["cat", "file"], timeout_s=60)
         assert done.stdout == b"kept\n"
         await rig.cloud.stop_nodes([node.id])
-        await rig.cloud.terminate_nodes([node.id])
+        await rig.cloud.terminate_nodes([node])
         assert (await rig.state_of(node)).state is NodeState.TERMINATED
 
     asyncio.run(act())
@@ -140,7 +141,9 @@ def test_terminating_twice_or_the_unknown_is_success(rig: Rig) -> None:
     async def act() -> None:
         (node,) = await rig.cloud.create_nodes(make_request())
         for _ in range(2):
-            await rig.cloud.terminate_nodes([node.id, "never-there", "../escape"])
+            await rig.cloud.terminate_nodes(
+                [node, *(replace(node, id=other) for other in ("never-there", "../escape"))]
+            )
         assert (await rig.state_of(node)).reason == "terminated"
 
     asyncio.run(act())
@@ -153,7 +156,7 @@ def test_zone_without_capacity_refuses_and_makes_nothing(rig: Rig) -> None:
         with pytest.raises(CapacityError) as caught:
             await rig.cloud.create_nodes(make_request())
         assert caught.value.scope == "zone"
-        assert await rig.cloud.list_nodes("me") == []
+        assert not (await rig.cloud.list_nodes("me")).nodes
 
     asyncio.run(act())
 
@@ -167,9 +170,9 @@ def test_old_terminated_nodes_are_forgotten(rig: Rig) -> None:
 
     async def act() -> None:
         (node,) = await rig.cloud.create_nodes(make_request())
-        await rig.cloud.terminate_nodes([node.id])
+        await rig.cloud.terminate_nodes([node])
         assert len(await rig.cloud.list_nodes("me")) == 1
-        assert await LocalCloud(rig.root, clock=Later()).list_nodes("me") == []
+        assert not (await LocalCloud(rig.root, clock=Later()).list_nodes("me")).nodes
         assert not Path(node.handle).exists()
 
     asyncio.run(act())

@@ -104,7 +104,7 @@ def test_a_node_boots_for_as_long_as_in_the_cloud_and_is_billed_in_simulated_tim
         (node,) = await cloud.list_nodes("me")
         assert node.state is NodeState.RUNNING
         skip(cloud, 10 * HOUR_S)
-        await cloud.terminate_nodes([node.id])
+        await cloud.terminate_nodes([node])
         (node,) = await cloud.list_nodes("me")
         assert node.state is NodeState.TERMINATED and node.ended_s is not None
         assert node.ended_s - node.created_s >= 10 * HOUR_S

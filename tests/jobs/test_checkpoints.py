@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 
 from broker.config import Config, find_checkpoint_url
 from broker.errors import UsageError
-from broker.jobs.checkpoints import check_checkpoints, find_checkpoint_dir, has_left_success, settle_tasks
+from broker.jobs.checkpoints import check_checkpoints, find_checkpoint_dir, settle_tasks
 from broker.optimizer.planner import make_plan
-from broker.runtime.agent_bucket import leave_outcome
 from broker.types import (
     CheckpointSpec,
     Cluster,
@@ -26,23 +24,9 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import make_offer
-from tests.testbed.objects import serve_azure
-from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 
 AWS = replace(make_offer("east1a"), cloud="aws")
 LOCAL = replace(make_offer("east1a"), cloud="local")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def azure() -> Iterator[dict[str, str]]:
-    with serve_azure() as (_, variables):
-        yield variables
 
 
 def make_config(folder: Path) -> Config:
@@ -116,29 +100,11 @@ def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, m
     with pytest.raises(UsageError, match="BROKER_CHECKPOINTS is `ftp://b`"):
         find_checkpoint_url(config)
     monkeypatch.delenv("BROKER_CHECKPOINTS")
-    for text, words in (("checkpoint = 1", "there is no `checkpoint`"), ("x", "config.toml"), ("checkpoints = 3", "3")):
+    for text, words in (
+        ("checkpoint = 1", "unknown setting `checkpoint`"),
+        ("x", "config.toml"),
+        ("checkpoints = 3", "3"),
+    ):
         (tmp_path / "config.toml").write_text(text)
         with pytest.raises(UsageError, match=words):
             find_checkpoint_url(config)
-
-
-@pytest.mark.parametrize("scheme", ["s3", "az"])
-def test_success_left_by_the_head_is_found_and_nothing_else_counts(
-    request: pytest.FixtureRequest, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent writes by itself, broker reads by its library."""
-    login: dict[str, str] = request.getfixturevalue("server").variables
-    if scheme == "az":
-        login = request.getfixturevalue("azure")
-    for name, value in login.items():
-        monkeypatch.setenv(name, value)
-    place = f"{scheme}://{BUCKET}/runs/me-job-1"
-    variables = {**login, "BROKER_CHECKPOINT_DIR": place}
-    for attempt, status in ((1, "SUCCEEDED"), (2, "FAILED")):
-        outcome = {"status": status, "returncode": 0 if status == "SUCCEEDED" else 1, "reason": ""}
-        assert (
-            leave_outcome(outcome, {**variables, "BROKER_ATTEMPT": str(attempt)}) == f"{place}/outcomes/{attempt}.json"
-        )
-    assert [has_left_success(place, attempt) for attempt in (1, 2, 3)] == [True, False, False]
-    assert not has_left_success(f"{scheme}://no-such-bucket/x", 1)
-    assert leave_outcome({}, {**variables, "BROKER_CHECKPOINT_DIR": "/folder", "BROKER_ATTEMPT": "1"}) == ""

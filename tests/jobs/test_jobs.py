@@ -25,7 +25,7 @@ from broker.errors import (
     TransientError,
 )
 from broker.jobs.controller import JobController
-from broker.jobs.daemon import _hold_lock, ensure_daemon, run_daemon
+from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
 from broker.jobs.judgement import Signs, Verdict, is_restart_due, judge
 from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.order import cut_to_rest, order_plan
@@ -407,7 +407,7 @@ def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Pa
     provisioner = world.make_provisioner()
 
     async def work() -> None:
-        with _hold_lock(config) as is_held:  # what a command does for an instant
+        with hold_lock(config) as is_held:  # what a command does for an instant
             assert is_held
             daemon = asyncio.ensure_future(
                 run_daemon(

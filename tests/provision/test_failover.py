@@ -13,7 +13,7 @@ from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.tries import CREATE_TRIES_MAX
-from broker.types import Cluster, Node, NodeRequest, NodeState, Task
+from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 
@@ -92,8 +92,8 @@ def test_a_node_missing_from_a_few_lists_is_not_believed_gone(world: World) -> N
         world.clock.run(lambda: world.clock.sleep(5.0))
 
 
-async def list_nothing(owner: str) -> Sequence[Node]:
-    return []
+async def list_nothing(owner: str) -> NodeList:
+    return NodeList()
 
 
 @pytest.mark.parametrize("error", [QuotaError("vCPU limit reached"), CapacityError("full", scope="region")])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
 from broker.errors import TransientError
 from broker.provision.listing import Lister
-from broker.types import Node, NodeState
+from broker.types import Node, NodeList, NodeState
 from tests.simulation.virtual import VirtualClock
 
 
@@ -23,7 +22,7 @@ class SlowCloud:
         self.calls = 0
         self.failures = 0
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def list_nodes(self, owner: str) -> NodeList:
         self.calls += 1
         asked_s = self._clock.now_s()
         await self._clock.sleep(1.0)
@@ -32,7 +31,7 @@ class SlowCloud:
             raise TransientError("reset")
         node = Node(id=f"n{self.calls}", cloud="slow", owner=owner, cluster="c", attempt=1, rank=0,
                     state=NodeState.RUNNING, token="t", created_s=asked_s)  # fmt: skip
-        return [node]
+        return NodeList(nodes=(node,))
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_n
 
 def test_a_resumed_up_ends_what_it_made_where_others_were_refused_since(tmp_path: Path) -> None:
     """Else those nodes would cost money until the cluster goes down, and serve nobody."""
-    world = World(tmp_path, crash_at=6)  # just after the nodes were made
+    world = World(tmp_path, crash_at=8)  # just after the nodes were made
     with pytest.raises(BaseException, match="create:after"):
         world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id))
     world.reborn()

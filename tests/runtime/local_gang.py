@@ -100,7 +100,8 @@ class Rig:
 
     def end_all(self) -> None:
         ids = [entry.name for entry in self.root.iterdir() if entry.is_dir()] if self.root.exists() else []
-        asyncio.run(self.cloud.terminate_nodes(ids))
+        nodes = [node for node in self.cloud._list() if node.id in ids] if ids else []
+        asyncio.run(self.cloud.terminate_nodes(nodes))
         for id in ids:
             assert not list(local_machine.find_marked(str(self.root / id)))
 

@@ -7,9 +7,12 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from broker.runtime import agent_bucket
 from tests.testbed.objects import AZURE_KEY, AZURE_SIGNATURE, AZURE_TOKEN, BUCKET, Objects, serve_azure
@@ -172,3 +175,47 @@ def test_refusal_is_told_in_a_line(metadata: Metadata) -> None:
         agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "k"})
     with pytest.raises(agent_bucket.Refused, match="r2://"):
         agent_bucket.put("r2://b/k", b"{}", {})
+
+
+# -- logs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_bucket, "LOG_BYTES_MAX", 100)
+    monkeypatch.setattr(agent_bucket, "LOG_HEAD_BYTES", 30)
+
+
+def test_long_log_keeps_head_and_tail_and_says_what_was_cut(tmp_path: Path, small: None) -> None:
+    path = tmp_path / "log"
+    assert agent_bucket.read_bounded(path) == b""
+    path.write_bytes(bytes(range(100)))
+    assert agent_bucket.read_bounded(path) == bytes(range(100))
+    path.write_bytes(b"h" * 30 + b"c" * 45 + b"t" * 70)
+    found = agent_bucket.read_bounded(path)
+    assert found == b"h" * 30 + b"[broker: 45 bytes of the log were cut here]\n" + b"t" * 70
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(0, 400), offset=st.integers(0, 400))
+def test_reader_continues_where_it_was_without_gap_or_repeat(
+    tmp_path: Path, small: None, size: int, offset: int
+) -> None:
+    log = bytes(97 + index % 23 for index in range(size))
+    (tmp_path / "log").write_bytes(log)
+    rest, length = agent_bucket.find_rest(agent_bucket.read_bounded(tmp_path / "log"), offset)
+    assert length == max(size, offset)
+    cut = size - 100
+    if cut <= 0 or offset >= 30 + cut:
+        assert rest == log[offset:]
+    else:
+        note = f"[broker: {cut} bytes of the log were cut here]\n".encode()
+        assert rest == log[offset:30] + note + log[30 + cut :]
+    assert agent_bucket.find_rest(agent_bucket.read_bounded(tmp_path / "log"), length) == (b"", length)
+
+
+def test_log_is_text_for_whoever_opens_it_in_the_bucket(metadata: Metadata) -> None:
+    for key, kind in (("a/logs/1.log", "text/plain; charset=utf-8"), ("a/outcomes/1.json", "application/json")):
+        login = {"key": "k", "secret": "s", "token": ""}
+        ours = agent_bucket.make_s3_request("b", key, b"", variables={}, login=login, region="r")
+        assert ours.get_header("Content-type") == kind

@@ -63,6 +63,18 @@ def test_setup_and_run_share_a_container_with_the_nodes_home_and_network(rig: Ri
     assert CANARY not in json.dumps([docker.list_calls(verb) for verb in ("run", "exec", "pull", "login")])
 
 
+def test_gangs_credential_can_be_read_inside(rig: Rig, docker: FakeDocker) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, make_contained('grep -c BEGIN "$BROKER_GANG_PEM"; echo "at $BROKER_GANG_PEM"'))
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        home = f"{cluster.nodes[0].handle}/home"
+        assert (await rig.read_log(cluster)).splitlines()[-2:] == ["2", f"at {home}/.broker/runs/1/gang.pem"]
+        assert f"{home}:{home}" in docker.list_calls("run")[0]
+
+    asyncio.run(act())
+
+
 def test_notice_and_cancel_reach_the_program_inside_and_leave_nothing(rig: Rig, docker: FakeDocker) -> None:
     run = "trap 'echo saved; exit 0' TERM; (setsid sleep 600 &) ; echo up; while :; do sleep 0.05; done"
 
@@ -84,7 +96,7 @@ def test_notice_and_cancel_reach_the_program_inside_and_leave_nothing(rig: Rig, 
         await rig.start(cluster, plain, run_id=3)
         await rig.finish(cluster, run_id=3)
         assert (await rig.read_log(cluster, run_id=3)).splitlines()[-1] == "yes"
-        await rig.cloud.terminate_nodes([cluster.nodes[0].id])
+        await rig.cloud.terminate_nodes([cluster.nodes[0]])
         await wait_for(lambda: not docker.list_containers() and not processes_of(cluster.nodes[0]))
 
     asyncio.run(act())

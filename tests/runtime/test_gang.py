@@ -240,7 +240,7 @@ def test_unreachable_nodes_are_reported_not_raised(rig: Rig) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster()
         await rig.start(cluster, make_task("sleep 1000"))
-        await rig.cloud.terminate_nodes([cluster.nodes[0].id])
+        await rig.cloud.terminate_nodes([cluster.nodes[0]])
         report = await rig.gang.poll(cluster, 1)
         assert (report.unreachable, report.statuses) == ((0,), (None,))
         assert await rig.gang.idle_minutes(cluster) is None

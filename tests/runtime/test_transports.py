@@ -52,7 +52,7 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
         node = asyncio.run(rig.make_cluster()).nodes[0]
         yield Stand(
             transport=rig.transport, node=node, home=Path(node.handle) / "home",
-            switch_off=lambda: asyncio.run(rig.cloud.terminate_nodes([node.id])),
+            switch_off=lambda: asyncio.run(rig.cloud.terminate_nodes([node])),
         )  # fmt: skip
         return
     if not SSHD:

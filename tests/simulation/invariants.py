@@ -1,6 +1,6 @@
 """What must hold at every instant of every history: one function an invariant, by the letter it has in the notes.
 
-S1-S13 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
+S1-S14 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from broker.jobs.allowance import LATE_S, UNATTENDED_S
 from broker.jobs.judgement import UNREACHABLE_S_MIN
+from broker.jobs.watch import LEASE_EVERY_S
 from broker.types import JobStatus, Node, NodeRequest, NodeState, RunStatus
 from tests.simulation.machines import MachineRun
 from tests.simulation.processes import Process
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
+L3_MARGIN_S = 10.0
 OTHER_FAILURES = ("budget", "no new step", "fell apart")  # than an exit code
 IS_TERMINAL = f"status IN {TERMINAL}"
 
@@ -41,7 +44,9 @@ class Event:
     node: Node | None = None
     run: MachineRun | None = None
     step: int = 0
-    name: str = ""  # of a cluster that is searched for
+    name: str = ""  # of a cluster that is searched for, or of a node
+    lease_s: float = 0.0
+    reason: str = ""
     written: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -52,6 +57,8 @@ class Event:
             "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
             "commit": lambda: " ".join(self.written),
             "search": lambda: self.name,
+            "lease": lambda: f"{self.name} {self.lease_s:.0f} s",
+            "self-end": lambda: f"{self.name} {self.reason}",
         }.get(self.kind, lambda: "")()
         return f"{self.process.name if self.process else 'world'} {self.kind} {what}"
 
@@ -360,15 +367,51 @@ def check_l2_jobs_end(universe: Universe, event: Event) -> None:
         raise Violation("L2", f"{late_s:.0f} s after the last fault there are {', '.join(left)}")
 
 
-def check_l3_nodes_end_by_themselves(universe: Universe, event: Event) -> None:
-    """With no broker at all, every node that was given a program switches itself off."""
-    from tests.simulation.universe import L3_S
+def find_allowance_s(universe: Universe, job_id: int) -> float:
+    """How long the job's machines may go on without a broker, as its user wrote it."""
+    unattended_s = universe.tasks[job_id].unattended_s
+    return UNATTENDED_S if unattended_s is None else unattended_s
 
-    if universe.mix.leaves_broker_dead and event.time_s - universe.healed_s > L3_S:
-        given = {node_id for run in universe.gang.runs.values() for node_id in run.ids}
-        for node in universe.list_live_nodes():
-            if node.id in given:
-                raise Violation("L3", f"{node.id} of {node.cluster} runs {L3_S:g} s after its broker's end")
+
+def check_l3_unattended_time_is_bounded(universe: Universe, event: Event) -> None:
+    """No node that was given a program lives longer than its allowance after its broker's last word."""
+    live = {node.id for node in universe.list_live_nodes()}
+    for run in universe.gang.runs.values():
+        for member in run.members:
+            last_s = run.renewed_s.get(member.id, member.joined_s)
+            alone_s = event.time_s - last_s
+            if member.id in live and alone_s > find_allowance_s(universe, run.job) + L3_MARGIN_S:
+                raise Violation("L3", f"{member.id} of {run.cluster} runs {alone_s:.0f} s after its broker's last word")
+
+
+def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
+    """A lease ends with the allowance at the latest, and no later than one renewal after the budget is used up."""
+    run = event.run
+    assert run is not None
+    if event.lease_s > find_allowance_s(universe, run.job):
+        raise Violation("L3", f"{event.name} may go on for {event.lease_s:.0f} s")
+    budget_usd = universe.budgets.get(run.job)
+    if budget_usd is not None:
+        usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600
+        spent_usd = universe.measure_recorded_usd(run.job) + usd_s * event.lease_s
+        if spent_usd > budget_usd + usd_s * LEASE_EVERY_S + 1e-9:
+            raise Violation("L3", f"{run.cluster} may spend {spent_usd:.4f} USD alone; its budget is {budget_usd:g}")
+
+
+def check_s14_useful_nodes_are_left_alone(universe: Universe, event: Event) -> None:
+    """No node ends itself while its program works and its broker was heard within its allowance."""
+    run = event.run
+    assert run is not None
+    goal = universe.tasks[run.job].goal
+    allowance_s = find_allowance_s(universe, run.job)
+    if goal is not None and goal.deadline_hours is not None:
+        allowance_s = min(allowance_s, LATE_S)
+    alone_s = event.time_s - run.renewed_s[event.name]
+    is_early = alone_s < allowance_s - L3_MARGIN_S and not universe.is_over_budget(run.job)
+    if universe.gang.is_working(run) and is_early:
+        raise Violation(
+            "S14", f"{event.name} of {run.cluster} ends by itself, {event.reason}, after {alone_s:.0f} s alone"
+        )
 
 
 Checker = Callable[["Universe", Event], None]
@@ -382,6 +425,8 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_s7_no_start_after_a_cancel,
         check_whole_gang,
     ),
+    "lease": (check_l3_lease_is_allowed,),
+    "self-end": (check_s14_useful_nodes_are_left_alone,),
     "save": (check_s6_checkpoints_grow,),
     "search": (note_search,),
     "commit": (
@@ -401,7 +446,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_l1_unowned_go,
         check_l1_late_gangs_go,
         check_l2_jobs_end,
-        check_l3_nodes_end_by_themselves,
+        check_l3_unattended_time_is_bounded,
     ),
 }
 

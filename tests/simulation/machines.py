@@ -19,6 +19,8 @@ from tests.simulation.shuffled import ShuffledLoop
 
 SAVE_EVERY = 10
 STEPS_MAX = 1_000_000
+QUIET_S = 300.0  # as `agent_files.QUIET_S`
+LOOK_S = 60.0  # how often a machine that is alone looks whether it is done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ class MachineRun:
     cancelled_s: float = math.inf
     saved_step: int = 0
     lease_s: dict[str, float] = field(default_factory=dict)  # node id -> until
+    renewed_s: dict[str, float] = field(default_factory=dict)  # node id -> when its lease was last renewed
+    heard_s: dict[str, float] = field(default_factory=dict)  # node id -> when the broker last asked for anything
+    has_bucket: bool = False
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -92,6 +97,8 @@ class MachineGang:
         on_effect: Callable[[str], None],
         on_start: Callable[[MachineRun], None],
         on_save: Callable[[MachineRun, int], None],
+        on_lease: Callable[[MachineRun, str, float], None],
+        on_self_end: Callable[[MachineRun, str, str], None],
     ) -> None:
         self._cloud = cloud
         self._loop = loop
@@ -100,6 +107,8 @@ class MachineGang:
         self._on_effect = on_effect
         self._on_start = on_start
         self._on_save = on_save
+        self._on_lease = on_lease
+        self._on_self_end = on_self_end
         self.runs: dict[str, MachineRun] = {}
         self.runs_by_job: dict[int, list[MachineRun]] = {}
         self.told: dict[str, Process | None] = {}  # cluster -> who was told of its program's success
@@ -121,6 +130,7 @@ class MachineGang:
         if cluster.name not in self.runs:
             nodes_min = task.resources[0].job_recovery.nodes_min
             self._begin(cluster, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
+            self.runs[cluster.name].has_bucket = "://" in envs.get("BROKER_CHECKPOINT_DIR", "")
         self._join(cluster)
         self._renew(cluster, lease_s)
         self._on_effect("start:after")
@@ -132,6 +142,7 @@ class MachineGang:
             await self._clock.sleep(self.silence_s)
             silent = self._find_silent(cluster)
         run = self.runs.get(cluster.name)
+        self._hear(cluster, silent)
         if run is None or len(silent) == len(list_live(cluster.nodes)):
             status = RunStatus.SETTING_UP
             return Report(status=status, returncode=None, unreachable=silent, progress=None)
@@ -200,6 +211,13 @@ class MachineGang:
         if broken_s <= now_s:
             return step, RunStatus.FAILED, None
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
+
+    def measure_end_s(self, run: MachineRun) -> float:
+        """When a program that has ended did."""
+        begun_s = run.started_s + run.program.setup_s
+        step = self.measure(run)[0]
+        ends_s = [self._find_loss_s(run, begun_s), run.cancelled_s, begun_s + self._measure_break_s(run)]
+        return begun_s + step - run.first_step if step >= run.program.steps else min(ends_s)
 
     def _find_loss_s(self, run: MachineRun, begun_s: float) -> float:
         ends = {node.id: node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None}
@@ -284,13 +302,40 @@ class MachineGang:
         for node in list_live(cluster.nodes):
             if node.rank not in silent and node.id in run.ids:
                 run.lease_s[node.id] = self._loop.time() + lease_s
+                run.renewed_s[node.id] = self._loop.time()
+                if run.has_bucket and node.id not in run.heard_s:
+                    self._loop.call_world(LOOK_S, self._look_if_done, run, node.id)
+                run.heard_s[node.id] = self._loop.time()
+                self._on_lease(run, node.id, lease_s)
                 self._loop.call_world(lease_s + 0.001, self._end_unleased, run, node.id)
 
     def _end_unleased(self, run: MachineRun, node_id: str) -> None:
         """The machine's own watch: no heartbeat for so long, and it switches itself off."""
-        if run.lease_s[node_id] <= self._loop.time():
+        if run.lease_s[node_id] <= self._loop.time() and self._is_live(node_id):
             self.save(run)
+            self._on_self_end(run, node_id, "lease")
             self._cloud.end_by_itself(node_id, reason="lease")
+
+    def _look_if_done(self, run: MachineRun, node_id: str) -> None:
+        """The machine's own watch: its program has ended, all that is left lies in the bucket, and no broker asks."""
+        if not self._is_live(node_id):
+            return
+        is_quiet = self._loop.time() - run.heard_s[node_id] >= QUIET_S
+        if is_quiet and not self.is_working(run):
+            self._on_self_end(run, node_id, "done")
+            self._cloud.end_by_itself(node_id, reason="done")
+        else:
+            self._loop.call_world(LOOK_S, self._look_if_done, run, node_id)
+
+    def _is_live(self, node_id: str) -> bool:
+        return self._cloud.find([node_id])[0].state is not NodeState.TERMINATED
+
+    def _hear(self, cluster: Cluster, silent: tuple[int, ...]) -> None:
+        """Whoever was asked knows that the broker is there."""
+        run = self.runs.get(cluster.name)
+        for node in list_live(cluster.nodes) if run is not None else ():
+            if node.rank not in silent and node.id in run.heard_s:
+                run.heard_s[node.id] = self._loop.time()
 
     def _find_silent(self, cluster: Cluster) -> tuple[int, ...]:
         ranks = {node.id: node.rank for node in list_live(cluster.nodes)}

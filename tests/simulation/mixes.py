@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 
 from broker.clouds.simulated import FaultRates, Market
-from broker.types import Goal, JobRecovery, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, Resources, Task
 from tests.simulation.machines import Program
 
 CLOUD_RATES_MAX = {
@@ -57,6 +57,8 @@ class Mix:
     poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
     end_s_max: float = END_S_MAX  # after the last fault every job has ended and nothing is left
     leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
+    away_at_s: float = math.inf  # the machine of the brokers is closed then,
+    away_s: float = 0.0  # for so long
 
 
 def draw_mix(random: Random) -> Mix:
@@ -79,11 +81,15 @@ def draw_mix(random: Random) -> Mix:
         refused_s=random.choice((60.0, 180.0)),
         hang_s=random.choice((15.0, 60.0, 200.0, math.inf)),
     )
+    away_s = random.choice((600.0, 1500.0, 5000.0)) if random.random() < 0.1 else 0.0
+    away_at_s = random.uniform(5.0, 60.0) if away_s else math.inf
     return Mix(
         jobs=tuple(draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))),
         cloud=FaultRates(**rates),
         market=market,
-        heal_s=random.uniform(60.0, 240.0),
+        heal_s=random.uniform(60.0, 240.0) + away_s,
+        away_at_s=away_at_s,
+        away_s=away_s,
         preempt_chance=random.choice((0.0, 0.2, 0.5, 0.9)) * intensity,
         notice_s=random.choice((0.0, 5.0, 30.0)),
         is_notice_lost=random.random() < 0.3,
@@ -110,7 +116,7 @@ def draw_job(random: Random) -> JobSpec:
         strategy=random.choice((None, "failover", "eager_next_region", "cheapest")),
         nodes_min=random.choice((None, None, None, 1, 2)),
     )
-    steps = random.choice((12, 25, 45))
+    steps = random.choice((12, 25, 45, 45, 400))
     program = Program(
         steps=steps,
         setup_s=random.choice((0.5, 4.0)),
@@ -127,6 +133,8 @@ def draw_job(random: Random) -> JobSpec:
         num_nodes=random.choice((1, 1, 2, 2, 3)),
         resources=(Resources(job_recovery=recovery),),
         goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+        checkpoint=CheckpointSpec(to=random.choice((None, "s3://bucket"))),
+        unattended_s=random.choice((None, 900.0, 900.0, 3600.0)),
     )
     cancel_s = random.uniform(1.0, 120.0) if random.random() < 0.2 else math.inf
     return JobSpec(

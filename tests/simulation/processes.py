@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.clock import SystemClock
+from broker.state.database import UID_LENGTH, UID_LETTERS
 from broker.state.store import Store
 from tests.simulation.shuffled import CURRENT, ShuffledLoop
 
@@ -166,6 +168,7 @@ def _make_empty() -> bytes:
         path = Path(folder) / "state.db"
         Store(path, clock=SystemClock()).close()
         connection = sqlite3.connect(path)
+        connection.execute("UPDATE meta SET value = 'simulated' WHERE key = 'lineage'")  # it is random
         connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log beside it
         connection.close()
         return path.read_bytes()
@@ -246,6 +249,11 @@ class SimulatedConnection:
         raise sqlite3.OperationalError(SQLITE_FAULTS[fault])
 
 
+def draw_seeded_uid() -> str:
+    """From the generator that is seeded for each history."""
+    return "".join(random.choices(UID_LETTERS, k=UID_LENGTH))
+
+
 class SimulatedStore(Store):
     """The store itself, on a connection that belongs to a process. Nothing lies at `path` but what is beside it."""
 
@@ -260,7 +268,7 @@ class SimulatedStore(Store):
     ) -> None:
         self._make_connection = lambda: SimulatedConnection(file, process, on_commit)
         self._process = process
-        super().__init__(path, clock=clock)
+        super().__init__(path, clock=clock, draw_uid=draw_seeded_uid)
 
     def _open(self) -> Any:
         self._process.check()

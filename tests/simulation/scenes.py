@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from broker.clouds.simulated import FaultRates, Market
-from broker.types import Goal, JobRecovery, JobStatus, NodeState, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeState, Resources, Task
 from tests.simulation import stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
@@ -23,7 +23,10 @@ Act = Callable[[Universe], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """`acts`: seconds after the first start, and what happens then. `ends`: how each job may end."""
+    """`acts`: seconds after the first start, and what happens then. `ends`: how each job may end.
+
+    `self_ends`: the reasons for which nodes end themselves. `starts`: of programs in all; None: any number.
+    """
 
     name: str
     mix: Mix
@@ -31,6 +34,8 @@ class Scene:
     full_zones: tuple[str, ...] = ()
     ends: tuple[JobStatus, ...] = (JobStatus.SUCCEEDED,)
     seed: int = 0
+    self_ends: tuple[str, ...] = ()
+    starts: int | None = None
 
 
 def make_job(
@@ -44,6 +49,8 @@ def make_job(
     recovery: JobRecovery = JobRecovery(),
     submit_s: float = 0.5,
     hedge: int = 2,
+    unattended_s: float | None = None,
+    has_bucket: bool = False,
 ) -> JobSpec:
     task = Task(
         name="train",
@@ -51,6 +58,8 @@ def make_job(
         num_nodes=nodes,
         resources=(Resources(job_recovery=recovery),),
         goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+        checkpoint=CheckpointSpec(to="s3://bucket" if has_bucket else None),
+        unattended_s=unattended_s,
     )
     program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks)
     return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge)
@@ -100,6 +109,11 @@ def black_out(universe: Universe) -> None:
     """For most of a minute the cloud lists nothing, though all is well."""
     universe.note_fault("list:blackout")
     universe.cloud.black_out(50.0)
+
+
+def leave(duration_s: float) -> Act:
+    """The laptop is closed."""
+    return lambda universe: stories.leave(universe, duration_s)
 
 
 def cancel(universe: Universe) -> None:
@@ -163,8 +177,12 @@ def check_end(universe: Universe, scene: Scene) -> str:
     # The bill of the cloud and ours agree, whoever was killed: a node's end is told by the cloud, to the second.
     ours_usd = universe.measure_recorded_usd(None)
     theirs_usd = universe.cloud.bill_usd()
-    if any(node.reason == "lease" for node in universe.cloud.observe()) != scene.mix.leaves_broker_dead:
-        wrong.append("nodes end by their lease when no broker renews it, and only then")
+    self_ends = {node.reason for node in universe.cloud.observe()} & {"lease", "done"}
+    if self_ends != set(scene.self_ends):
+        wrong.append(f"nodes end themselves by {sorted(self_ends)}, not by {sorted(scene.self_ends)}")
+    starts = len(universe.gang.runs)
+    if scene.starts is not None and starts != scene.starts:
+        wrong.append(f"{starts} programs were started, not {scene.starts}")
     if not wrong and not scene.mix.leaves_broker_dead and abs(ours_usd - theirs_usd) > 0.05 * theirs_usd + 0.01:
         wrong.append(f"the bill is {theirs_usd:.4f} USD and the store says {ours_usd:.4f}")
     return "; ".join(wrong)
@@ -278,11 +296,61 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="taken down by a user", mix=make_mix(), acts=((5.0, take_down),)),
     Scene(name="a cluster beside a job", mix=make_mix(make_job(nodes=1)), acts=((1.0, use_cluster),)),
     Scene(name="collecting while nodes come up", mix=make_mix(market=FAST), acts=((3.0, preempt), *COLLECTING)),
-    Scene(name="long program", mix=make_mix(make_job(nodes=1, steps=1000), poll_s=10.0)),
+    Scene(name="long program", mix=make_mix(make_job(nodes=1, steps=1000, unattended_s=900.0), poll_s=10.0)),
     Scene(
         name="no broker any more",
-        mix=make_mix(make_job(steps=5000), heal_s=30.0, leaves_broker_dead=True),
+        mix=make_mix(make_job(steps=5000, unattended_s=1800.0), heal_s=30.0, leaves_broker_dead=True),
         ends=tuple(JobStatus),
+        self_ends=("lease",),
+    ),
+    Scene(
+        name="no broker any more, and a bucket",
+        mix=make_mix(make_job(steps=100, unattended_s=1800.0, has_bucket=True), heal_s=30.0, leaves_broker_dead=True),
+        ends=tuple(JobStatus),
+        self_ends=("done",),
+    ),
+    Scene(
+        name="broker away for an hour",
+        mix=make_mix(make_job(steps=3000), poll_s=10.0),
+        acts=((5.0, leave(3600.0)),),
+        starts=1,
+    ),
+    Scene(
+        name="broker away while its job succeeds, with a bucket",
+        mix=make_mix(make_job(steps=300, has_bucket=True), poll_s=10.0),
+        acts=((5.0, leave(1800.0)),),
+        self_ends=("done",),
+        starts=1,
+    ),
+    Scene(
+        name="broker away while its job fails, with a bucket",
+        mix=make_mix(make_job(steps=300, exit_codes=(3,), has_bucket=True), poll_s=10.0),
+        acts=((5.0, leave(1800.0)),),
+        ends=(JobStatus.FAILED,),
+        self_ends=("done",),
+        starts=1,
+    ),
+    Scene(
+        name="a preemption while the broker is away, with a bucket",
+        mix=make_mix(make_job(steps=300, has_bucket=True), poll_s=10.0),
+        acts=((5.0, leave(1800.0)), (20.0, end_rank_1)),
+        self_ends=("done",),
+        starts=2,
+    ),
+    Scene(
+        name="broker away for longer than allowed",
+        mix=make_mix(make_job(steps=2000, unattended_s=900.0), poll_s=10.0),
+        acts=((5.0, leave(1500.0)),),
+        self_ends=("lease",),
+        starts=2,
+    ),
+    Scene(
+        name="broker away with little money left",
+        mix=make_mix(make_job(nodes=1, steps=3000, budget_usd=0.3), poll_s=10.0),
+        acts=((5.0, leave(3600.0)),),
+        ends=(JobStatus.FAILED,),
+        self_ends=("lease",),
+        starts=1,
     ),
     Scene(name="two brokers", mix=make_mix(make_job(nodes=1), is_doubled=True), acts=((5.0, preempt),)),
 )

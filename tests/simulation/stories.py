@@ -10,10 +10,10 @@ from dataclasses import replace
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
-from tests.simulation.invariants import Violation
+from tests.simulation.invariants import Violation, find_allowance_s
 from tests.simulation.mixes import JobSpec
 from tests.simulation.processes import SQLITE_FAULTS, Process
-from tests.simulation.universe import CALM_TICK_S, L3_S, TICK_S, Universe, make_plan
+from tests.simulation.universe import CALM_TICK_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
 TRIES_MAX = 40
@@ -35,7 +35,7 @@ async def play(universe: Universe) -> None:
                 universe.fail(Violation("L2", "the history has no end"))
             elif universe.is_healed:
                 if mix.leaves_broker_dead:
-                    if universe.loop.time() > universe.healed_s + L3_S + 2 * CALM_TICK_S:
+                    if universe.loop.time() > universe.healed_s + measure_allowance_s(universe) + 4 * CALM_TICK_S:
                         return
                 elif is_done:
                     return
@@ -53,6 +53,11 @@ async def play(universe: Universe) -> None:
         await asyncio.gather(*left, return_exceptions=True)
 
 
+def measure_allowance_s(universe: Universe) -> float:
+    """After so long without a broker no node may be left."""
+    return max(find_allowance_s(universe, job_id) for job_id in universe.tasks) if universe.tasks else 0.0
+
+
 def list_actors(universe: Universe) -> list[Awaitable[None]]:
     mix = universe.mix
     actors = [universe.keep_broker("broker-1")]
@@ -67,6 +72,8 @@ def list_actors(universe: Universe) -> list[Awaitable[None]]:
         (mix.jump_every_s, jump),
         (mix.command_every_s, command),
     ]
+    if mix.away_s:
+        actors.append(close(universe))
     actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
     return actors
 
@@ -239,6 +246,21 @@ def stop(universe: Universe) -> None:
     universe.note_fault("stop")
     process.stop()
     universe.loop.call_world(universe.random.choice((1.0, 10.0, 30.0, 100.0)), process.resume)
+
+
+async def close(universe: Universe) -> None:
+    """The machine of all brokers and commands is closed for a while."""
+    await asyncio.sleep(universe.mix.away_at_s)
+    if not universe.is_healed:
+        leave(universe, universe.mix.away_s)
+
+
+def leave(universe: Universe, duration_s: float) -> None:
+    """Whoever is a broker or a command is gone, and no broker comes back before."""
+    universe.note_fault("away")
+    universe.away_until_s = universe.loop.time() + duration_s
+    for process in list(universe.processes):
+        process.kill()
 
 
 def fail_statement(universe: Universe) -> None:

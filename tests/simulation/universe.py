@@ -24,6 +24,7 @@ from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
 from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
+from tests.simulation.left import SimulatedOutcomes
 from tests.simulation.machines import MachineGang
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
@@ -36,7 +37,6 @@ ZONES = ("east1a", "east1b", "west1a", "north1a")
 TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
-L3_S = 1000.0  # with no broker at all, nodes end by themselves: the lease and some
 
 
 class TrueClock:
@@ -112,6 +112,8 @@ class Universe:
             on_effect=self._pass_by,
             on_start=lambda run: self.emit("start", run=run),
             on_save=lambda run, step: self.emit("save", run=run, step=step),
+            on_lease=lambda run, node_id, lease_s: self.emit("lease", run=run, name=node_id, lease_s=lease_s),
+            on_self_end=lambda run, node_id, reason: self.emit("self-end", run=run, name=node_id, reason=reason),
         )
         self.gang.silence_s = mix.silence_s
         self.processes: list[Process] = []
@@ -129,6 +131,7 @@ class Universe:
         self.retries = 0
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
+        self.away_until_s = 0.0  # no broker is started before
         self.is_healed = False
         self.healed_s = math.inf
         self.is_acting = False  # a scene has not come to its end
@@ -308,6 +311,7 @@ class Universe:
                 planner=make_plan,
                 clock=self.clock,
                 config=config,
+                outcomes=SimulatedOutcomes(self.gang, self.cloud),
             )
 
         await run_daemon(
@@ -317,6 +321,8 @@ class Universe:
     async def keep_broker(self, name: str) -> None:
         """Somebody starts it again whenever it is gone, sooner or later."""
         while not self.is_over:
+            while self.loop.time() < self.away_until_s:
+                await asyncio.sleep(self.away_until_s - self.loop.time())
             if not (self.mix.leaves_broker_dead and self.is_healed):
                 process = self.spawn(name, self.run_broker)
                 await self.wait_for(process)

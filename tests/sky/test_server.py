@@ -24,6 +24,7 @@ from broker.clouds.sky.orders import make_task
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, InvalidRequestError, TransientError
 from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Placement
+from tests.clouds.beds import make_node
 from tests.sky.conftest import PYTHON
 from tests.sky.fake_lambda import FakeLambda
 
@@ -140,17 +141,17 @@ def test_a_gang_is_seen_coming_up_and_is_called_off(cloud: SkyCloud, fake_lambda
         again = await cloud.create_nodes(request)
         assert [node.id for node in again] == [node.id for node in nodes]
         assert sum(body["quantity"] for body in fake_lambda.launched) == 2
-        await cloud.terminate_nodes([nodes[0].id])
+        await cloud.terminate_nodes([nodes[0]])
         gone = await wait_for(cloud, request.token, lambda nodes: all(n.state is NodeState.TERMINATED for n in nodes))
         assert {node.reason for node in gone} == {"terminated"} and len(gone) == 2
-        await cloud.terminate_nodes([nodes[0].id])
+        await cloud.terminate_nodes([nodes[0]])
 
     asyncio.run(act())
     assert not fake_lambda.instances
 
 
 def test_a_cluster_that_never_was_is_ended_without_complaint(cloud: SkyCloud, engine: WorkerEngine) -> None:
-    asyncio.run(cloud.terminate_nodes([f"b-{OWNER}-lambda-{0xDEAD:032x}/0"]))
+    asyncio.run(cloud.terminate_nodes([make_node(f"b-{OWNER}-lambda-{0xDEAD:032x}/0", cloud="lambda")]))
     assert asyncio.run(engine.write_ssh("b-none-lambda-00")) is None
 
 

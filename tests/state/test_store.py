@@ -48,7 +48,7 @@ def test_the_same_request_id_is_one_job(store: Store) -> None:
 
 def test_files_are_for_their_owner_alone_and_secrets_leave_with_the_job(store: Store) -> None:
     job = store.add_job("train", Task(secrets={"TOKEN": Secret(value="hunter2")}))
-    secrets = store.path.parent / "secrets" / f"job-{job.id}.json"
+    secrets = store.path.parent / "secrets" / f"{job.stem}.json"
     assert job.task.secrets["TOKEN"].value == "hunter2"
     assert store.path.stat().st_mode & 0o777 == secrets.stat().st_mode & 0o777 == 0o600
     assert store.path.parent.stat().st_mode & 0o777 == 0o700

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import Node, NodeList, NodeRequest, NodeState
 from tests.testbed.host import Host
 from tests.testbed.metadata import Guest, MetadataServer
 
@@ -42,11 +42,12 @@ class HostCloud:
         ranks = range(request.placement.node_count)
         return await asyncio.gather(*(asyncio.to_thread(self._make, request, rank) for rank in ranks))
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
-        return [node for node in list(self._nodes.values()) if node.owner == owner]
+    async def list_nodes(self, owner: str) -> NodeList:
+        return NodeList(nodes=tuple(node for node in list(self._nodes.values()) if node.owner == owner))
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
-        await asyncio.gather(*(asyncio.to_thread(self.end, id, "terminated") for id in ids if id in self.hosts))
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        ids = [node.id for node in nodes if node.id in self.hosts]
+        await asyncio.gather(*(asyncio.to_thread(self.end, id, "terminated") for id in ids))
 
     def end(self, id: str, reason: str, *, is_silent: bool = False) -> None:
         self.hosts[id].power_off(is_silent=is_silent)

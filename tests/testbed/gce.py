@@ -47,6 +47,7 @@ class OnInstance(Protocol):
 class FakeGce(Operations):
     project: str = "pretend"
     list_lag_s: float = 0.0  # a new instance is missing from lists for so long
+    silent_zones: set[str] = field(default_factory=set)  # Compute Engine cannot look into these
     capacity: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, machine type) -> machines; else many
     limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
     allowed: set[str] | None = None  # permissions of the caller; None: all
@@ -194,14 +195,22 @@ class FakeGce(Operations):
     def _list_all(self, kind: str, wanted: str | None) -> Json:
         if kind == "instances":
             newest_s = self.now() - self.list_lag_s
-            found = [each for each in self.instances.values() if each["_made_s"] <= newest_s]
+            found = [
+                each
+                for each in self.instances.values()
+                if each["_made_s"] <= newest_s and each["zone"].rpartition("/")[2] not in self.silent_zones
+            ]
         elif kind == "operations":
             found = list(self.operations.values())
         else:
             found = [
                 {"name": name, "zone": zone, "guestCpus": MACHINES[name].vcpus} for name in MACHINES for zone in ZONES
             ]
-        return _group(kind, [each for each in found if matches(each, wanted)])
+        grouped = _group(kind, [each for each in found if matches(each, wanted)])
+        if kind == "instances":
+            for zone in self.silent_zones:  # as Compute Engine answers while it cannot look into a zone
+                grouped["items"][f"zones/{zone}"] = {"warning": {"code": "UNREACHABLE", "message": "no answer"}}
+        return grouped
 
     def _find_family(self, project: str, path: str) -> Json:
         family = path.rpartition("/")[2]

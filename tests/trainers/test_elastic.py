@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.runtime.credentials import make_credential
 from trainers.config import Config, find_problem
 from trainers.handover import Holding, find_step, plan_transfers
 from trainers.launch import parse_elastic
@@ -240,8 +241,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start_node(folder: TrainingFolder) -> Iterator[Start]:
+def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
     """Start nodes of one rank each, all on this machine; none outlives the test."""
+    pem = tmp_path / "gang.pem"
+    pem.write_text(make_credential("elastic").value)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     nodes: list[subprocess.Popen[str]] = []
@@ -252,6 +255,7 @@ def start_node(folder: TrainingFolder) -> Iterator[Start]:
             "SKYPILOT_NUM_NODES": str(count),
             "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * count),
             "BROKER_MASTER_PORT": str(port),
+            "BROKER_GANG_PEM": str(pem),
         }
         node = TrainingFolder(path=folder.path, environment=environment)
         nodes.append(node.start("--elastic", "2:3", "--train.steps", ENDLESS, *STEADY, *flags, strategy=strategy))

@@ -21,8 +21,8 @@ from broker.clouds.aws.quotas import Quotas
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.sweeping import Sweeper
 from broker.config import Config
-from broker.errors import CapacityError, InvalidRequestError, UnknownOutcomeError
-from broker.types import MachineSpec, Node, NodeRequest, NodeState
+from broker.errors import CapacityError, CloudError, InvalidRequestError, UnknownOutcomeError
+from broker.types import MachineSpec, Node, NodeList, NodeRequest, NodeState
 
 REGIONS_KNOWN_S = 3600.0
 SEARCHED_ZONES_MIN = 3  # a fleet that finds nothing takes three calls, and RunInstances one a zone
@@ -48,7 +48,7 @@ def has_login() -> bool:
 
 
 class AwsCloud:
-    """Cloud, CanStop and CanSweep."""
+    """Cloud, HasAccounts, CanStop and CanSweep."""
 
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
@@ -67,6 +67,7 @@ class AwsCloud:
         self._sweeper = Sweeper(self._clients)
         self._regions: tuple[float, Sequence[str]] = (0.0, ())
         self._regions_by_id: dict[str, str] = {}
+        self._account = ""
         self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
 
     def prepare(self) -> None:
@@ -84,6 +85,14 @@ class AwsCloud:
         with translated():
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")
 
+    async def find_account(self) -> str:
+        """Asked of AWS once: a process keeps the login that it started with."""
+        if not self._account:
+            with translated():
+                home = await self._clients.find_home()
+                self._account = str((await self._clients.read("sts", home, "get_caller_identity"))["Account"])
+        return self._account
+
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         region = request.placement.offer.region
         with translated():
@@ -100,16 +109,30 @@ class AwsCloud:
                 if refusal.code not in ("IdempotentParameterMismatch", "IdempotentInstanceTerminated"):
                     raise
                 instances = await self._find_made(request, refusal)
-        return self._remember(read_nodes(instances, region=region, user=self._settings.user))
+        return self._remember(await self._read_nodes(instances, region))
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def list_nodes(self, owner: str) -> NodeList:
+        account = await self.find_account()
         with translated():
             regions = await self.list_regions()
-            found = await asyncio.gather(*(self._list_region(region, owner) for region in regions))
-        return [node for nodes in found for node in nodes]
+        found = await asyncio.gather(*(self._list_region(region, owner) for region in regions), return_exceptions=True)
+        nodes: list[Node] = []
+        unseen: dict[str, CloudError] = {}
+        for region, listed in zip(regions, found, strict=True):
+            if isinstance(listed, CloudError):
+                unseen[region] = listed
+            elif isinstance(listed, BaseException):
+                raise listed
+            else:
+                nodes += listed
+        if unseen and len(unseen) == len(regions):
+            raise next(iter(unseen.values()))
+        return NodeList(nodes=tuple(nodes), account=account, unseen=unseen)
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
-        await self._change_each("terminate_instances", ids)
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """A node whose region is on record needs no list to be found: lists may be what fails."""
+        self._regions_by_id.update((node.id, node.region) for node in nodes if node.region)
+        await self._change_each("terminate_instances", [node.id for node in nodes])
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         await self._change_all("stop_instances", ids)
@@ -131,14 +154,25 @@ class AwsCloud:
         now_s = self._clock.now_s()
         known_s, known = self._regions
         if not known or now_s - known_s >= REGIONS_KNOWN_S:
-            answer = await self._clients.read("ec2", await self._clients.find_home(), "describe_regions")
+            try:
+                answer = await self._clients.read("ec2", await self._clients.find_home(), "describe_regions")
+            except RefusedError:
+                if not known:
+                    raise
+                return known  # an outage at home must not hide the nodes elsewhere
             known = sorted(each["RegionName"] for each in answer["Regions"])
             self._regions = (now_s, known)
         return known
 
     async def _list_region(self, region: str, owner: str) -> Sequence[Node]:
-        instances = await self._launcher.find_instances(region, tags.match_tags(owner=owner))
-        return self._remember(read_nodes(instances, region=region, user=self._settings.user))
+        with translated():
+            instances = await self._launcher.find_instances(region, tags.match_tags(owner=owner))
+        return self._remember(await self._read_nodes(instances, region))
+
+    async def _read_nodes(self, instances: Sequence[Mapping[str, Any]], region: str) -> Sequence[Node]:
+        nodes = read_nodes(instances, region=region, user=self._settings.user)
+        account = await self.find_account() if nodes else ""
+        return [replace(node, account=account) for node in nodes]
 
     async def _find_made(self, request: NodeRequest, refusal: RefusedError) -> Sequence[Mapping[str, Any]]:
         """What this token made before: EC2 tells so where something differs (a newer image), or all of it has ended."""
@@ -163,17 +197,35 @@ class AwsCloud:
         ]
 
     async def _change_each(self, operation: str, ids: Sequence[str]) -> None:
-        """EC2 refuses the whole call for one id that it does not know (any more): then they go one by one."""
+        """EC2 refuses the whole call for one id that it does not know (any more): then they go one by one.
+
+        Every region is asked, whatever another one says; then the first refusal is raised.
+        """
         with translated():
-            for region, known in (await self._group(ids)).items():
-                try:
-                    await self._clients.change(region, operation, InstanceIds=known)
-                except RefusedError as refusal:
-                    if refusal.code != "InvalidInstanceID.NotFound":
-                        raise
-                    if len(known) > 1:
-                        for node_id in known:
-                            await self._change_each(operation, [node_id])
+            grouped = await self._group(ids)
+            works = (self._change_region(region, operation, known) for region, known in grouped.items())
+            for result in await asyncio.gather(*works, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+
+    async def _change_region(self, region: str, operation: str, ids: Sequence[str]) -> None:
+        try:
+            await self._clients.change(region, operation, InstanceIds=list(ids))
+        except RefusedError as refusal:
+            if refusal.code == "UnauthorizedOperation":
+                # A policy that allows this by tag refuses an id that is gone: it has no tag to look at.
+                filters = [{"Name": "instance-id", "Values": list(ids)}]
+                found = await self._launcher.find_instances(region, filters)
+                left = [each["InstanceId"] for each in found]
+                if len(left) == len(ids):
+                    raise
+                if left:
+                    await self._change_region(region, operation, left)
+            elif refusal.code != "InvalidInstanceID.NotFound":
+                raise
+            elif len(ids) > 1:
+                for node_id in ids:
+                    await self._change_region(region, operation, [node_id])
 
     async def _change_all(self, operation: str, ids: Sequence[str]) -> None:
         with translated():

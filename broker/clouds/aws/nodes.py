@@ -24,7 +24,7 @@ REASONS = {  # EC2 user guide, "Why Amazon EC2 terminated your instance"
     "Server.SpotInstanceTermination": "preempted",
     "Server.SpotInstanceShutdown": "preempted",
     "Client.UserInitiatedShutdown": "terminated",
-    "Client.InstanceInitiatedShutdown": "lease",  # only our agent switches a node off from inside
+    "Client.InstanceInitiatedShutdown": "lease",  # or "done": only our agent switches a node off from inside
 }
 ENDED_AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 

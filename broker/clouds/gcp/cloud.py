@@ -21,8 +21,8 @@ from broker.clouds.gcp.operations import Ending, read_endings
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
 from broker.config import Config
-from broker.errors import AuthError, CloudError, InvalidRequestError
-from broker.types import Node, NodeRequest, NodeState
+from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
+from broker.types import Node, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
@@ -91,15 +91,24 @@ class GcpCloud:
         self._memory.note(nodes, now_s=self._clock.now_s())
         return nodes
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
-        """Deletes on the way what has shut itself down: of such a node only its disk is left, which costs money. One
-        that its host took down stands still, and can be started again."""
+    async def find_account(self) -> str:
+        """The project."""
         if not self._login.project:
             raise AuthError(NO_PROJECT, hints=(PROJECT_HINT,))
-        listed = {node.id: node for node in await self._sdk.call(lambda clients: instances.list_all(clients, owner))}
+        return self._login.project
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        """Deletes on the way what has shut itself down: of such a node only its disk is left, which costs money. One
+        that its host took down stands still, and can be started again."""
+        project = await self.find_account()
+        found_by_google, unseen_zones = await self._sdk.call(lambda clients: instances.list_all(clients, owner))
+        listed = {node.id: node for node in found_by_google}
         known = {node_id: node for node_id, node in self._memory.read().items() if node.owner == owner}
         missing = [node for node in known.values() if node.id not in listed and node.state is not NodeState.TERMINATED]
-        found = {node.id: node for node in await self._resolve(missing, owner)} if missing else {}
+        unseen: dict[str, CloudError] = {
+            zone.rpartition("-")[0]: TransientError(f"Google could not look into {zone}") for zone in unseen_zones
+        }
+        found = {node.id: node for node in await self._resolve(missing, owner, unseen)} if missing else {}
         still = [node for node in listed.values() if node.state is NodeState.STOPPED and node.reason]
         listed.update((node.id, node) for node in await self._judge(still, owner))
         now_s = self._clock.now_s()
@@ -107,10 +116,11 @@ class GcpCloud:
         changed = [node for node in nodes.values() if known.get(node.id) != node]
         self._memory.note(changed, now_s=now_s)
         await self._tidy(list(nodes.values()), changed)
-        return [node for node in nodes.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or node.id in listed]
+        kept = [node for node in nodes.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or node.id in listed]
+        return NodeList(nodes=tuple(kept), account=project, unseen=unseen)
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
-        await self._each(ids, instances.delete)
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        await self._each([node.id for node in nodes], instances.delete)
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         await self._each(ids, instances.stop)
@@ -121,6 +131,8 @@ class GcpCloud:
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         """Firewall rules are all that a gang leaves behind; disks and addresses go with their instance."""
         nodes = await self.list_nodes(owner)
+        if nodes.unseen:
+            return 0  # rules of a gang in a zone that gave no answer must stay
         live = {NodeId.parse(node.id).gang for node in nodes if node.state is not NodeState.TERMINATED}
         return await self._sdk.call(lambda clients: firewall.sweep_rules(clients, owner, keep, live))
 
@@ -141,16 +153,30 @@ class GcpCloud:
         is_dead = nodes and all(node.state is NodeState.TERMINATED for node in nodes)
         return sorted(nodes, key=lambda node: node.rank) if is_dead else ()
 
-    async def _resolve(self, missing: Sequence[Node], owner: str) -> Sequence[Node]:
-        """Nodes that a list leaves out, as they are: asked for by name, and what their operations tell of their end."""
-        found = await asyncio.gather(*(self._look_again(node) for node in missing))
-        gone = [node for node, seen in zip(missing, found, strict=True) if seen is None]
+    async def _resolve(self, missing: Sequence[Node], owner: str, unseen: dict[str, CloudError]) -> Sequence[Node]:
+        """Nodes that a list leaves out, as they are: asked for by name, and what their operations tell of their end.
+
+        One that cannot be asked for stays as it was, and its region is added to `unseen`.
+        """
+        found = await asyncio.gather(*(self._look_again(node) for node in missing), return_exceptions=True)
+        gone: list[Node] = []
+        seen: list[Node] = []
+        for node, look in zip(missing, found, strict=True):
+            if isinstance(look, CloudError):
+                unseen.setdefault(node.region, look)
+                seen.append(node)
+            elif isinstance(look, BaseException):
+                raise look
+            elif look is None:
+                gone.append(node)
+            else:
+                seen.append(look)
         endings: dict[NodeId, Ending] = {}
         for project in {NodeId.parse(node.id).project for node in gone}:
             endings.update(await self._read_endings(project, owner))
         now_s = self._clock.now_s()
         ended = [_end(node, endings.get(NodeId.parse(node.id)), now_s) for node in gone]
-        return [*(node for node in found if node is not None), *ended]
+        return [*seen, *ended]
 
     async def _judge(self, still: Sequence[Node], owner: str) -> Sequence[Node]:
         """Nodes that stand still though we did not stop them, with the reason why; those that ended themselves go."""
@@ -160,7 +186,7 @@ class GcpCloud:
         found = [(node, endings.get(NodeId.parse(node.id))) for node in still]
         judged = [replace(node, reason=ending.reason) if ending else node for node, ending in found]
         try:
-            await self.terminate_nodes([node.id for node in judged if node.reason == "lease" or node.is_spot])
+            await self.terminate_nodes([node for node in judged if node.reason == "lease" or node.is_spot])
         except CloudError as error:
             log.warning("a node that ended itself keeps its disk for now: %s", error.message)
         return judged

@@ -37,6 +37,7 @@ STATES = {
     "UNDEFINED_STATUS": NodeState.PENDING,
 }
 SSH_USER = "ubuntu"
+UNREACHABLE = "UNREACHABLE"  # warning of a zone that gave no answer to an aggregated list
 UNASKED = "stopped"  # reason of a node that stands still for a reason unknown
 
 
@@ -81,17 +82,22 @@ def fetch(clients: Clients, where: NodeId) -> Node | None:
     return read_node(found)
 
 
-def list_all(clients: Clients, owner: str) -> list[Node]:
-    """Of every zone, in one call a page."""
+def list_all(clients: Clients, owner: str) -> tuple[list[Node], frozenset[str]]:
+    """Of every zone, in one call a page; and the zones that Google could not look into."""
     wanted = f"labels.broker-owner = {label_value(owner)}"
     request = clients.types.AggregatedListInstancesRequest(
         project=clients.login.project, filter=wanted, max_results=500
     )
     found: list[Node] = []
-    for _, scoped in clients.get("Instances").aggregated_list(request=request, timeout=TIMEOUT_S):
-        nodes = (read_node(each) for each in scoped.instances)
-        found += [node for node in nodes if node is not None and node.owner == owner]
-    return found
+    unseen: set[str] = set()
+    for page in clients.get("Instances").aggregated_list(request=request, timeout=TIMEOUT_S).pages:
+        unseen.update(page.unreachables)
+        for scope, scoped in page.items.items():
+            if scoped.warning.code == UNREACHABLE:
+                unseen.add(scope)
+            nodes = (read_node(each) for each in scoped.instances)
+            found += [node for node in nodes if node is not None and node.owner == owner]
+    return found, frozenset(scope.rpartition("/")[2] for scope in unseen)
 
 
 def read_node(instance: Any) -> Node | None:
@@ -127,6 +133,7 @@ def read_node(instance: Any) -> Node | None:
         ended_s=stopped_s if state is NodeState.STOPPED else None,
         reason=UNASKED if stands_still_unasked else "",
         handle=f"ssh://{SSH_USER}@{reached_at}:22" if reached_at else "",
+        account=where.project,
     )
 
 

@@ -20,7 +20,7 @@ ENDINGS = {
     "compute.instances.preempted": "preempted",
     "compute.instances.hostError": "crashed",
     "compute.instances.terminateOnHostMaintenance": "maintenance",
-    "compute.instances.guestTerminate": "lease",
+    "compute.instances.guestTerminate": "lease",  # or "done": Google does not tell why
 }
 
 

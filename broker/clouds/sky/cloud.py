@@ -27,7 +27,7 @@ from broker.clouds.sky.gangs import (
 from broker.clouds.sky.memory import Memory
 from broker.clouds.sky.orders import make_task
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, TransientError
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import Node, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class SkyCloud:
             raise await self._read_refusal(gang, look)
         return list_nodes_of(gang, state or NodeState.PENDING)
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def list_nodes(self, owner: str) -> NodeList:
         """Ends on the way what a failed launch left behind."""
         known = {
             name: gang for name, gang in self._memory.read().items() if (gang.owner, gang.cloud) == (owner, self.name)
@@ -102,11 +102,12 @@ class SkyCloud:
             nodes.extend(list_nodes_of(gang, state))
         self._memory.note(changed, now_s=self._clock.now_s())
         await self._refresh([node for node in nodes if node.is_spot and node.state is NodeState.RUNNING])
-        return nodes
+        return NodeList(nodes=tuple(nodes))
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """A node is ended with its whole gang: SkyPilot knows no part of a cluster."""
-        for name in self._list_names(ids):
+        failures: list[CloudError] = []
+        for name in self._list_names([node.id for node in nodes]):
             gang = self._memory.read().get(name)
             if gang is not None and gang.ended_s is None:
                 self._memory.note([replace(gang, is_down_asked=True)], now_s=self._clock.now_s())
@@ -114,6 +115,10 @@ class SkyCloud:
                 await self._engine.end(name)
             except MissingError:
                 continue
+            except CloudError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         for name in self._list_names(ids):

@@ -13,7 +13,7 @@ from broker.clouds.sky.gangs import NAME
 from broker.clouds.sky.makers import make_cloud as make_behind
 from broker.clouds.sky.orders import is_tpu
 from broker.config import Config
-from broker.types import Node, NodeRequest
+from broker.types import Node, NodeList, NodeRequest
 
 if TYPE_CHECKING:
     from broker.clouds.sky.cloud import SkyCloud  # 40 ms that who has no SkyPilot need not pay
@@ -51,15 +51,24 @@ class TpuCloud:
         cloud = self._behind if is_tpu(request.placement.offer) else self._own
         return await cloud.create_nodes(request)
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def find_account(self) -> str:
+        return await self._own.find_account()
+
+    async def list_nodes(self, owner: str) -> NodeList:
         """Both or none: a part of a list would let the other part's nodes look lost."""
         own, behind = await asyncio.gather(self._own.list_nodes(owner), self._behind.list_nodes(owner))
-        return [*own, *behind]
+        return NodeList(nodes=(*own.nodes, *behind.nodes), account=own.account, unseen={**own.unseen, **behind.unseen})
 
-    async def terminate_nodes(self, ids: Sequence[str]) -> None:
-        own, behind = _part(ids)
-        await self._own.terminate_nodes(own)
-        await self._behind.terminate_nodes(behind)
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        behind = set(_part([node.id for node in nodes])[1])
+        results = await asyncio.gather(
+            self._own.terminate_nodes([node for node in nodes if node.id not in behind]),
+            self._behind.terminate_nodes([node for node in nodes if node.id in behind]),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
         own, behind = _part(ids)

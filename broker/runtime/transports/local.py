@@ -15,6 +15,7 @@ from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Completed, Shell
 from broker.runtime.ignoring import read_patterns, walk
+from broker.runtime.streams import LINE_BYTES_MAX, Stream
 from broker.types import Node
 
 CHUNK_BYTES = 1 << 20
@@ -44,6 +45,14 @@ class LocalTransport:
         except (OSError, EOFError) as error:
             raise TransientError(f"node `{node.id}` cannot be reached") from error
 
+    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        """A machine that was booted by an older broker runs the program once, without input: the stream ends."""
+        header = {"argv": list(argv), "env": {}, "stdin": 0, "timeout_s": SHELL_S, "is_stream": True}
+        try:
+            return Stream(*await connect(Path(node.handle), header))
+        except OSError as error:
+            raise TransientError(f"node `{node.id}` cannot be reached") from error
+
     async def open_shell(self, node: Node) -> Shell:
         """A local node is this machine: its environment is what makes it another."""
         done = await self.run(node, ["env", "-0"], timeout_s=SHELL_S)
@@ -67,11 +76,9 @@ class LocalTransport:
 
 
 async def exchange(folder: Path, header: Mapping[str, object], stdin: bytes) -> Completed:
-    path = json.loads(await asyncio.to_thread((folder / "node.json").read_text))["socket"]
-    reader, writer = await asyncio.open_unix_connection(path)
+    reader, writer = await connect(folder, header)
     try:
-        request = json.dumps(header).encode()
-        writer.write(struct.pack("!I", len(request)) + request + stdin)
+        writer.write(stdin)
         await writer.drain()
         size = struct.unpack("!I", await reader.readexactly(4))[0]
         answer = json.loads(await reader.readexactly(size))
@@ -80,6 +87,15 @@ async def exchange(folder: Path, header: Mapping[str, object], stdin: bytes) -> 
         return Completed(returncode=answer["returncode"], stdout=stdout, stderr=stderr)
     finally:
         writer.close()
+
+
+async def connect(folder: Path, header: Mapping[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """To the machine's socket, with the header of a command sent."""
+    path = json.loads(await asyncio.to_thread((folder / "node.json").read_text))["socket"]
+    reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
+    request = json.dumps(header).encode()
+    writer.write(struct.pack("!I", len(request)) + request)
+    return reader, writer
 
 
 def copy(source: Path, target: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from broker.runtime.base import Completed, Shell, Transport
+from broker.errors import TransientError
+from broker.runtime.base import CanStream, Completed, Shell, Transport
+from broker.runtime.streams import Stream
 from broker.types import Node
 
 DEFAULT_WAY = "local"  # whose handle is a folder
@@ -34,6 +36,12 @@ class RoutedTransport:
 
     async def open_shell(self, node: Node) -> Shell:
         return await self._choose(node).open_shell(node)
+
+    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        way = self._choose(node)
+        if not isinstance(way, CanStream):
+            raise TransientError(f"the way to node `{node.id}` keeps no sessions")
+        return await way.open_stream(node, argv)
 
     def _choose(self, node: Node) -> Transport:
         scheme, separator, _ = node.handle.partition("://")

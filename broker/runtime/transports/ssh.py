@@ -17,6 +17,7 @@ from broker.config import Config
 from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.base import Completed, Shell
 from broker.runtime.keys import Keys
+from broker.runtime.streams import Stream, open_program
 from broker.runtime.transports.ssh_call import call, explain, find_program
 from broker.runtime.transports.ssh_files import put_files
 from broker.runtime.transports.ssh_options import (
@@ -105,6 +106,28 @@ class SshTransport:
         route = self._find(node)
         argv = (find_program("ssh"), "-t", *route.options, route.host)
         return Shell(argv=argv, env={}, folder=str(Path.home()))
+
+    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        """The session is itself the connection that all other calls share: one local process a host, not two.
+
+        The connection that `_connect` keeps is asked to end with its last call; without it nothing would use this one.
+        """
+        await self._connect(node)
+        route = self._find(node)
+        ssh, master = find_program("ssh"), ["-o", "ControlMaster=yes", "-o", "ControlPersist=no"]
+        command = "exec " + shlex.join(argv)
+        async with self._locks.setdefault(str(route.control), asyncio.Lock()):
+            stop = [ssh, *route.options, "-O", "stop", route.host]
+            await call(stop, stdin=b"", timeout_s=route.connect_s_max, what=f"node `{node.id}`")
+            stream = await open_program([ssh, "-T", *route.options, *master, route.host, command])
+            give_up_s = self._clock.now_s() + route.connect_s_max
+            while not is_listening(route.control):  # a call that came before would open a connection of its own
+                has_ended = stream.process is None or stream.process.poll() is not None
+                if has_ended or self._clock.now_s() >= give_up_s:
+                    stream.kill()
+                    raise TransientError(f"node `{node.id}` cannot be reached")
+                await self._clock.sleep(FIRST_LOOK_S)
+        return stream
 
     async def _ssh(self, node: Node, command: str, *, timeout_s: float, stdin: bytes | IO[bytes]) -> Completed:
         await self._connect(node)

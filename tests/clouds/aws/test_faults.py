@@ -20,6 +20,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from tests.clouds.aws.bed import AwsBed
+from tests.clouds.beds import make_node
 from tests.clouds.contract import OWNER, count_living, make_request, settle
 from tests.testbed import ec2_account
 
@@ -165,7 +166,7 @@ def test_lost_answer_of_what_may_be_repeated_is_transient(bed: AwsBed, verb: str
         bed.account.lose_answer("DescribeInstances", times=50)
         bed.account.lose_answer("TerminateInstances", times=50)
         with pytest.raises(TransientError):
-            await (bed.cloud.list_nodes(OWNER) if verb == "list_nodes" else bed.cloud.terminate_nodes([node.id]))
+            await (bed.cloud.list_nodes(OWNER) if verb == "list_nodes" else bed.cloud.terminate_nodes([node]))
 
     bed.run(act())
 
@@ -174,7 +175,7 @@ def test_nobody_listening_is_transient_and_no_login_is_told(bed: AwsBed, monkeyp
     async def act() -> None:
         bed.aws.close()
         with pytest.raises(TransientError):
-            await bed.cloud.terminate_nodes(["i-0123456789abcdef0"])
+            await bed.cloud.terminate_nodes([make_node("i-0123456789abcdef0")])
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name)
         with pytest.raises(AuthError) as caught:

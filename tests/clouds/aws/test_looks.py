@@ -29,7 +29,7 @@ def test_nodes_of_every_region_are_listed_and_ended_by_a_process_that_made_none(
         await settle(bed)
         found = await bed.reopen().list_nodes(OWNER)
         assert sorted(node.region for node in found) == ["us-east-1", "us-east-1", "us-west-2", "us-west-2"]
-        await bed.reopen().terminate_nodes([node.id for node in found])
+        await bed.reopen().terminate_nodes(found)
         assert await count_living(bed) == 0
 
     bed.run(act())
@@ -40,10 +40,11 @@ def test_only_named_regions_are_asked(bed: AwsBed) -> None:
     bed.cloud = bed.reopen()
 
     async def act() -> None:
-        assert await bed.cloud.list_nodes(OWNER) == []
+        assert not (await bed.cloud.list_nodes(OWNER)).nodes
 
     bed.run(act())
-    assert [(action, region) for action, region, _ in bed.account.calls] == [("ec2:DescribeInstances", "us-west-2")]
+    asked = [(action, region) for action, region, _ in bed.account.calls if action.startswith("ec2:")]
+    assert asked == [("ec2:DescribeInstances", "us-west-2")]
 
 
 def test_long_list_comes_in_pages(bed: AwsBed) -> None:
@@ -57,13 +58,15 @@ def test_long_list_comes_in_pages(bed: AwsBed) -> None:
     bed.run(act())
 
 
-def test_region_that_does_not_answer_makes_no_short_list(bed: AwsBed) -> None:
-    """A list that leaves out a region would have its nodes believed gone."""
+def test_region_that_refuses_is_named_and_hides_no_other(bed: AwsBed) -> None:
+    """A list that leaves out a region without a word would have its nodes believed gone."""
     bed.account.fail("DescribeInstances", "UnauthorizedOperation", status=403)
 
     async def act() -> None:
-        with pytest.raises(AuthError):
-            await bed.cloud.list_nodes(OWNER)
+        listed = await bed.cloud.list_nodes(OWNER)
+        (refusal,) = listed.unseen.values()
+        assert isinstance(refusal, AuthError)
+        assert not (await bed.cloud.list_nodes(OWNER)).unseen  # it was the fault of one call
 
     bed.run(act())
 
@@ -75,7 +78,7 @@ def test_machine_on_its_way_down_is_neither_running_nor_gone(bed: AwsBed) -> Non
         (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
         assert node.handle == f"ssh://ubuntu@{bed.account.instances[node.id].public_address}:22"
         assert node.address == bed.account.instances[node.id].private_address
-        await bed.cloud.terminate_nodes([node.id])
+        await bed.cloud.terminate_nodes([node])
         (node,) = await bed.cloud.list_nodes(OWNER)
         assert (node.state, node.handle, node.ended_s) == (NodeState.PENDING, "", None)
 
@@ -95,7 +98,7 @@ def test_ended_machine_is_forgotten_as_ec2_forgets_it(bed: AwsBed) -> None:
         (node,) = await bed.cloud.list_nodes(OWNER)
         assert node.ended_s == first_seen_s
         await bed.clock.sleep(3700)
-        assert await bed.cloud.list_nodes(OWNER) == []
+        assert not (await bed.cloud.list_nodes(OWNER)).nodes
 
     bed.run(act())
 
@@ -130,7 +133,7 @@ def test_sweep_deletes_what_a_cluster_left_and_spares_living_and_foreign_things(
         for request in (dead, live, theirs):
             await bed.cloud.create_nodes(request)
         nodes = await wait_state(bed, dead.token, NodeState.RUNNING, 2)
-        await bed.cloud.terminate_nodes([node.id for node in nodes])
+        await bed.cloud.terminate_nodes(nodes)
         assert await bed.adapter.sweep(OWNER, ("live",)) == 1  # the placement group; the other is in use until they end
         await wait_state(bed, dead.token, NodeState.TERMINATED, 2)
         assert await bed.adapter.sweep(OWNER, ("live",)) == 1
@@ -158,7 +161,7 @@ def test_sweep_reaches_every_region_templates_and_stray_disks(bed: AwsBed) -> No
         await bed.cloud.create_nodes(request)
         (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
         assert await bed.adapter.sweep(OWNER, ("train",)) == 0
-        await bed.cloud.terminate_nodes([node.id])
+        await bed.cloud.terminate_nodes([node])
         await wait_state(bed, request.token, NodeState.TERMINATED)
         assert await bed.adapter.sweep(OWNER, ()) == 3  # group, template, disk
 
@@ -172,7 +175,7 @@ def test_sweep_that_is_throttled_goes_on_and_one_that_is_forbidden_says_so(bed: 
         request = make_request(bed, spec=MachineSpec())
         (node,) = await bed.cloud.create_nodes(request)
         await settle(bed)
-        await bed.cloud.terminate_nodes([node.id])
+        await bed.cloud.terminate_nodes([node])
         await wait_state(bed, request.token, NodeState.TERMINATED)
         bed.account.fail("DeleteSecurityGroup", "RequestLimitExceeded", status=503)
         assert await bed.adapter.sweep(OWNER, ()) == 0
@@ -209,3 +212,49 @@ def test_many_calls_at_once_stay_within_a_bound(bed: AwsBed) -> None:
 
     bed.run(act())
     assert bed.aws.calls_at_once_max <= 16
+
+
+def test_a_denied_region_hides_no_node_of_another(bed: AwsBed) -> None:
+    """An organisation's policy often denies the regions that it does not use."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        bed.account.fail("DescribeInstances", "UnauthorizedOperation", status=403, times=99, region="us-west-2")
+        listed = await bed.cloud.list_nodes(OWNER)
+        assert [each.id for each in listed] == [node.id]
+        assert listed.unseen.keys() == {"us-west-2"} and isinstance(listed.unseen["us-west-2"], AuthError)
+        assert listed.account == node.account == "123456789012"
+
+    bed.run(act())
+
+
+def test_a_node_on_record_is_terminated_though_no_list_answers(bed: AwsBed) -> None:
+    """By a process that has never listed: the record says in which region it was made."""
+
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        bed.account.fail("DescribeInstances", "InternalError", status=500, times=99)
+        bed.account.fail("DescribeRegions", "InternalError", status=500, times=99)
+        await bed.reopen().terminate_nodes([node])
+        bed.account.faults.clear()
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+
+    bed.run(act())
+
+
+def test_a_region_that_refuses_to_terminate_keeps_no_other_from_it(bed: AwsBed) -> None:
+    async def act() -> None:
+        request = make_request(bed)
+        await bed.cloud.create_nodes(request)
+        (node,) = await wait_state(bed, request.token, NodeState.RUNNING)
+        elsewhere = replace(node, id="i-00000000000000aaa", region="us-west-2")
+        bed.account.fail("TerminateInstances", "InternalError", status=500, times=9, region="us-west-2")
+        with pytest.raises(CloudError):
+            await bed.cloud.terminate_nodes([elsewhere, node])
+        await wait_state(bed, request.token, NodeState.TERMINATED)
+
+    bed.run(act())

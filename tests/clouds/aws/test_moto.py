@@ -75,7 +75,7 @@ def test_moto_takes_a_gang_from_its_launch_to_the_sweep(bed: MotoBed, zone: str 
             await bed.adapter.stop_nodes([node.id for node in nodes])
             assert {node.state for node in await list_of_cluster(bed, cluster)} == {NodeState.STOPPED}
             await bed.adapter.start_nodes([node.id for node in nodes])
-        await bed.cloud.terminate_nodes([node.id for node in nodes])
+        await bed.cloud.terminate_nodes(nodes)
         ended = await list_of_cluster(bed, cluster)
         assert {(node.state, node.reason) for node in ended} == {(NodeState.TERMINATED, "terminated")}
         assert all(node.ended_s and abs(node.ended_s - bed.clock.now_s()) < 600 for node in ended)

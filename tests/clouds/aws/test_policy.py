@@ -39,7 +39,7 @@ def test_policy_suffices_for_fleets_efa_and_the_sweep(bed: AwsBed) -> None:
         request = make_request(bed, node_count=2, is_spot=True, spec=spec)
         await bed.cloud.create_nodes(request)
         nodes = await wait_state(bed, request.token, NodeState.RUNNING, 2)
-        await bed.cloud.terminate_nodes([node.id for node in nodes])
+        await bed.cloud.terminate_nodes(nodes)
         await wait_state(bed, request.token, NodeState.TERMINATED, 2)
         assert await bed.adapter.sweep(OWNER, ()) == 3
 
@@ -68,7 +68,7 @@ def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
                 await bed.adapter.stop_nodes(ids)
                 await wait_state(bed, request.token, NodeState.STOPPED, 2)
                 await bed.adapter.start_nodes(ids)
-            await bed.cloud.terminate_nodes(ids)
+            await bed.cloud.terminate_nodes(nodes)
             await wait_state(bed, request.token, NodeState.TERMINATED, 2)
         assert await bed.adapter.sweep(OWNER, ()) == 4
 
@@ -84,9 +84,9 @@ def test_policy_keeps_us_from_other_peoples_machines(bed: AwsBed) -> None:
         (node,) = await bed.cloud.create_nodes(theirs)
         await bed.clock.sleep(bed.cloud.settle_s)
         bed.account.policy = allow(OWNER)
-        for verb in (bed.cloud.terminate_nodes, bed.adapter.stop_nodes):
+        for refused in (bed.cloud.terminate_nodes([node]), bed.adapter.stop_nodes([node.id])):
             with pytest.raises(AuthError) as caught:
-                await verb([node.id])
+                await refused
             assert any("broker check --policy aws" in hint for hint in caught.value.hints)
         with pytest.raises(AuthError):
             await bed.cloud.create_nodes(theirs)

@@ -127,7 +127,7 @@ def test_the_role_suffices_for_a_whole_life_and_has_nothing_to_spare(
     bench.run(cloud.stop_nodes([lone[0].id]))
     bench.run(cloud.start_nodes([lone[0].id]))
     bench.gce.preempt(gang[0].id.rpartition("/")[2])
-    bench.run(cloud.terminate_nodes([gang[1].id, lone[0].id, dear[0].id]))
+    bench.run(cloud.terminate_nodes([gang[1], lone[0], dear[0]]))
     assert {node.reason for node in bench.run(cloud.list_nodes(gang[0].owner))} == {"preempted", "terminated"}
     bench.run(cloud.sweep(gang[0].owner, set()))
     assert bench.gce.list_names() == []

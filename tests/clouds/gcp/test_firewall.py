@@ -63,7 +63,7 @@ def test_rules_go_with_the_last_node_of_their_gang(bench: Any, request_of: Make,
     if how == "preempted":
         bench.gce.preempt(names[1])
     else:
-        bench.run(bench.cloud.terminate_nodes([nodes[1].id]))
+        bench.run(bench.cloud.terminate_nodes([nodes[1]]))
     bench.run(bench.cloud.list_nodes(nodes[0].owner))
     assert read_rules(bench).keys() == {"shut"}
 

@@ -12,6 +12,7 @@ from broker.clouds.sky.faults import Fault
 from broker.clouds.sky.memory import Memory
 from broker.errors import AuthError, CapacityError, InvalidRequestError
 from broker.types import Node, NodeState
+from tests.clouds.beds import make_node
 from tests.clouds.contract import OWNER, list_of, make_request, wait_state
 
 PENDING, RUNNING, STOPPED, TERMINATED = (
@@ -49,7 +50,7 @@ def test_nodes_know_each_other_and_the_way_to_them_is_kept(bed: Any) -> None:
         await bed.cloud.start_nodes([nodes[0].id])
         await wait_state(bed, request.token, RUNNING, 2)
         assert file.read_text() != first, "it listens elsewhere now"
-        await bed.cloud.terminate_nodes([nodes[1].id])
+        await bed.cloud.terminate_nodes([nodes[1]])
         await wait_state(bed, request.token, TERMINATED, 2)
         assert not file.exists()
 
@@ -127,7 +128,7 @@ def test_a_launch_that_is_called_off_never_comes_up(bed: Any) -> None:
     async def act() -> None:
         request = make_request(bed)
         (node,) = await bed.cloud.create_nodes(request)
-        await bed.cloud.terminate_nodes([node.id])
+        await bed.cloud.terminate_nodes([node])
         (ended,) = await wait_state(bed, request.token, TERMINATED)
         assert ended.reason == "terminated"
         await bed.clock.sleep(600)
@@ -149,7 +150,7 @@ def test_nodes_are_found_without_the_memory_and_can_be_ended(bed: Any) -> None:
             ("train", 4, 0, RUNNING),
             ("train", 4, 1, RUNNING),
         ]
-        await bed.cloud.terminate_nodes([found[0].id])
+        await bed.cloud.terminate_nodes([found[0]])
         await wait_state(bed, request.token, TERMINATED, 2)
 
     asyncio.run(act())
@@ -165,7 +166,7 @@ def test_a_cloud_does_not_list_its_neighbours(bed: Any) -> None:
         await wait_state(bed, request.token, RUNNING)
         for folder in (bed.folder / "sky", bed.folder / "none"):
             other = SkyCloud("nebius", engine=bed.engine, memory=Memory(folder), clock=bed.clock)
-            assert await other.list_nodes(OWNER) == []
+            assert not (await other.list_nodes(OWNER)).nodes
 
     asyncio.run(act())
 
@@ -183,7 +184,7 @@ def test_a_request_that_never_arrived_is_asked_again(bed: Any, monkeypatch: pyte
         monkeypatch.setattr(bed.engine, "launch", lose)
         with pytest.raises(UnknownOutcomeError):
             await bed.cloud.create_nodes(request)
-        assert await bed.cloud.list_nodes(OWNER) == []
+        assert not (await bed.cloud.list_nodes(OWNER)).nodes
         monkeypatch.setattr(bed.engine, "launch", launch)
         await bed.cloud.create_nodes(request)
         await wait_state(bed, request.token, RUNNING)
@@ -227,7 +228,7 @@ def test_a_cluster_in_an_unclear_state_is_neither_lost_nor_running(bed: Any) -> 
 
 def test_ids_of_another_cloud_are_refused(bed: Any) -> None:
     with pytest.raises(InvalidRequestError):
-        asyncio.run(bed.cloud.terminate_nodes(["i-0123456789"]))
+        asyncio.run(bed.cloud.terminate_nodes([make_node("i-0123456789", cloud="lambda")]))
 
 
 def test_check_remembers_what_skypilot_has_enabled(bed: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from broker.clouds.sky.memory import Memory
 from broker.clouds.sky.tpus import TpuCloud
 from broker.config import Config
 from broker.errors import TransientError
-from broker.types import Node, NodeState
+from broker.types import Node, NodeList, NodeState
 from tests.clouds.contract import OWNER, make_request
 
 TPU = {"cloud": "gcp", "region": "us-central1", "zone": "us-central1-a", "instance_type": "tpu-v5litepod-8"}
@@ -31,10 +30,10 @@ class Own:
         self.asked: list[tuple[str, Any]] = []
         self.fails = False
 
-    async def list_nodes(self, owner: str) -> Sequence[Node]:
+    async def list_nodes(self, owner: str) -> NodeList:
         if self.fails:
             raise TransientError("no answer")
-        return [OWN]
+        return NodeList(nodes=(OWN,))
 
     def __getattr__(self, verb: str) -> Any:
         async def act(*arguments: Any) -> Any:
@@ -68,10 +67,11 @@ def test_slices_go_through_skypilot_and_machines_do_not(bed: Any, cloud: TpuClou
     for verb in ("stop_nodes", "start_nodes", "terminate_nodes"):
         own.asked.clear()
         if verb == "terminate_nodes":
-            asyncio.run(getattr(cloud, verb)([OWN.id, node.id]))
+            asyncio.run(cloud.terminate_nodes([OWN, node]))
+            assert own.asked == [(verb, [OWN])]
         else:
             asyncio.run(getattr(cloud, verb)([OWN.id]))
-        assert own.asked == [(verb, [OWN.id])]
+            assert own.asked == [(verb, [OWN.id])]
     asyncio.run(bed.clock.sleep(60))
     states = {each.id: each.state for each in asyncio.run(cloud.list_nodes(OWNER))}
     assert states == {OWN.id: NodeState.RUNNING, node.id: NodeState.TERMINATED}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import controller, daemon
+from broker.jobs import allowance, controller, daemon, lost_gang
 from broker.jobs.controller import JobController
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
 from broker.state.database import Database
@@ -59,7 +59,7 @@ def two_leaders() -> Patches:
     def hold(config: Any) -> Iterator[bool]:
         yield True
 
-    return (patch.object(daemon, "_hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
+    return (patch.object(daemon, "hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
 
 
 def outcome_ignored() -> Patches:
@@ -101,11 +101,39 @@ def budget_unchecked() -> Patches:
 
 def lease_never_given() -> Patches:
     """Nodes do not end by themselves when there is no broker left."""
-    return (patch.object(controller, "LEASE_S", None),)
+    return (patch.object(controller, "find_lease_s", lambda job, cluster, store, clock: None),)
+
+
+def lease_of_a_quarter_of_an_hour() -> Patches:
+    """As it was: a laptop that is closed for longer ends every job's machines."""
+    return (patch.object(controller, "find_lease_s", lambda job, cluster, store, clock: 900.0),)
+
+
+def lease_regardless_of_the_budget() -> Patches:
+    def find(job: Any, cluster: Any, store: Any, clock: Any) -> float:
+        return allowance.get_unattended_s(job.task)
+
+    return (patch.object(controller, "find_lease_s", find),)
+
+
+def failure_left_behind_is_the_programs() -> Patches:
+    """Whatever ended the nodes, the exit code that the head left counts as the program's."""
+    return (
+        patch.object(
+            lost_gang, "is_programs_failure", lambda left, nodes, unreachable: left.status is RunStatus.FAILED
+        ),
+    )
+
+
+def outcome_left_behind_is_not_read() -> Patches:
+    async def read(self: Any, job: Any, attempt: Any, cluster: Any) -> None:
+        return None
+
+    return (patch.object(lost_gang.LostGang, "_read_left", read),)
 
 
 def lease_never_renewed() -> Patches:
-    async def renew(self: Any, watch: Any, cluster: Any) -> None:
+    async def renew(self: Any, job: Any, watch: Any, cluster: Any) -> None:
         return
 
     return (patch.object(JobController, "_renew_lease", renew),)

@@ -219,7 +219,7 @@ def dead_on_request_accepted() -> Patches:
     async def confirm(cloud: Any, lister: Any, *, known: Any, is_ours: Any, clock: Any, **rest: Any) -> Any:
         listing = await lister.list(cloud)
         seen = {node.id: node for node in [*known, *(node for node in listing.nodes if is_ours(node))]}
-        await cloud.terminate_nodes(sorted(seen))
+        await cloud.terminate_nodes([seen[node_id] for node_id in sorted(seen)])
         now_s = clock.now_s()
         return [replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in seen.values()]
 
@@ -232,7 +232,7 @@ def failed_burial_forgotten() -> Patches:
 
     async def confirm_or_forget(*arguments: Any, **named: Any) -> Any:
         try:
-            await arguments[0].terminate_nodes([node.id for node in named["known"]])
+            await arguments[0].terminate_nodes(named["known"])
         except CloudError:
             return named["known"]
         return await confirm(*arguments, **named)

@@ -101,6 +101,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=jobs.budget_unchecked, letters="S9 S11", scene="nodes that never boot"),
     Mutant(plant=jobs.lease_never_given, letters="L3", scene="no broker any more"),
     Mutant(plant=jobs.lease_never_renewed, letters="S11", scene="long program"),
+    Mutant(plant=jobs.lease_of_a_quarter_of_an_hour, letters="S14", scene="broker away for an hour"),
+    Mutant(plant=jobs.lease_regardless_of_the_budget, letters="L3", scene="broker away with little money left"),
+    Mutant(
+        plant=jobs.failure_left_behind_is_the_programs,
+        letters="S7",
+        scene="a preemption while the broker is away, with a bucket",
+    ),
+    Mutant(
+        plant=jobs.outcome_left_behind_is_not_read,
+        letters="S11",
+        scene="broker away while its job succeeds, with a bucket",
+    ),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
     Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
 )

@@ -1,0 +1,93 @@
+"""An attempt whose nodes are gone: what it came to, by what its head left in the bucket and by how the nodes ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.config import Config
+from broker.jobs.allowance import get_unattended_s, show_hours
+from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, name_job_folder
+from broker.jobs.endings import Endings
+from broker.jobs.gang import GangReport
+from broker.jobs.judgement import Verdict, list_lost_ranks
+from broker.jobs.logs import copy_left_log
+from broker.jobs.outcomes import Outcome, Outcomes
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Job, JobStatus, Node, NodeState, RunStatus
+
+# Why a cloud says that a node is gone that switched itself off. AWS and GCP know of one reason only, "lease".
+SELF_ENDED = ("lease", "done")
+GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that switched itself off, until we delete it
+# The leases of a gang may end this far apart: a node that could not be reached for longer was taken for lost.
+LEASES_APART_S = 600.0
+
+
+class LostGang:
+    def __init__(self, store: Store, config: Config, endings: Endings, outcomes: Outcomes) -> None:
+        self._store = store
+        self._config = config
+        self._endings = endings
+        self._outcomes = outcomes
+
+    async def conclude(
+        self,
+        job: Job,
+        attempt: Attempt,
+        cluster: Cluster,
+        report: GangReport,
+        *,
+        is_noticed: bool,
+        was_attended: bool,
+    ) -> float:
+        """`was_attended`: this broker has renewed the lease just before, so that it is not the lease which ended."""
+        left = await self._read_left(job, attempt, cluster)
+        progress = (left.progress if left else None) or report.progress or job.progress
+        if left and left.status is RunStatus.SUCCEEDED:
+            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+        if left and is_programs_failure(left, cluster.nodes, report.unreachable):
+            verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
+            return self._endings.conclude(job, attempt, verdict, left.returncode, left.reason, progress)
+        ranks = list_lost_ranks(cluster.nodes) or report.unreachable
+        step = f" after step {progress.step}" if progress else ""
+        ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
+        lost_s = min(ended_s, default=None)
+        if not left and not was_attended and have_leases_ended(cluster.nodes):
+            allowance = show_hours(get_unattended_s(job.task))
+            up_to = "up to " if job.task.goal and (job.task.goal.budget_usd or job.task.goal.deadline_hours) else ""
+            what = f"its unattended allowance of {up_to}{allowance} ran out{step}"
+            return self._endings.leave_unattended(attempt, what, lost_s=lost_s)
+        if is_noticed and not ranks:
+            return self._endings.lose(attempt, f"the cloud gave notice{step}")
+        return self._endings.lose(attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=lost_s)
+
+    async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> Outcome | None:
+        """Nodes that end themselves leave word beside the checkpoints: the broker may have been away."""
+        place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
+        if place is None or not place.startswith(BUCKET_SCHEMES):
+            return None
+        left = await self._outcomes.read_outcome(place, attempt.number)
+        if left is not None and left.progress is not None and left.progress != job.progress:
+            self._store.set_progress(job.id, left.progress)
+        if (content := await self._outcomes.read_log(place, attempt.number)) is not None:
+            copy_left_log(self._store, self._config.logs, attempt=attempt, content=content)
+        return left
+
+
+def is_programs_failure(left: Outcome, nodes: Sequence[Node], unreachable: Sequence[int]) -> bool:
+    """Whether a failure that was left in the bucket is the program's own, and not the end of a peer's machine.
+
+    Each node must have switched itself off, or be there and answer. No lease may have been about to end when the
+    program did: where one ends first, the programs of the others fail with an exit code of theirs.
+    """
+    return (
+        left.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
+        and left.returncode is not None
+        and left.lease_left_s is not None
+        and left.lease_left_s >= LEASES_APART_S
+        and all(node.reason in SELF_ENDED if node.state in GONE else node.rank not in unreachable for node in nodes)
+    )
+
+
+def have_leases_ended(nodes: Sequence[Node]) -> bool:
+    gone = [node for node in nodes if node.state in GONE]
+    return bool(gone) and all(node.reason == "lease" for node in gone)

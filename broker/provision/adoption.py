@@ -1,0 +1,272 @@
+"""Adoption: after a restore or a reset, nodes that carry our tag and no record names are recorded again, by their tags.
+
+First decided, as a pure function of what is listed and recorded; then done, one commit for each gang. What was lost
+with the records (which program runs, since when) is asked of the nodes by whoever drives the job.
+
+    tagged                                               becomes
+    a live job's newest attempt, its gang complete       the job's live attempt; the controller polls it as usual
+    a live job's newest attempt, nodes missing           the same with an outcome: it is ended, then the next one starts
+    an attempt of a live job that a newer one followed   nothing: the collector ends it
+    anything else                                        a cluster without a job, which a user takes down
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+
+from broker.clock import Clock
+from broker.clouds.base import Cloud
+from broker.errors import AuthError, CloudError
+from broker.nouns import noun
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    Job,
+    JobStatus,
+    Node,
+    NodeList,
+    NodeRequest,
+    NodeState,
+    Offer,
+    Placement,
+)
+
+log = logging.getLogger(__name__)
+
+# Between the first and the last list that a cloud is compared by; four times the cloud's lag at least.
+SETTLED_S_MIN = 60.0
+RESTORED_OUTCOME = "the state was restored"
+INCOMPLETE_OUTCOME = "the state was restored, and nodes of its gang were missing"
+UNKNOWN_TYPE = "unknown"  # lists do not tell the instance type
+JOB_CLUSTER = re.compile(r"job-(\d{1,18})(?:-[a-z0-9]+)?-\d+")
+
+
+class Deed(StrEnum):
+    CONTINUE = "CONTINUE"
+    REPLACE = "REPLACE"
+    KEEP = "KEEP"
+
+
+@noun
+class Adoption:
+    """What becomes of one gang. `spare` are nodes of the same name that a search had asked for elsewhere."""
+
+    deed: Deed
+    cluster: str
+    attempt: int
+    nodes: tuple[Node, ...]
+    spare: tuple[Node, ...] = ()
+    job: Job | None = None
+
+
+def decide(nodes: Iterable[Node], jobs: Mapping[int, Job]) -> Sequence[Adoption]:
+    """`nodes`: ours, alive, in no record and no intent. `jobs`: those that their tags may name, by id."""
+    gangs: dict[tuple[str, int], list[Node]] = defaultdict(list)
+    for node in sorted(nodes, key=lambda node: (node.rank, node.id)):
+        gangs[node.cluster, node.attempt].append(node)
+    newest: dict[int, int] = {}
+    for name, attempt in gangs:
+        job = find_job(name, attempt, jobs)
+        if job is not None:
+            newest[job.id] = max(attempt, newest.get(job.id, 0))
+    found = []
+    for (name, attempt), gang in sorted(gangs.items()):
+        job = find_job(name, attempt, jobs)
+        if job is None or job.status.is_terminal:
+            found.append(Adoption(deed=Deed.KEEP, cluster=name, attempt=attempt, nodes=tuple(gang)))
+        elif attempt == newest[job.id] and attempt > max((each.number for each in job.attempts), default=0):
+            found.append(_decide_job(name, attempt, gang, job))
+    return found
+
+
+def find_job(name: str, attempt: int, jobs: Mapping[int, Job]) -> Job | None:
+    """The job whose attempt has a cluster of this name; its random part must fit too."""
+    job_id = read_job_id(name)
+    job = None if job_id is None else jobs.get(job_id)
+    return job if job is not None and job.name_cluster(attempt) == name else None
+
+
+def read_job_id(name: str) -> int | None:
+    match = JOB_CLUSTER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _decide_job(name: str, attempt: int, gang: Sequence[Node], job: Job) -> Adoption:
+    by_token: dict[str, list[Node]] = defaultdict(list)
+    for node in gang:
+        by_token[node.token].append(node)
+    wanted = list(range(job.task.num_nodes))
+    whole = [
+        nodes
+        for nodes in by_token.values()
+        if [node.rank for node in nodes] == wanted and all(node.state is not NodeState.STOPPED for node in nodes)
+    ]
+    if not whole:
+        return Adoption(deed=Deed.REPLACE, cluster=name, attempt=attempt, nodes=tuple(gang), job=job)
+    # A search may have had two places under way: the one that ran first had the program.
+    chosen = min(whole, key=lambda nodes: (any(n.state is NodeState.PENDING for n in nodes), nodes[0].created_s))
+    spare = tuple(node for node in gang if node.token != chosen[0].token)
+    return Adoption(deed=Deed.CONTINUE, cluster=name, attempt=attempt, nodes=tuple(chosen), spare=spare, job=job)
+
+
+class Adopter:
+    """Compares each cloud with the records, and carries out what is decided."""
+
+    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
+        self._clouds = clouds
+        self._store = store
+        self._clock = clock
+        self._owner = owner
+
+    def is_done(self) -> bool:
+        """Whether every cloud was compared with the records since these were created or restored."""
+        return all(self._store.is_adopted(name) for name in self._clouds)
+
+    async def adopt_all(self) -> Sequence[str]:
+        """Names of the clusters that were recorded. A cloud that gives no list now is asked again by the next call."""
+        names: list[str] = []
+        for cloud in self._clouds.values():
+            try:
+                names += await self.adopt(cloud)
+            except CloudError as error:
+                log.warning("%s cannot be compared with the records now: %s", cloud.name, error.message)
+        return names
+
+    async def adopt(self, cloud: Cloud) -> Sequence[str]:
+        """Of one cloud. It counts as adopted after two whole lists some time apart: one alone may be late or empty.
+        Raises CloudError."""
+        if self._store.is_adopted(cloud.name):
+            return ()
+        listed = await cloud.list_nodes(self._owner)
+        names = []
+        with self._store.transaction():  # the records are read and written with no other process in between
+            for adoption in decide(self._find_strangers(listed), self._find_jobs(listed)):
+                names.append(self._carry_out(adoption))
+            if _is_whole(listed) and self._is_same_account(cloud.name, listed.account):
+                self._store.note_listed(cloud.name, settled_after_s=max(SETTLED_S_MIN, 4 * cloud.settle_s))
+        return names
+
+    def _is_same_account(self, cloud: str, account: str) -> bool:
+        """Whether this login sees what the records speak of: that of another account sees nothing of it."""
+        nodes = (node for cluster in self._store.list_clusters() for node in cluster.nodes if node.cloud == cloud)
+        return all(account == node.account for node in nodes if account and node.account)
+
+    def _find_strangers(self, listed: Iterable[Node]) -> Sequence[Node]:
+        """A token that is in the store is ours in this life: its nodes are recorded, or lost and collected."""
+        alive = [node for node in listed if node.owner == self._owner and node.state is not NodeState.TERMINATED]
+        tokens = self._store.list_known_tokens({node.token for node in alive})
+        recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
+        return [node for node in alive if node.token not in tokens and node.id not in recorded]
+
+    def _find_jobs(self, listed: Iterable[Node]) -> Mapping[int, Job]:
+        ids = {read_job_id(node.cluster) for node in listed} - {None}
+        return {job.id: job for job in (self._store.get_job(each) for each in ids if each is not None) if job}
+
+    def _carry_out(self, adoption: Adoption) -> str:
+        now_s = self._clock.now_s()
+        job = adoption.job
+        cluster = Cluster(
+            name=adoption.cluster if job else self._find_name(adoption.cluster),
+            status=_read_status(adoption.nodes),
+            placement=make_placement(adoption.nodes),
+            attempt=adoption.attempt,
+            nodes=adoption.nodes,
+            created_s=min(node.created_s for node in adoption.nodes),
+            job_id=job.id if job else None,
+        )
+        self._record_intents(cluster, adoption)
+        if job is not None:
+            self._end_earlier(job, but=cluster.name, now_s=now_s)
+        self._store.put_cluster(cluster)
+        for node in adoption.nodes:
+            self._store.record_node(replace(node, cluster=cluster.name))
+        if job is None:
+            text = f"{len(adoption.nodes)} running nodes tagged `{adoption.cluster}` had no record"
+            self._store.add_event("adopted", f"{text}; `broker down {cluster.name}` ends them", cluster=cluster.name)
+            return cluster.name
+        is_whole = adoption.deed is Deed.CONTINUE
+        self._store.put_attempt(
+            Attempt(
+                job_id=job.id,
+                number=adoption.attempt,
+                cluster=cluster.name,
+                placement=cluster.placement,
+                started_s=cluster.created_s,
+                lost_s=None if is_whole else now_s,
+                outcome="" if is_whole else INCOMPLETE_OUTCOME,
+            )
+        )
+        if job.status is JobStatus.PENDING:
+            self._store.set_job_status(job.id, JobStatus.STARTING)
+        what = "goes on" if is_whole else f"ends, as only {len(adoption.nodes)} of its nodes were found"
+        self._store.add_event("adopted", f"attempt {adoption.attempt} was found by its tags and {what}", job_id=job.id)
+        return cluster.name
+
+    def _record_intents(self, cluster: Cluster, adoption: Adoption) -> None:
+        """The tokens are known from now on: `down` looks for their nodes, and their keys are kept. Those of spare
+        nodes stay open, which has the collector end what they made."""
+        for nodes, is_kept in ((adoption.nodes, True), (adoption.spare, False)):
+            for token in sorted({node.token for node in nodes}):
+                made = [node for node in nodes if node.token == token]
+                request = NodeRequest(
+                    owner=self._owner,
+                    cluster=cluster.name,
+                    attempt=adoption.attempt,
+                    token=token,
+                    placement=make_placement(made),
+                    account=made[0].account,
+                )
+                self._store.put_intent(request)
+                if is_kept:
+                    self._store.close_intent(token, "adopted")
+
+    def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
+        """What the records say of earlier attempts is out of date; clusters of theirs are taken down."""
+        for attempt in job.attempts:
+            if attempt.ended_s is None:
+                usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
+                outcome = attempt.outcome or RESTORED_OUTCOME
+                self._store.put_attempt(replace(attempt, outcome=outcome, ended_s=now_s, usd=usd))
+        for cluster in self._store.list_clusters():
+            if cluster.job_id == job.id and cluster.name != but:
+                self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+
+    def _find_name(self, tag: str) -> str:
+        """The tag, unless a cluster of this life has that name already."""
+        names = (tag, *(f"{tag}-adopted-{n}" for n in range(1, 1000)))
+        return next(name for name in names if self._store.get_cluster(name) is None)
+
+
+def make_placement(nodes: Sequence[Node]) -> Placement:
+    """As far as it is known: where they are, and what they cost."""
+    first = nodes[0]
+    zones = {node.zone for node in nodes}
+    usd_hour = sum(node.usd_hour for node in nodes) / len(nodes)
+    offer = Offer(
+        cloud=first.cloud,
+        region=first.region,
+        zone=first.zone if len(zones) == 1 else None,
+        instance_type=UNKNOWN_TYPE,
+        vcpus=0,
+        memory_gib=0,
+        ondemand_usd_hour=None if first.is_spot else usd_hour,
+        spot_usd_hour=usd_hour if first.is_spot else None,
+    )
+    return Placement(offer=offer, is_spot=first.is_spot, node_count=len(nodes))
+
+
+def _is_whole(listed: NodeList) -> bool:
+    """Whether no region may hide nodes of ours. One that this login may not even list is one where it made none."""
+    return all(isinstance(error, AuthError) for error in listed.unseen.values())
+
+
+def _read_status(nodes: Sequence[Node]) -> ClusterStatus:
+    is_stopped = all(node.state is NodeState.STOPPED for node in nodes)
+    return ClusterStatus.STOPPED if is_stopped else ClusterStatus.UP

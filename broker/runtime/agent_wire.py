@@ -1,0 +1,141 @@
+"""TLS between the nodes of one gang. Standard library only.
+
+Both ends present the gang's certificate and trust no other. Host names are not checked: a member is whoever holds the
+gang's private key, whatever its address. Nothing that a peer without the key sends reaches a parser of ours.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LINE_BYTES_MAX = 1 << 20
+CHUNK_BYTES = 1 << 16
+
+
+def make_context(pem: Path, *, is_server: bool) -> ssl.SSLContext:
+    """Return the settings of one end. `pem` holds the gang's certificate and key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # possession of the key is the identity
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # 1.3 where both ends have it
+    context.options |= ssl.OP_NO_TICKET | getattr(ssl, "OP_NO_RENEGOTIATION", 0)
+    if is_server and hasattr(context, "num_tickets"):
+        context.num_tickets = 0  # no session is ever resumed
+    context.load_cert_chain(str(pem))
+    context.load_verify_locations(str(pem))
+    return context
+
+
+class Wire:
+    """A TLS connection for one reading thread and any number of writing ones.
+
+    OpenSSL's objects must not be used by two threads at once, and a lock round blocking calls would make writers wait
+    for the reader. So TLS runs in memory under a lock that is never held while the socket blocks.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+        self._socket = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        self._lock = threading.Lock()  # of the three above
+        self._write_lock = threading.Lock()  # records are sent in the order in which they were made
+        self._received = bytearray()
+
+    def shake_hands(self, give_up_s: float) -> None:
+        """Authenticate both ends. Raises OSError, also once `time.monotonic()` passes `give_up_s`."""
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush(give_up_s)
+            except ssl.SSLError:
+                self._flush(give_up_s)  # tells the peer why
+                raise
+            else:
+                return self._flush(give_up_s)
+            self._incoming.write(self._receive(give_up_s))
+
+    def read_line(self, give_up_s: float | None = None) -> bytes:
+        """Return a line without its end. Raises OSError, also where the peer has closed, and ValueError for a long one.
+
+        Without `give_up_s` the peer must send something every LOST_S.
+        """
+        while b"\n" not in self._received:
+            if len(self._received) > LINE_BYTES_MAX:
+                raise ValueError("the line is too long")
+            self._received += self._read(give_up_s)
+        line, _, self._received = self._received.partition(b"\n")
+        return bytes(line)
+
+    def write(self, data: bytes) -> None:
+        """Send all of it, from any thread. Raises OSError; then the connection is of no more use, and is closed."""
+        with self._write_lock:
+            with self._lock:
+                left = memoryview(data)
+                while left:
+                    left = left[self._tls.write(left) :]
+                records = self._outgoing.read()
+            try:
+                self._socket.sendall(records)
+            except OSError:
+                self.close()  # part of a record may have gone
+                raise
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+
+    def close(self) -> None:
+        """End it from any thread: a blocked read or write returns, and the reader is the one to call `release`."""
+        hang_up(self._socket)
+
+    def release(self) -> None:
+        """Give the descriptor back, by the only reader, when no writer uses it."""
+        self.close()
+        with self._write_lock:
+            self._socket.close()
+
+    def _read(self, give_up_s: float | None) -> bytes:
+        while True:
+            with self._lock:
+                try:
+                    return self._tls.read(CHUNK_BYTES)
+                except ssl.SSLWantReadError:
+                    pass  # what TLS may have to answer leaves with the next write: a reader must not wait for one
+            data = self._receive(give_up_s)
+            with self._lock:
+                self._incoming.write(data)
+
+    def _receive(self, give_up_s: float | None) -> bytes:
+        if give_up_s is not None:
+            self._limit(give_up_s)
+        data = self._socket.recv(CHUNK_BYTES)
+        if not data:
+            raise ConnectionError("closed")
+        return data
+
+    def _flush(self, give_up_s: float) -> None:
+        records = self._outgoing.read()
+        if records:
+            self._limit(give_up_s)
+            self._socket.sendall(records)
+
+    def _limit(self, give_up_s: float) -> None:
+        left_s = give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise socket.timeout("the peer is too slow")  # noqa: UP041 (TimeoutError is another class before 3.10)
+        self._socket.settimeout(left_s)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Wake whoever waits for it, in whatever thread; that one closes the descriptor."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

@@ -1,0 +1,213 @@
+"""One kept session a node with its agent: what is new there comes by itself, and small calls start no process.
+
+A channel is only a faster way to the same answers. Where there is none, because it broke, because its node's agent is
+older, or because nothing asked for it yet, the caller makes a plain call; only that can find a node unreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from broker.clock import Clock, Stopwatch
+from broker.errors import CloudError, TransientError
+from broker.runtime.base import CanStream
+from broker.runtime.streams import Stream
+from broker.types import Node
+
+SILENCE_S_MAX = 25.0  # the agent says something at least every 10 s
+GAP_S_MAX = 6.0  # between two looks at a channel: a broker that was suspended did not hear its nodes be silent
+UNWANTED_S = 60.0
+CALL_S = 30.0
+RETRY_S_MIN, RETRY_S_MAX = 1.0, 300.0
+OPENING_MAX = 16  # at once: a daemon that starts opens one to every node of every job
+PACE_S_MIN = 1.0
+CHANNELS_PER_PACE_S = 1000  # progress comes every second from up to a thousand nodes, every 5 s from five thousand
+
+
+class Channel:
+    """Of one node. Opened again, with a growing pause, while somebody asks for it."""
+
+    def __init__(self, node: Node, run_id: int, *, clock: Clock) -> None:
+        self.node = node
+        self.run_id = run_id
+        self.listener: asyncio.Event | None = None
+        self.has_news = False
+        self.wanted_s = 0.0
+        self._clock = clock
+        self._stopwatch = Stopwatch(GAP_S_MAX)
+        self._heard_s = 0.0
+        self._status: Mapping[str, Any] | None = None
+        self._log_bytes = 0
+        self._stream: Stream | None = None
+        self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._pace_s = PACE_S_MIN
+        self._failures = 0
+        self._retry_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+    def is_heard(self) -> bool:
+        """Whether its status is the node's. One that has been silent for too long is cut."""
+        if self._status is None or self._stream is None:
+            return False
+        if self._stopwatch.look(self._clock.now_s()) - self._heard_s > SILENCE_S_MAX:
+            self._stream.kill()
+            self._end()
+            return False
+        return True
+
+    def read_status(self) -> Mapping[str, Any] | None:
+        """The newest, as `status` would answer; None while the channel is not open."""
+        if not self.is_heard():
+            return None
+        self.has_news = False
+        return self._status
+
+    def has_read_log(self, offset: int) -> bool:
+        """Whether the log is known to end there. At the end of a run the node is always asked."""
+        runs = self._status["runs"] if self._status else []
+        is_live = bool(runs) and runs[0].get("ended_s") is None
+        return is_live and self.is_heard() and offset >= self._log_bytes
+
+    async def call(self, verb: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises TransientError when the channel is not open, ends meanwhile, or the agent fails at it."""
+        if self._stream is None or not self.is_heard():
+            raise TransientError(f"no session with the agent on node `{self.node.id}`")
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._stream.write({"id": number, "verb": verb, "request": dict(request)})
+        try:
+            message = await asyncio.wait_for(answer, CALL_S)
+        except TimeoutError as error:
+            raise TransientError(f"node `{self.node.id}` did not answer within {CALL_S:g} s") from error
+        finally:
+            self._asked.pop(number, None)
+        if not isinstance(message.get("answer"), dict):
+            raise TransientError(f"the agent on node `{self.node.id}` failed at `{verb}`: {message.get('error')}")
+        found: Mapping[str, Any] = message["answer"]
+        return found
+
+    def set_pace(self, pace_s: float) -> None:
+        """How often progress is told; only told again when it differs by a lot."""
+        if self._stream is not None and not 0.5 < pace_s / self._pace_s < 2:
+            self._pace_s = pace_s
+            self._stream.write({"pace_s": pace_s})
+
+    def is_due(self) -> bool:
+        """Whether it may be opened now; also when the wall clock was set back meanwhile."""
+        is_pausing = 0.0 < self._retry_s - self._clock.now_s() <= RETRY_S_MAX
+        return (self.task is None or self.task.done()) and not is_pausing
+
+    async def keep(self, transport: CanStream, argv: Sequence[str], opening: asyncio.Semaphore) -> None:
+        """Until it ends, or nothing has asked for it for a while."""
+        was_heard = False
+        try:
+            async with opening:
+                self._stream = stream = await transport.open_stream(self.node, argv)
+                stream.write({"run_id": self.run_id, "pace_s": self._pace_s})
+                was_heard = await self._hear(stream, SILENCE_S_MAX)
+            while was_heard and self._stream is stream and self._clock.now_s() - self.wanted_s < UNWANTED_S:
+                await self._hear(stream, None)
+        except (CloudError, OSError, ValueError, TypeError):
+            pass  # the next poll asks the node itself, and says what is wrong with it
+        finally:
+            if self._stream is not None:
+                self._stream.close()
+            self._end()
+            self._failures = 0 if was_heard else self._failures + 1
+            pause_s = min(RETRY_S_MAX, RETRY_S_MIN * 2.0 ** min(self._failures, 16))
+            self._retry_s = self._clock.now_s() + pause_s * random.uniform(0.5, 1.0)
+
+    async def _hear(self, stream: Stream, limit_s: float | None) -> bool:
+        """One message. A first one that is no status is not of an agent that we know: False."""
+        try:
+            message = await asyncio.wait_for(stream.read(), limit_s)
+        except TimeoutError:
+            return False
+        self._heard_s = self._stopwatch.look(self._clock.now_s())
+        status, number = message.get("status"), message.get("id")
+        if is_status(status):
+            self._status, self._log_bytes = status, int(message.get("log_bytes") or 0)
+            self.wake()
+        elif isinstance(number, int):
+            if number in self._asked and not self._asked[number].done():
+                self._asked[number].set_result(message)
+        else:
+            stream.write(None)  # the agent ends when it hears nothing for long
+        return self._status is not None
+
+    def wake(self) -> None:
+        self.has_news = True
+        if self.listener is not None:
+            self.listener.set()
+
+    def _end(self) -> None:
+        if self._status is not None:
+            self.wake()
+        self._stream = self._status = None
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(TransientError(f"the session with node `{self.node.id}` ended"))
+
+
+def is_status(value: Any) -> bool:
+    """As far as is relied upon: a node is not to be trusted with more than its own run."""
+    return isinstance(value, dict) and all(isinstance(run, dict) for run in value.get("runs", [None]))
+
+
+class Channels:
+    """All of one process. Nothing is opened before `keep` asks for it."""
+
+    def __init__(self, transport: CanStream, argv: Sequence[str], *, clock: Clock) -> None:
+        self._transport = transport
+        self._argv = argv
+        self._clock = clock
+        self._channels: dict[str, Channel] = {}
+        self._opening = asyncio.Semaphore(OPENING_MAX)
+
+    def find(self, node: Node, run_id: int | None = None) -> Channel | None:
+        """The channel that tells of this run, or of any. Nothing is opened by this, but what is open stays."""
+        channel = self._channels.get(node.id)
+        if channel is None or run_id not in (None, channel.run_id):
+            return None
+        channel.wanted_s = self._clock.now_s()
+        return channel
+
+    def keep(self, node: Node, run_id: int) -> Channel:
+        """From now on, until nothing has asked for it for a minute; returns at once."""
+        now_s = self._clock.now_s()
+        channel = self._channels.get(node.id)
+        if channel is None or channel.run_id != run_id:
+            self._forget(now_s)
+            channel = self._channels[node.id] = Channel(node, run_id, clock=self._clock)
+        channel.wanted_s = now_s
+        channel.set_pace(max(PACE_S_MIN, len(self._channels) / CHANNELS_PER_PACE_S))
+        if channel.is_due():
+            channel.task = asyncio.ensure_future(channel.keep(self._transport, self._argv, self._opening))
+        return channel
+
+    async def wait_news(self, nodes: Sequence[Node], run_id: int, *, wake: asyncio.Event, timeout_s: float) -> bool:
+        """Until one of these nodes has something new, `wake` is set, or the time is up; False at once where one of
+        them has no open channel."""
+        channels = [self.keep(node, run_id) for node in nodes]
+        if not all(channel.is_heard() for channel in channels):
+            return False
+        for channel in channels:
+            channel.listener = wake
+        if not any(channel.has_news for channel in channels):
+            try:
+                await asyncio.wait_for(wake.wait(), timeout_s)
+            except TimeoutError:
+                pass
+        wake.clear()
+        return True
+
+    def _forget(self, now_s: float) -> None:
+        """Of nodes that nothing has asked for since long: most are gone."""
+        for id, channel in list(self._channels.items()):
+            if now_s - channel.wanted_s > 2 * UNWANTED_S and (channel.task is None or channel.task.done()):
+                del self._channels[id]

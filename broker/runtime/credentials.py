@@ -1,0 +1,43 @@
+"""The credential of a gang: one certificate and its private key, made for one run and given to its nodes only."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from broker.clock import SystemClock
+from broker.types import Secret
+
+# A node's clock may be behind ours until its first NTP answer.
+BACKDATED = timedelta(days=1)
+# Longer than any run: node replacements join with the credential of the first node. The key is gone with the nodes.
+VALID = timedelta(days=365)
+
+
+def make_credential(subject: str) -> Secret:
+    """Return a self-signed P-256 certificate and its key as one PEM text.
+
+    Both ends of a connection present this certificate and trust no other, so it needs no authority and no host names:
+    possession of the key is membership. Dates are real time, not a rehearsal's: nodes compare them with their clocks.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject[:64])])  # X.520: at most 64 characters
+    now = datetime.fromtimestamp(SystemClock().now_s(), UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(now + VALID)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Secret(value=(private + certificate.public_bytes(serialization.Encoding.PEM)).decode())

@@ -1,0 +1,84 @@
+"""Copies of the state file: a dated file each in `backups/` beside it, the newest few kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sqlite3
+import time
+from calendar import timegm
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from broker.nouns import noun
+
+COPIES_MAX = 7
+COPY_EVERY_S = 86400.0
+_NAME = re.compile(r"state-(\d{8}T\d{6})Z\.db")
+_FORMAT = "%Y%m%dT%H%M%S"
+
+
+@noun
+class Copy:
+    path: Path
+    time_s: float
+    size_bytes: int
+
+
+def get_folder(database: Path) -> Path:
+    return database.parent / "backups"
+
+
+def list_copies(database: Path) -> Sequence[Copy]:
+    """Newest first. Files with other names in that folder are the user's own. Raises OSError."""
+    folder = get_folder(database)
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_file():
+            try:
+                time_s = float(timegm(time.strptime(match[1], _FORMAT)))
+            except ValueError:
+                continue  # fits the pattern and is no date
+            found.append(Copy(path=path, time_s=time_s, size_bytes=path.stat().st_size))
+    return sorted(found, key=lambda copy: copy.time_s, reverse=True)
+
+
+def write_copy(database: Path, *, now_s: float) -> Path:
+    """One consistent file, while others read and write. Written aside, then renamed. Raises sqlite3.Error, OSError."""
+    folder = get_folder(database)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    aside = folder / f".new-{secrets.token_hex(8)}"
+    # Created first with this mode: SQLite would create it with that of the umask.
+    os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+            connection.execute("VACUUM INTO ?", (str(aside),))
+        sync_file(aside)
+        target = folder / f"state-{time.strftime(_FORMAT, time.gmtime(now_s))}Z.db"
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+    for old in list_copies(database)[COPIES_MAX:]:
+        old.path.unlink(missing_ok=True)
+    return target
+
+
+def is_copy_due(database: Path, *, now_s: float) -> bool:
+    """Also when the newest copy is dated in the future: the wall clock was set back."""
+    copies = list_copies(database)
+    return not copies or not 0.0 <= now_s - copies[0].time_s < COPY_EVERY_S
+
+
+def show_date(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+
+
+def sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

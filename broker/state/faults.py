@@ -1,0 +1,62 @@
+"""What is wrong with the state folder, in a sentence with what to do: from SQLite's and the system's error codes."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from pathlib import Path
+
+from broker.errors import StateError
+from broker.state.guard import list_ways_back
+
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_unwritable(error: Exception) -> bool:
+    """Whether reading may still work."""
+    if isinstance(error, OSError):
+        return error.errno in UNWRITABLE
+    return _get_code(error) in UNOPENED
+
+
+def explain_fault(path: Path, error: Exception) -> StateError:
+    """`error`: an sqlite3.Error or OSError that came of using the state file at `path`."""
+    if isinstance(error, OSError):
+        return explain_os_error(error, default=path)
+    code = _get_code(error)
+    if code in DAMAGED or isinstance(error, sqlite3.IntegrityError):
+        return StateError(f"the state file {path} is damaged: {error}", hints=list_ways_back(path))
+    if path.is_dir():
+        return StateError(f"{path} is a folder, where the state file is expected", hints=list_ways_back(path))
+    hint = {
+        sqlite3.SQLITE_FULL: "Free some space on the disk, then repeat the command: nothing was half written.",
+        sqlite3.SQLITE_READONLY: f"Make {path.parent} and its files writable; until then only commands that read work.",
+        sqlite3.SQLITE_BUSY: "Another broker has been writing for a minute; repeat the command when it has ended.",
+        sqlite3.SQLITE_IOERR: "The disk or file system reports an error: look into the system's log.",
+    }.get(code, "Check that the folder is writable and the disk not full, or set `BROKER_HOME`.")
+    return StateError(f"the state file {path} cannot be used: {error}", hints=(hint,))
+
+
+def explain_os_error(error: OSError, *, default: Path) -> StateError:
+    """A file of the state folder that cannot be read or written."""
+    path = Path(str(error.filename)) if error.filename is not None else default
+    what = error.strerror or str(error)
+    if error.errno in FULL:
+        hint = f"Free some space on the disk of {path.parent}, then repeat the command."
+    elif error.errno == errno.EROFS:
+        hint = f"Make {path.parent} writable; until then only commands that read work."
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        hint = f"Give yourself access: `chmod u+rwX {path}`, and the same for {path.parent}."
+    elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        hint = f"Something else has the name of a file or folder of broker's: move it away, `mv {path} {path}.old`."
+    else:
+        hint = "Check the folder and its disk, or set `BROKER_HOME` to another folder."
+    return StateError(f"{path} cannot be used: {what}", hints=(hint,))
+
+
+def _get_code(error: Exception) -> int:
+    """The primary code: extended ones say more in their upper bits."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

@@ -1,0 +1,107 @@
+"""The guard: a small file beside the state file that says there was one. A lost state file is then an error.
+
+Without it, an empty folder and a lost file look the same, and the first job of the new file would continue with the
+checkpoints of the first job of the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from broker.errors import StateError
+from broker.nouns import noun
+from broker.state.copies import list_copies, show_date
+
+
+@noun
+class Guard:
+    """`lineage` names the database, drawn when that was created; empty where the guard cannot be read."""
+
+    lineage: str
+    owner: str = ""
+    created_s: float = 0.0
+    schema: int = 0
+    restores: int = 0  # times that a copy was put in the place of the state file
+
+
+def get_path(database: Path) -> Path:
+    return database.with_name(f"{database.stem}.guard")
+
+
+def read_guard(database: Path) -> Guard | None:
+    """None where there is none; an unreadable one still says that there was a database. Raises OSError."""
+    path = get_path(database)
+    if path.is_dir():
+        raise StateError(
+            f"{path} is a folder, where a file is expected", hints=(f"Move it away: `mv {path} {path}.old`",)
+        )
+    try:
+        data = json.loads(path.read_bytes())
+        return Guard(
+            lineage=str(data["lineage"]),
+            owner=str(data["owner"]),
+            created_s=float(data["created_s"]),
+            schema=int(data["schema"]),
+            restores=max(0, int(data["restores"])),
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return Guard(lineage="")
+
+
+def write_guard(database: Path, guard: Guard) -> None:
+    """Whole or not at all. Raises OSError."""
+    path = get_path(database)
+    data = {name: getattr(guard, name) for name in ("lineage", "owner", "created_s", "schema", "restores")}
+    aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def check_not_lost(database: Path, guard: Guard | None) -> None:
+    """Raises StateError where the guard says there was a database and it is missing or empty."""
+    if guard is None:
+        return
+    is_there = database.exists()
+    if is_there and (database.is_dir() or database.stat().st_size):
+        return
+    what = "is empty" if is_there else "is missing"
+    since = f" since {show_date(guard.created_s)}" if guard.created_s else ""
+    raise StateError(
+        f"the state file {database} {what}, though this folder has had one{since}",
+        details=("Jobs and clusters recorded in it may still be running.",),
+        hints=list_ways_back(database),
+    )
+
+
+def check_lineage(database: Path, guard: Guard | None, lineage: str) -> None:
+    """Raises StateError where another database has taken the place of the guarded one."""
+    if guard is not None and guard.lineage and guard.lineage != lineage:
+        raise StateError(
+            f"{database} is not the state file that this folder has had: another file was put in its place",
+            details=(f"expected lineage {guard.lineage}, found {lineage or 'none'}",),
+            hints=list_ways_back(database),
+        )
+
+
+def list_ways_back(database: Path) -> tuple[str, ...]:
+    """Hints for a state file that is lost or damaged."""
+    try:
+        copies = list_copies(database)
+    except OSError:
+        copies = ()
+    if copies:
+        restore = f"`broker state restore` puts back the newest copy, of {show_date(copies[0].time_s)}"
+    else:
+        restore = "`broker state restore FILE` puts back a copy of yours; there is none in `backups/`"
+    return restore, "`broker state reset` starts with an empty one; machines that still run are found by their tags"

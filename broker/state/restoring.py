@@ -1,0 +1,252 @@
+"""Bringing a state folder back: look at what there is, put a copy in the place of the state file, or start anew.
+
+These work where the store does not open. The caller holds the daemon's lock, so nothing drives jobs meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from broker.clock import Clock
+from broker.errors import StateError, UsageError
+from broker.nouns import noun
+from broker.state.copies import Copy, get_folder, list_copies, show_date, sync_file
+from broker.state.faults import explain_fault
+from broker.state.guard import Guard, get_path, read_guard, write_guard
+from broker.state.meta import ADOPTED, RESTORED, SALT, SEEN
+from broker.state.schema import MIGRATIONS
+from broker.state.store import Store
+
+BESIDE = ("", "-wal", "-shm")  # what SQLite keeps beside a database belongs to it
+# The copy may be older than attempts that were started since: numbers that they may have used are skipped, because a
+# checkpoint refuses an attempt whose number is not above all that it has met. No job starts as often between copies.
+ATTEMPTS_SKIPPED = 1000
+PROBLEMS_MAX = 5
+
+# tables that hold one row a key, and how `broker state drop` finds it
+DROPPABLE: Mapping[str, tuple[str, ...]] = {
+    "jobs": ("id",),
+    "attempts": ("job_id", "number"),
+    "clusters": ("name",),
+    "intents": ("token",),
+    "nodes": ("cloud", "id"),
+}
+WITH_A_JOB = ("attempts", "attempt_steps", "log_offsets")
+
+
+@noun
+class Condition:
+    """What is known of a state file. None: it cannot be read. `problems` is empty for a whole one."""
+
+    path: Path
+    size_bytes: int | None
+    schema: int | None
+    lineage: str | None
+    installation: str | None
+    problems: tuple[str, ...]
+    copies: tuple[Copy, ...]
+
+
+def examine(database: Path) -> Condition:
+    """Never raises: what cannot be read is a problem."""
+    try:
+        copies = tuple(list_copies(database))
+    except OSError as error:
+        copies, problems = (), [f"the copies cannot be listed: {error.strerror}"]
+    else:
+        problems = []
+    size_bytes = schema = None
+    known: Mapping[str, str] = {}
+    try:
+        guard = read_guard(database)
+        if not database.exists():
+            problems.append("there is no state file" + (", though there was one" if guard else " yet"))
+        else:
+            size_bytes = database.stat().st_size
+            schema, known = _read_identity(database)
+            problems += check_integrity(database)
+    except StateError as error:
+        problems.append(error.message)
+    except (sqlite3.Error, OSError) as error:
+        problems.append(explain_fault(database, error).message)
+    return Condition(
+        path=database,
+        size_bytes=size_bytes,
+        schema=schema,
+        lineage=known.get("lineage"),
+        installation=known.get("installation"),
+        problems=tuple(problems),
+        copies=copies,
+    )
+
+
+def check_integrity(database: Path) -> Sequence[str]:
+    """SQLite's own check of every page; empty for a whole file. Raises sqlite3.Error for one that is no database."""
+    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        found = [str(row[0]) for row in connection.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})")]
+    return [] if found == ["ok"] else found
+
+
+def find_copy(database: Path, name: str | None) -> Path:
+    """A copy by its name in `backups/` or by its path; the newest without one. Raises StateError, UsageError."""
+    try:
+        copies = list_copies(database)
+    except OSError as error:
+        raise explain_fault(database, error) from error
+    if name is None:
+        if not copies:
+            raise StateError(
+                f"there is no copy in {get_folder(database)}",
+                hints=("`broker state restore FILE` takes one from elsewhere; `broker state reset` starts anew",),
+            )
+        return copies[0].path
+    for path in (get_folder(database) / name, Path(name).expanduser()):
+        if path.is_file():
+            return path
+    known = ", ".join(f"`{copy.path.name}`" for copy in copies) or "none"
+    raise UsageError(f"there is no copy `{name}`", hints=(f"copies in {get_folder(database)}: {known}",))
+
+
+def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> Path | None:
+    """Put `copy` in the place of the state file; returns where the present one lies now, None where there was none.
+
+    Checked first, made ready aside, then renamed: cut short anywhere, the next command either finds the old file, or
+    says that it is missing and how to repeat this. Raises StateError.
+    """
+    try:
+        _check_copy(copy)
+        guard = read_guard(database) or Guard(lineage="")
+        guard = replace(guard, restores=guard.restores + 1)
+        folder = database.parent / f".restoring-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        try:
+            ready = _make_ready(copy, folder / database.name, clock=clock, owner=owner, restores=guard.restores)
+            write_guard(database, guard)  # the count first: no attempt number is ever given out twice
+            aside = _set_aside(database, clock.now_s())
+            (folder / database.name).replace(database)
+            write_guard(database, replace(ready, restores=guard.restores))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except (sqlite3.Error, OSError) as error:
+        raise explain_fault(database, error) from error
+    return aside
+
+
+def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
+    """Start with an empty state file; returns where the old one lies now. The owner stays: by its tag, machines that
+    still run are found and adopted. Raises StateError."""
+    try:
+        now_s = clock.now_s()
+        before = read_guard(database) or Guard(lineage="")
+        aside = _set_aside(database, now_s)
+        get_path(database).unlink(missing_ok=True)
+        logs = database.parent / "logs" / "jobs"
+        if logs.is_dir():  # job ids start from 1 again, and their logs with them
+            logs.rename(_find_free(logs, now_s))
+    except (sqlite3.Error, OSError) as error:
+        raise explain_fault(database, error) from error
+    store = Store(database, clock=clock, owner=owner)
+    store.put_meta(SALT, secrets.token_hex(8))
+    store.close()
+    if (guard := read_guard(database)) and before.restores:
+        write_guard(database, replace(guard, restores=before.restores))
+    return aside
+
+
+def drop_row(store: Store, table: str, key: str) -> bool:
+    """Remove one damaged row; a job's with what belongs to it. Whether there was one. Raises UsageError."""
+    columns = DROPPABLE.get(table)
+    if columns is None:
+        raise UsageError(f"rows of `{table}` cannot be dropped", hints=(f"rows of {', '.join(DROPPABLE)} can",))
+    values = key.split("/", len(columns) - 1)
+    if len(values) != len(columns):
+        raise UsageError(f"`{key}` is no key of `{table}`", hints=(f"it is {'/'.join(columns).upper()}",))
+    where = " AND ".join(f"{column} = ?" for column in columns)
+    return store.drop_row(table, where, values, with_job=WITH_A_JOB if table == "jobs" else ())
+
+
+def _check_copy(copy: Path) -> None:
+    try:
+        problems = check_integrity(copy)
+        schema, _ = _read_identity(copy)
+    except sqlite3.DatabaseError as error:
+        raise StateError(f"the copy {copy} is damaged: {error}", hints=("`broker state info` lists others",)) from error
+    if problems or not 1 <= schema <= len(MIGRATIONS):
+        why = problems[0] if problems else f"it has schema {schema}, this broker knows 1 to {len(MIGRATIONS)}"
+        raise StateError(f"the copy {copy} cannot be used: {why}", hints=("`broker state info` lists others",))
+
+
+def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, restores: int) -> Guard:
+    """The copy, migrated, and marked so that what the clouds run is compared with it before anything starts.
+
+    Half-done starts are forgotten: what became of them is found by its tag, finished or not.
+    """
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with copy.open("rb") as source, target.open("r+b") as out:
+        shutil.copyfileobj(source, out)
+    store = Store(target, clock=clock, owner=owner)
+    with store.transaction():
+        store.forget_adoptions(prefixes=(ADOPTED, SEEN))
+        store.put_meta(RESTORED, repr(clock.now_s()))
+        store.put_meta(SALT, secrets.token_hex(8))
+        store.forget_half_done(attempts_skipped=ATTEMPTS_SKIPPED * restores)
+        store.add_event("restored", f"the state was restored from {copy.name}")
+    store.close()
+    _merge_log(target)
+    sync_file(target)
+    found = read_guard(target)
+    assert found is not None, "a store writes its guard when it is opened"
+    return found
+
+
+def _set_aside(database: Path, now_s: float) -> Path | None:
+    if database.is_file() and database.stat().st_size:  # SQLite would delete the log of an empty file
+        _merge_log(database)
+    aside = _find_free(database, now_s)
+    has_any = False
+    for suffix in reversed(BESIDE):  # the log before the database: without it, the database is merely older
+        source = database.with_name(database.name + suffix)
+        if source.exists():
+            source.rename(aside.with_name(aside.name + suffix))
+            has_any = True
+    return aside if has_any else None
+
+
+def _merge_log(database: Path) -> None:
+    """Bring the file out of WAL mode: that writes the log into it, and fails while another process has it open."""
+    try:
+        with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode=DELETE").fetchall()
+    except sqlite3.OperationalError as error:
+        if (getattr(error, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_BUSY:
+            raise StateError(
+                f"another broker command has {database} open", hints=("Repeat this when it has ended.",)
+            ) from error
+    except sqlite3.DatabaseError:
+        pass  # damaged: set aside as it is, with its log
+
+
+def _find_free(path: Path, now_s: float) -> Path:
+    date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    names = (f"{path.name}.aside-{date}" + (f"-{n}" if n else "") for n in range(1000))
+    return next(free for name in names if not (free := path.with_name(name)).exists())
+
+
+def _read_identity(database: Path) -> tuple[int, Mapping[str, str]]:
+    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        schema = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        has_meta = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone()
+        rows = connection.execute("SELECT key, value FROM meta").fetchall() if has_meta else []
+    return schema, {str(key): str(value) for key, value in rows}
+
+
+def describe_copy(copy: Copy) -> str:
+    return f"{copy.path.name}  {show_date(copy.time_s)}  {copy.size_bytes / 1024:,.0f} KiB"

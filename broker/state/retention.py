@@ -1,0 +1,171 @@
+"""What is kept and for how long: ended jobs become a line of totals, so that the file does not grow without bound."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from calendar import timegm
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+
+from broker.nouns import noun
+from broker.state.database import Database, read_row
+from broker.state.schema import KEPT_DAYS
+
+ENDED_JOBS_MAX = 20_000
+FREE_SHARE_MAX = 0.25  # of the file's pages; a file with more is rewritten
+FREE_PAGES_MIN = 256  # 1 MiB: below that a rewrite gains nothing
+TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "nodes")
+BATCH = 500
+
+
+@noun
+class Total:
+    """What pruned bills came to in one month (UTC) on one cloud. `pricing`: "spot", "on-demand" or "unknown"."""
+
+    month: str
+    cloud: str
+    pricing: str
+    node_hours: float
+    usd: float
+
+
+class Compaction(Database):
+    def compact(self, *, keep_days: float = KEPT_DAYS, ended_jobs_max: int = ENDED_JOBS_MAX) -> int:
+        """Forget ended jobs that are older, or too many, and what was asked of clouds for so long; their money is added
+        to the totals in the same commit. Returns how many jobs.
+
+        A job stays while one that stays needs or resumes it, and while any of its nodes is not known to have ended.
+        """
+        before_s = self.clock.now_s() - keep_days * 86400
+        with self.transaction():
+            pruned = self._find_prunable(before_s, ended_jobs_max)
+            self._prune_jobs(pruned)
+            self._prune_bills(before_s)
+            self._prune_stories(before_s)
+        self._give_back_pages()
+        return len(pruned)
+
+    def list_totals(self) -> Sequence[Total]:
+        rows = self._rows("SELECT month, cloud, pricing, node_hours, usd FROM totals ORDER BY month, cloud, pricing")
+        return [
+            read_row("totals", row["month"], lambda row=row: Total(**dict(row)))  # type: ignore[misc]
+            for row in rows
+        ]
+
+    def get_pruned_before_s(self) -> float | None:
+        """Jobs that ended before are known by their totals only; None while nothing was pruned."""
+        row = self._row("SELECT value FROM meta WHERE key = 'pruned_before_s'")
+        return float(row["value"]) if row else None
+
+    def _find_prunable(self, before_s: float, ended_jobs_max: int) -> list[int]:
+        rows = self._rows("SELECT id, is_terminal, ended_s, needs, resumes FROM jobs ORDER BY id DESC")
+        busy = {
+            row[0]
+            for row in self._rows(
+                "SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
+                "UNION SELECT job_id FROM nodes WHERE ended_s IS NULL AND job_id IS NOT NULL "
+                "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL"
+            )
+        }
+        return list(_choose_prunable(rows, busy, before_s=before_s, ended_jobs_max=ended_jobs_max))
+
+    def _prune_jobs(self, job_ids: Sequence[int]) -> None:
+        for start in range(0, len(job_ids), BATCH):
+            batch = job_ids[start : start + BATCH]
+            marks = ", ".join("?" * len(batch))
+            self._add_to_totals(f"job_id IN ({marks})", batch)
+            for table in TABLES_OF_JOBS:
+                self._execute(f"DELETE FROM {table} WHERE job_id IN ({marks})", batch)
+            self._execute(f"DELETE FROM jobs WHERE id IN ({marks})", batch)
+
+    def _prune_bills(self, before_s: float) -> None:
+        """Of clusters without a job, and of jobs that were pruned before their last bill came."""
+        where = (
+            "ended_s < ? AND (job_id IS NULL OR job_id NOT IN (SELECT id FROM jobs)) "
+            "AND cluster NOT IN (SELECT name FROM clusters)"
+        )
+        self._add_to_totals(where, (before_s,))
+        self._execute(f"DELETE FROM nodes WHERE {where}", (before_s,))
+
+    def _add_to_totals(self, where: str, parameters: Sequence[object]) -> None:
+        rows = self._rows(f"SELECT cloud, usd_hour, created_s, ended_s, is_spot FROM nodes WHERE {where}", parameters)
+        if not rows:
+            return
+        hours: dict[tuple[str, str, str], float] = defaultdict(float)
+        usd: dict[tuple[str, str, str], float] = defaultdict(float)
+        for row in rows:
+            pricing = "unknown" if row["is_spot"] is None else "spot" if row["is_spot"] else "on-demand"
+            for month, share_s in split_by_month(row["created_s"], row["ended_s"]):
+                key = (month, row["cloud"], pricing)
+                hours[key] += share_s / 3600
+                usd[key] += share_s / 3600 * row["usd_hour"]
+        for key in hours:
+            self._execute(
+                "INSERT INTO totals (month, cloud, pricing, node_hours, usd) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (month, cloud, pricing) DO UPDATE SET node_hours = node_hours + excluded.node_hours, "
+                "usd = usd + excluded.usd",
+                (*key, hours[key], usd[key]),
+            )
+        newest_s = max(row["ended_s"] for row in rows)
+        self._execute(
+            "INSERT INTO meta (key, value) VALUES ('pruned_before_s', ?1) "
+            "ON CONFLICT (key) DO UPDATE SET value = max(CAST(value AS REAL), ?1)",
+            (newest_s,),
+        )
+
+    def _prune_stories(self, before_s: float) -> None:
+        """Young events stay whatever `before_s` is: a trigger keeps them."""
+        self._execute(
+            "DELETE FROM events WHERE time_s < ?1 AND time_s < unixepoch() - ?2 * 86400 AND "
+            "(job_id IS NULL OR job_id NOT IN (SELECT id FROM jobs WHERE NOT is_terminal))",
+            (before_s, KEPT_DAYS),
+        )
+        self._execute(
+            "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
+        )
+        self._execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
+
+    def _give_back_pages(self) -> None:
+        """A file does not shrink by itself: one with many free pages is rewritten."""
+        free, pages = (int(self._rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
+        if free >= FREE_PAGES_MIN and free > pages * FREE_SHARE_MAX:
+            self._execute("VACUUM")
+            self._execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _choose_prunable(
+    rows: Iterable[sqlite3.Row], busy: Set[int], *, before_s: float, ended_jobs_max: int
+) -> Iterator[int]:
+    """`rows` newest first. Jobs only name older ones, so one pass finds all that are still named."""
+    named: set[int] = set()
+    ended = 0
+    for row in rows:
+        ended += bool(row["is_terminal"])
+        is_old = row["ended_s"] is not None and row["ended_s"] < before_s
+        is_over = bool(row["is_terminal"]) and (is_old or ended > ended_jobs_max)
+        if is_over and row["id"] not in named and row["id"] not in busy:
+            yield row["id"]
+            continue
+        named.update(_read_needs(row["needs"]))
+        if row["resumes"] is not None:
+            named.add(row["resumes"])
+
+
+def _read_needs(text: object) -> Sequence[int]:
+    try:
+        found = json.loads(str(text))
+    except ValueError:
+        return ()  # a damaged row keeps nothing else from being pruned
+    return [each for each in found if isinstance(each, int)] if isinstance(found, list) else ()
+
+
+def split_by_month(start_s: float, end_s: float) -> Iterator[tuple[str, float]]:
+    """(month in UTC, seconds) of each month that the time from start to end touches."""
+    while start_s < end_s:
+        date = time.gmtime(start_s)
+        year, month = (date.tm_year + 1, 1) if date.tm_mon == 12 else (date.tm_year, date.tm_mon + 1)
+        next_s = float(timegm((year, month, 1, 0, 0, 0)))
+        yield f"{date.tm_year:04d}-{date.tm_mon:02d}", min(end_s, next_s) - start_s
+        start_s = next_s

@@ -1,0 +1,187 @@
+"""What an attempt came to whose nodes are gone: the program's end, the end of its allowance, or a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.config import Config
+from broker.jobs.endings import Endings
+from broker.jobs.logs import get_log_path
+from broker.jobs.lost_gang import LEASES_APART_S, LostGang, is_programs_failure
+from broker.jobs.outcomes import Outcome
+from broker.types import (
+    Attempt,
+    CheckpointSpec,
+    Cluster,
+    ClusterStatus,
+    Goal,
+    Job,
+    JobStatus,
+    Node,
+    NodeState,
+    Progress,
+    RunStatus,
+)
+from tests.simulation.world import OWNER, Report, World, make_plan
+
+FAILED = Outcome(status=RunStatus.FAILED, returncode=3, reason="rank 1 exited with 3", lease_left_s=9000.0)
+SILENT = Report(status=RunStatus.SETTING_UP, returncode=None, unreachable=(0, 1), progress=None)
+
+
+class Left:
+    def __init__(self, outcome: Outcome | None, log: bytes | None = None) -> None:
+        self.outcome = outcome
+        self.log = log
+        self.asked: list[tuple[str, int]] = []
+
+    async def read_outcome(self, place: str, attempt: int) -> Outcome | None:
+        self.asked.append((place, attempt))
+        return self.outcome
+
+    async def read_log(self, place: str, attempt: int) -> bytes | None:
+        return self.log
+
+
+def make_nodes(*reasons: str, state: NodeState = NodeState.TERMINATED) -> tuple[Node, ...]:
+    return tuple(
+        Node(
+            id=f"n{rank}", cloud="simulated", owner=OWNER, cluster="job-1-1", attempt=1, rank=rank,
+            state=state if reason else NodeState.RUNNING, reason=reason, ended_s=50.0 if reason else None, handle="ssh://h",
+        )
+        for rank, reason in enumerate(reasons)
+    )  # fmt: skip
+
+
+def conclude(
+    folder: Path,
+    left: Left,
+    *reasons: str,
+    to: str | None = "s3://bucket/runs",
+    was_attended: bool = False,
+    goal: Goal | None = None,
+    world: World | None = None,
+) -> tuple[Job, World]:
+    world = world or World(folder)
+    job = world.get_job()
+    job = replace(job, task=replace(job.task, checkpoint=CheckpointSpec(to=to), goal=goal))
+    placement = make_plan(job.task).choice.placement
+    attempt = Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=0.0, running_s=1.0)
+    world.store.put_attempt(attempt)
+    nodes = make_nodes(*reasons)
+    cluster = Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
+    config = Config(home=folder, owner=OWNER)
+    gang = LostGang(world.store, config, Endings(job.id, world.store, world.clock), left)
+    asyncio.run(gang.conclude(job, attempt, cluster, SILENT, is_noticed=False, was_attended=was_attended))
+    return world.get_job(), world
+
+
+def test_success_that_was_left_ends_the_job_with_its_last_step_and_its_log(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.store.set_progress(world.job_id, Progress(step=5, total=40))
+    left = Left(Outcome(status=RunStatus.SUCCEEDED, returncode=0, progress=Progress(step=40, total=40)), b"one\ntwo\n")
+    job, _ = conclude(tmp_path, left, "missing", "preempted", world=world)
+    assert (job.status, job.attempts[0].outcome) == (JobStatus.SUCCEEDED, "succeeded")
+    assert job.progress == Progress(step=40, total=40)
+    assert get_log_path(tmp_path / "logs", job.id).read_bytes() == b"one\ntwo\n"
+    assert left.asked == [(f"s3://bucket/runs/{OWNER}-job-1", 1)]
+
+
+def test_log_continues_where_the_copy_was_and_a_second_look_repeats_nothing(tmp_path: Path) -> None:
+    from broker.state.store import LogOffset
+
+    world = World(tmp_path)
+    path = get_log_path(tmp_path / "logs", world.job_id)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"old attempt\none\n")
+    world.store.set_log_offset(world.job_id, LogOffset(attempt=1, source_bytes=4, file_bytes=16))
+    left = Left(None, b"one\ntwo\n")
+    for outcome in (Outcome(status=RunStatus.CANCELLED), Outcome(status=RunStatus.CANCELLED)):
+        left.outcome = outcome
+        conclude(tmp_path, left, "lease", world=world)
+        assert path.read_bytes() == b"old attempt\none\ntwo\n"
+
+
+@pytest.mark.parametrize("reasons", [("done", "done"), ("lease", "lease"), ("lease", "done")])
+def test_failure_counts_as_the_programs_where_all_nodes_ended_themselves(
+    tmp_path: Path, reasons: tuple[str, ...]
+) -> None:
+    job, _ = conclude(tmp_path, Left(FAILED), *reasons)
+    assert (job.status, job.failure) == (JobStatus.FAILED, "`run` exited with code 3")
+
+
+def test_failed_setup_is_told_as_such(tmp_path: Path) -> None:
+    job, _ = conclude(tmp_path, Left(replace(FAILED, status=RunStatus.FAILED_SETUP)), "done", "done")
+    assert job.status is JobStatus.FAILED_SETUP
+
+
+@pytest.mark.parametrize(
+    ("left", "reasons"),
+    [
+        (FAILED, ("done", "preempted")),
+        (FAILED, ("done", "missing")),
+        (FAILED, ("done", "crashed")),
+        (FAILED, ("done", "terminated")),
+        (FAILED, ("done", "")),
+        (replace(FAILED, returncode=None), ("done", "done")),
+        (replace(FAILED, lease_left_s=None), ("done", "done")),
+        (replace(FAILED, lease_left_s=LEASES_APART_S - 1), ("lease", "lease")),
+        (replace(FAILED, status=RunStatus.CANCELLED), ("done", "done")),
+    ],
+)
+def test_failure_that_may_be_a_lost_peers_is_a_loss(tmp_path: Path, left: Outcome, reasons: tuple[str, ...]) -> None:
+    assert not is_programs_failure(left, make_nodes(*reasons), SILENT.unreachable)
+    job, _ = conclude(tmp_path, Left(left), *reasons)
+    assert job.status is JobStatus.RECOVERING and job.attempts[0].outcome.startswith("preempted: node")
+
+
+def test_node_that_its_cloud_keeps_stopped_ended_itself_too() -> None:
+    assert is_programs_failure(FAILED, make_nodes("lease", "lease", state=NodeState.STOPPED), (0, 1))
+
+
+def test_node_that_still_answers_is_not_a_lost_one() -> None:
+    assert is_programs_failure(FAILED, make_nodes("", "done"), ())
+    assert not is_programs_failure(FAILED, make_nodes("", "done"), (0,))
+
+
+def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.store.set_progress(world.job_id, Progress(step=7))
+    job, _ = conclude(tmp_path, Left(None), "lease", "lease", world=world)
+    assert job.status is JobStatus.RECOVERING
+    assert job.attempts[0].outcome == "its unattended allowance of 12 h ran out after step 7"
+    assert job.attempts[0].lost_s == 50.0
+    assert world.store.list_events(job_id=job.id)[-1].message == (
+        "its unattended allowance of 12 h ran out after step 7: restarted on new nodes"
+    )
+
+
+def test_allowance_that_the_budget_may_have_cut_is_not_told_as_a_whole_one(tmp_path: Path) -> None:
+    job, _ = conclude(tmp_path, Left(None), "lease", "lease", goal=Goal(budget_usd=3.0))
+    assert "allowance of up to 12 h ran out" in job.attempts[0].outcome
+
+
+@pytest.mark.parametrize("reasons", [("lease", "preempted"), ("missing", "missing"), ("lease", "terminated")])
+def test_other_ends_are_losses_as_before(tmp_path: Path, reasons: tuple[str, ...]) -> None:
+    job, _ = conclude(tmp_path, Left(None), *reasons)
+    assert job.attempts[0].outcome == "preempted: node 0 and 1 gone"
+
+
+def test_node_that_goes_while_the_broker_renews_its_lease_is_lost(tmp_path: Path) -> None:
+    job, _ = conclude(tmp_path, Left(None), "lease", "lease", was_attended=True)
+    assert job.attempts[0].outcome == "preempted: node 0 and 1 gone"
+
+
+def test_folder_is_no_bucket_to_look_in(tmp_path: Path) -> None:
+    left = Left(FAILED)
+    job, _ = conclude(tmp_path, left, "done", "done", to="/shared")
+    assert not left.asked and job.status is JobStatus.RECOVERING
+
+
+def test_log_so_far_is_fetched_where_the_run_never_ended(tmp_path: Path) -> None:
+    job, _ = conclude(tmp_path, Left(None, b"step 1\n"), "lease", "preempted")
+    assert job.status is JobStatus.RECOVERING
+    assert get_log_path(tmp_path / "logs", job.id).read_bytes() == b"step 1\n"

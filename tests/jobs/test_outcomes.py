@@ -1,0 +1,80 @@
+"""What a head left in the bucket is read as it was written, and nothing else counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.jobs.outcomes import BucketOutcomes, Outcome, parse_outcome
+from broker.runtime.agent_bucket import leave_log, leave_outcome
+from broker.types import Progress, RunStatus
+from tests.testbed.objects import serve_azure
+from tests.testbed.s3 import BUCKET, S3Server, serve_s3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def azure() -> Iterator[dict[str, str]]:
+    with serve_azure() as (_, variables):
+        yield variables
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_broker_reads_what_the_agent_wrote(
+    request: pytest.FixtureRequest, scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agent writes by itself, broker reads by its library."""
+    login: dict[str, str] = request.getfixturevalue("server").variables
+    if scheme == "az":
+        login = request.getfixturevalue("azure")
+    for name, value in login.items():
+        monkeypatch.setenv(name, value)
+    place = f"{scheme}://{BUCKET}/runs/me-job-1"
+    variables = {**login, "BROKER_CHECKPOINT_DIR": place, "BROKER_ATTEMPT": "1"}
+    progress = {"step": 40, "total": 40, "loss": 2.5}
+    left = {"status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "lease_left_s": 7200.0}
+    assert leave_outcome({**left, "progress": progress}, variables) == f"{place}/outcomes/1.json"
+    (tmp_path / "log").write_bytes(b"one\ntwo\n")
+    assert leave_log(tmp_path / "log", variables) == f"{place}/logs/1.log"
+    outcomes = BucketOutcomes()
+    assert asyncio.run(outcomes.read_outcome(place, 1)) == Outcome(
+        status=RunStatus.FAILED,
+        returncode=3,
+        reason="rank 1 exited with 3",
+        lease_left_s=7200.0,
+        progress=Progress(step=40, total=40, loss=2.5),
+    )
+    assert asyncio.run(outcomes.read_log(place, 1)) == b"one\ntwo\n"
+    assert asyncio.run(outcomes.read_outcome(place, 2)) is None and asyncio.run(outcomes.read_log(place, 2)) is None
+    assert asyncio.run(outcomes.read_outcome(f"{scheme}://no-such-bucket/x", 1)) is None
+    assert leave_outcome({}, {**variables, "BROKER_CHECKPOINT_DIR": "/folder"}) == ""
+    assert leave_log(tmp_path / "log", {**variables, "BROKER_CHECKPOINT_DIR": "file:///folder"}) == ""
+
+
+@pytest.mark.parametrize(
+    "found", [b"", b"[]", b"\xff", b"{}", b'{"status": "GREAT"}', b'{"status": "RUNNING"}', b'{"status": 7}']
+)
+def test_rubbish_in_the_bucket_is_no_outcome(found: bytes) -> None:
+    assert parse_outcome(found) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"returncode": True, "lease_left_s": True, "progress": []}, Outcome(status=RunStatus.SUCCEEDED)),
+        ({"returncode": "0", "lease_left_s": "9", "reason": None}, Outcome(status=RunStatus.SUCCEEDED)),
+        ({"returncode": 0, "lease_left_s": 9}, Outcome(status=RunStatus.SUCCEEDED, returncode=0, lease_left_s=9.0)),
+    ],
+)
+def test_what_is_not_of_the_right_kind_is_left_out(found: dict[str, Any], expected: Outcome) -> None:
+    assert parse_outcome(json.dumps({"status": "SUCCEEDED", **found}).encode()) == expected

@@ -1,0 +1,333 @@
+"""Lists that cannot see a node: of another account, without its region, or failing. An agent that answers is alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import AccountError, AuthError, BrokerError, TransientError
+from broker.provision.nodes import MISSING
+from broker.types import ClusterStatus, JobStatus, Node, NodeState
+from tests.simulation.world import OWNER, World, make_plan
+
+STEPS = 3000
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    world.gang.steps = STEPS
+    return world
+
+
+async def drive(world: World, controller: Any, until: Callable[[], bool], *, limit_s: float = 7200.0) -> None:
+    """Step as the daemon does, errors included, until the condition holds or the time is up."""
+    start_s = world.clock.now_s()
+    while not until() and world.clock.now_s() - start_s < limit_s:
+        try:
+            wait_s = await controller.step()
+        except BrokerError:
+            wait_s = 5.0
+        await world.clock.sleep(min(max(wait_s, 0.5), 60.0))
+
+
+def is_started(world: World) -> bool:
+    return any(attempt.running_s for attempt in world.store.list_attempts(world.job_id))
+
+
+def play(world: World, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    """The scenario begins when the job's program runs."""
+
+    async def act() -> None:
+        controller = world.make_controller()
+        await drive(world, controller, lambda: is_started(world))
+        await scenario(controller)
+
+    world.clock.run(act)
+
+
+def wait(world: World, duration_s: float) -> Callable[[], bool]:
+    end_s = world.clock.now_s() + duration_s
+    return lambda: world.clock.now_s() >= end_s
+
+
+def count_attempts(world: World) -> int:
+    return len(world.store.list_attempts(world.job_id))
+
+
+def note_terminates(world: World) -> list[str]:
+    asked: list[str] = []
+    terminate = world.cloud.terminate_nodes
+
+    async def note(nodes: Any) -> None:
+        asked.extend(node.id for node in nodes)
+        await terminate(nodes)
+
+    world.cloud.terminate_nodes = note  # type: ignore[method-assign]
+    return asked
+
+
+def test_lists_of_another_account_do_not_beat_agents_that_answer(world: World) -> None:
+    async def scenario(controller: Any) -> None:
+        nodes = world.list_live_nodes()
+        world.cloud.account = "account-2"
+        await drive(world, controller, wait(world, 1200.0))
+        assert count_attempts(world) == 1
+        assert world.list_live_nodes() == nodes
+
+    play(world, scenario)
+
+
+def test_lists_of_another_owner_do_not_beat_agents_that_answer(world: World) -> None:
+    """The `owner` file was lost: lists are complete, of the right account, and empty."""
+
+    async def scenario(controller: Any) -> None:
+        list_nodes = world.cloud.list_nodes
+        world.cloud.list_nodes = lambda owner: list_nodes("someone-new")  # type: ignore[method-assign]
+        await drive(world, controller, wait(world, 1200.0))
+        assert count_attempts(world) == 1
+
+    play(world, scenario)
+
+
+def test_a_silent_gang_of_another_account_is_neither_given_up_nor_forgotten(world: World) -> None:
+    """Nothing may start beside it, and its nodes are terminated once the login is right again."""
+
+    async def scenario(controller: Any) -> None:
+        first = {node.id for node in world.list_live_nodes()}
+        poll = world.gang.poll
+        world.cloud.account = "account-2"
+        world.gang.poll = silence(world, first)  # type: ignore[method-assign]
+        await drive(world, controller, wait(world, 3600.0))
+        assert count_attempts(world) == 1
+        told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "unseen"]
+        assert len(told) == 1 and "account account-1" in told[0] and "account-2" in told[0]
+        world.cloud.account = "account-1"
+        await drive(world, controller, lambda: count_attempts(world) == 2)
+        assert not first & {node.id for node in world.list_live_nodes()}
+        world.gang.poll = poll  # type: ignore[method-assign]
+
+    play(world, scenario)
+
+
+def silence(world: World, ids: set[str]) -> Callable[..., Any]:
+    """A `poll` that hears nothing of these nodes."""
+    poll = world.gang.poll
+
+    async def answer(cluster: Any, run_id: int) -> Any:
+        report = await poll(cluster, run_id)
+        ranks = tuple(node.rank for node in cluster.nodes if node.id in ids)
+        return replace(report, unreachable=ranks, progress=None) if ranks else report
+
+    return answer
+
+
+def test_missing_nodes_are_terminated_before_anything_else_starts(world: World) -> None:
+    """They are believed gone by what lists leave out, so a terminate call must be accepted for each."""
+
+    async def scenario(controller: Any) -> None:
+        first = {node.id for node in world.list_live_nodes()}
+        asked = note_terminates(world)
+        list_nodes = world.cloud.list_nodes
+
+        async def leave_out(owner: str) -> Any:
+            listed = await list_nodes(owner)
+            return replace(listed, nodes=tuple(node for node in listed if node.id not in first))
+
+        world.cloud.list_nodes = leave_out  # type: ignore[method-assign]
+        world.gang.poll = silence(world, first)  # type: ignore[method-assign]
+        await drive(world, controller, lambda: count_attempts(world) == 2)
+        assert first <= set(asked)
+        assert not first & {node.id for node in world.list_live_nodes()}
+
+    play(world, scenario)
+
+
+def test_an_outage_of_lists_does_not_hold_up_terminate(world: World) -> None:
+    async def scenario(controller: Any) -> None:
+        async def fail(owner: str) -> Any:
+            raise TransientError("ServiceUnavailable (describe_instances, north1)")
+
+        world.cloud.list_nodes = fail  # type: ignore[method-assign]
+        name = world.store.list_clusters()[0].name
+        with pytest.raises(TransientError):
+            await world.make_provisioner().down(name)
+        await world.clock.sleep(30.0)
+        assert not world.list_live_nodes()
+        assert world.store.get_cluster(name) is not None  # until a list confirms it
+
+    play(world, scenario)
+
+
+def test_a_region_that_gives_no_lists_blocks_no_other(world: World) -> None:
+    async def scenario(controller: Any) -> None:
+        world.cloud.silent_regions["north1"] = TransientError("ServiceUnavailable (describe_instances, north1)")
+        name = world.store.list_clusters()[0].name
+        await world.make_provisioner().down(name)
+        assert not world.list_live_nodes() and world.store.get_cluster(name) is None
+
+    play(world, scenario)
+
+
+def test_nodes_of_a_region_without_lists_are_kept_while_they_answer(world: World) -> None:
+    async def scenario(controller: Any) -> None:
+        region = world.list_live_nodes()[0].region
+        world.cloud.silent_regions[region] = TransientError("ServiceUnavailable")
+        await drive(world, controller, wait(world, 1200.0))
+        assert count_attempts(world) == 1 and len(world.list_live_nodes()) == 2
+
+    play(world, scenario)
+
+
+def test_a_gang_that_works_keeps_its_lease_while_no_list_answers(world: World) -> None:
+    """An expired login must not end the machines that it can no longer list."""
+
+    async def scenario(controller: Any) -> None:
+        renewed: list[float] = []
+
+        async def deny(owner: str) -> Any:
+            raise AuthError("the login has expired")
+
+        async def note(cluster: Any, *, lease_s: float) -> None:
+            renewed.append(world.clock.now_s())
+
+        world.cloud.list_nodes = deny  # type: ignore[method-assign]
+        world.gang.renew_lease = note  # type: ignore[method-assign]
+        await drive(world, controller, wait(world, 1200.0))
+        assert len(renewed) >= 15 and count_attempts(world) == 1
+
+    play(world, scenario)
+
+
+def test_a_denied_list_lets_no_paid_node_of_a_failed_job_run(world: World) -> None:
+    async def deny(owner: str) -> Any:
+        raise AuthError("UnauthorizedOperation: explicit deny in a service control policy")
+
+    world.cloud.list_nodes = deny  # type: ignore[method-assign]
+
+    async def act() -> None:
+        controller = world.make_controller()
+        await drive(world, controller, lambda: world.get_job().status.is_terminal)
+        await drive(world, controller, lambda: not world.list_live_nodes(), limit_s=600.0)
+        assert world.get_job().status is JobStatus.FAILED_PRECHECKS
+        assert not world.list_live_nodes()
+        assert world.store.list_open_intents()  # the end is not confirmed yet: it is asked for again and again
+
+    world.clock.run(act)
+
+
+def test_nodes_made_by_a_process_that_died_are_ended_where_no_list_shows_them(world: World) -> None:
+    """The ids of the create call's answer are on record."""
+
+    async def act() -> None:
+        provisioner = world.make_provisioner()
+        world.cloud.market = replace(world.cloud.market, boot_s=1e6, boot_s_max=1e6)
+        work = asyncio.ensure_future(provisioner.up("dev", make_plan(world.task), hedge=1))
+        while not world.list_live_nodes():
+            await world.clock.sleep(0.5)
+        await world.clock.sleep(30.0)
+        work.cancel()
+        for region in ("east1", "west1", "north1"):
+            world.cloud.silent_regions[region] = AuthError("denied")
+        with pytest.raises(AuthError):
+            await world.make_provisioner().down("dev")
+        await world.clock.sleep(30.0)
+        assert not world.list_live_nodes()
+
+    world.clock.run(act)
+
+
+def test_a_search_that_was_begun_in_another_account_is_neither_failed_nor_forgotten(world: World) -> None:
+    async def act() -> None:
+        world.cloud.market = replace(world.cloud.market, boot_s=300.0, boot_s_max=300.0)
+        controller = world.make_controller()
+        work = asyncio.ensure_future(controller.step())
+        while not world.list_live_nodes():
+            await world.clock.sleep(0.5)
+        made = {node.token for node in world.list_live_nodes()}
+        work.cancel()
+        world.cloud.account = "account-2"
+        await drive(world, world.make_controller(), wait(world, 1800.0))
+        assert not world.get_job().status.is_terminal
+        assert made <= {intent.request.token for intent in world.store.list_open_intents()}
+        world.cloud.account = "account-1"
+        await world.make_provisioner().collect()
+        assert not made & {intent.request.token for intent in world.store.list_open_intents()}
+        assert not made & {node.token for node in world.list_live_nodes()}
+
+    world.clock.run(act)
+
+
+def test_every_intent_names_the_account_before_anything_is_made(world: World) -> None:
+    create = world.cloud.create_nodes
+
+    async def check(request: Any) -> Any:
+        written = world.store.get_request(request.token)
+        assert written is not None and written.account == request.account == "account-1"
+        return await create(request)
+
+    world.cloud.create_nodes = check  # type: ignore[method-assign]
+    cluster = world.clock.run(lambda: world.make_provisioner().up("dev", make_plan(world.task)))
+    assert {node.account for node in cluster.nodes} == {"account-1"}
+
+
+def test_down_names_the_login_that_is_needed(world: World) -> None:
+    async def scenario(controller: Any) -> None:
+        world.cloud.account = "account-2"
+        name = world.store.list_clusters()[0].name
+        with pytest.raises(AccountError, match=r"account-1.*account-2"):
+            await world.make_provisioner().down(name)
+        record = world.store.get_cluster(name)
+        assert record is not None and record.status is ClusterStatus.TERMINATING
+
+    play(world, scenario)
+
+
+@pytest.mark.parametrize(("blocked_s", "attempts"), [(500.0, 1), (1200.0, 2)])
+def test_ssh_that_is_blocked_to_a_whole_running_gang_is_waited_for(
+    world: World, blocked_s: float, attempts: int
+) -> None:
+    """More often the user's own network than two machines that hang at once."""
+
+    async def scenario(controller: Any) -> None:
+        first, poll = {node.id for node in world.list_live_nodes()}, world.gang.poll
+        world.gang.poll = silence(world, first)  # type: ignore[method-assign]
+        await drive(world, controller, wait(world, blocked_s))
+        world.gang.poll = poll  # type: ignore[method-assign]
+        await drive(world, controller, wait(world, 60.0))
+        assert count_attempts(world) == attempts
+
+    play(world, scenario)
+
+
+def test_the_collector_ends_what_it_can_see_while_another_region_is_silent(world: World) -> None:
+    async def act() -> None:
+        lost = Node(
+            id="lost-1", cloud="simulated", owner=OWNER, cluster="gone", attempt=1, rank=0,
+            state=NodeState.RUNNING, region="east1", account="account-1", created_s=world.clock.now_s(),
+        )  # fmt: skip
+        world.cloud.add_foreign_node(lost)
+        world.cloud.silent_regions["north1"] = AuthError("denied")
+        await world.clock.sleep(60.0)
+        world.store.mark_adopted("simulated")  # else a node that this store did not ask for is recorded, not ended
+        assert await world.make_provisioner().collect() == 1
+        await world.clock.sleep(10.0)
+        assert [node.state for node in world.cloud.find(["lost-1"])] == [NodeState.TERMINATED]
+
+    world.clock.run(act)
+
+
+def test_a_node_that_was_only_missing_counts_as_alive_until_terminate_is_accepted(world: World) -> None:
+    async def scenario(controller: Any) -> None:
+        cluster = world.store.list_clusters()[0]
+        nodes = tuple(replace(node, state=NodeState.TERMINATED, reason=MISSING) for node in cluster.nodes)
+        world.store.put_cluster(replace(cluster, nodes=nodes))
+        await world.make_provisioner().down(cluster.name)
+        assert not world.list_live_nodes()
+
+    play(world, scenario)

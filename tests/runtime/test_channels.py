@@ -1,0 +1,482 @@
+"""Kept sessions with nodes: over real ways to real agents, and with a pretended node on a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_gang import Rig, make_request, make_task, wait_for
+from sshd import REASON, SSHD, Sshd
+
+from broker.clock import SystemClock
+from broker.errors import TransientError
+from broker.runtime import channels
+from broker.runtime.base import Completed
+from broker.runtime.gang import Gang
+from broker.runtime.keys import Keys
+from broker.runtime.streams import Stream
+from broker.runtime.transports.local import LocalTransport
+from broker.runtime.transports.ssh import SshTransport
+from broker.types import Cluster, ClusterStatus, Node, NodeState, RunStatus
+
+TICKS = "i=0; while [ ! -e $HOME/enough ]; do i=$((i + 1)); echo line $i; sleep 0.02; done; echo last"
+
+
+def count_calls(transport: Any) -> list[Sequence[str]]:
+    """Every plain call from now on."""
+    made: list[Sequence[str]] = []
+    run = transport.run
+
+    async def counted(node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        made.append(argv)
+        done: Completed = await run(node, argv, **options)
+        return done
+
+    transport.run = counted
+    return made
+
+
+def list_processes(home: Path, word: str) -> list[int]:
+    """On the node with this home, with that word among their arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"HOME={home}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                found += [int(entry.name)] if word.encode() in words and words[0].endswith(b"python3") else []
+        except OSError:
+            continue
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A cluster of one node whose agent is there."""
+
+    gang: Gang
+    transport: LocalTransport | SshTransport
+    cluster: Cluster
+    home: Path
+    sshd: Sshd | None = None
+
+    async def start(self, run: str) -> None:
+        task = make_task(run)
+        await self.gang.prepare(self.cluster, task)
+        await self.gang.start(self.cluster, task, run_id=1, envs={})
+
+    async def open_channel(self) -> None:
+        """As a controller does: poll, wait for news, until the node tells by itself."""
+
+        async def is_open() -> bool:
+            await self.gang.poll(self.cluster, 1)
+            await self.gang.wait_news(self.cluster, 1, wake=asyncio.Event(), timeout_s=0.01)
+            return self.is_heard()
+
+        await wait_for(is_open)
+
+    def is_heard(self) -> bool:
+        channel = self.gang._channels.find(self.cluster.nodes[0]) if self.gang._channels else None
+        return channel is not None and channel.is_heard()
+
+    def find_session(self) -> int:
+        [session] = list_processes(self.home, "follow")
+        return session
+
+
+@pytest.fixture(params=["local", "ssh"])
+def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    monkeypatch.setattr(channels, "RETRY_S_MIN", 0.05)
+    if request.param == "local":
+        rig: Rig = request.getfixturevalue("rig")
+        cluster = asyncio.run(rig.make_cluster())
+        yield Way(gang=rig.gang, transport=rig.transport, cluster=cluster, home=Path(cluster.nodes[0].handle) / "home")
+        return
+    if not SSHD:
+        pytest.skip(REASON)
+    sshd = Sshd(tmp_path / "sshd", keys := Keys(tmp_path / "keys"))
+    sshd.start()
+    try:
+        transport = SshTransport(keys, clock=SystemClock())
+        cluster = Cluster(
+            name="c", status=ClusterStatus.UP, placement=make_request().placement, attempt=1, nodes=(sshd.node,)
+        )
+        gang = Gang(transport, clock=SystemClock())
+        yield Way(gang=gang, transport=transport, cluster=cluster, home=sshd.home, sshd=sshd)
+    finally:
+        (sshd.home / "enough").touch()
+        for verb in ("_watch", "_run", "follow"):
+            for pid in list_processes(sshd.home, verb):
+                os.kill(pid, signal.SIGKILL)
+        sshd.stop()
+
+
+def test_run_is_watched_to_its_end_without_a_call(way: Way) -> None:
+    async def act() -> None:
+        await way.start("until [ -e $HOME/enough ]; do sleep 0.02; done; echo done; exit 3")
+        await way.open_channel()
+        calls, wake = count_calls(way.transport), asyncio.Event()
+        (way.home / "enough").touch()
+        while not (report := await way.gang.poll(way.cluster, 1)).status.is_terminal:
+            await way.gang.wait_news(way.cluster, 1, wake=wake, timeout_s=60)
+        assert (report.status, report.returncode, report.unreachable) == (RunStatus.FAILED, 3, ())
+        assert (await way.gang.read_log(way.cluster, 1, offset=0))[0] == b"done\n"
+        await way.gang.renew_lease(way.cluster, lease_s=3600)
+        assert not calls
+        lease = json.loads((way.home / ".broker/lease.json").read_text())
+        assert lease["expires_s"] > SystemClock().now_s() + 3000
+
+    asyncio.run(act())
+
+
+def test_log_that_has_not_grown_is_not_read(way: Way) -> None:
+    async def act() -> None:
+        await way.start("echo one; until [ -e $HOME/enough ]; do sleep 0.02; done")
+        await way.open_channel()
+
+        async def has_all() -> bool:
+            return (await way.gang.read_log(way.cluster, 1, offset=0))[0] == b"one\n"
+
+        await wait_for(has_all)
+        channel = way.gang._channels.find(way.cluster.nodes[0]) if way.gang._channels else None
+        assert channel is not None
+        await wait_for(lambda: channel.has_read_log(4))
+        assert not channel.has_read_log(3)
+        calls = count_calls(way.transport)
+        assert await way.gang.read_log(way.cluster, 1, offset=4) == (b"", 4)
+        assert not calls
+
+    asyncio.run(act())
+
+
+def test_session_that_is_killed_is_noticed_and_opened_again(way: Way) -> None:
+    async def act() -> None:
+        await way.start("until [ -e $HOME/enough ]; do sleep 0.02; done")
+        await way.open_channel()
+        first = way.find_session()
+        await way.gang.poll(way.cluster, 1)
+        os.kill(first, signal.SIGKILL)
+        await way.gang.wait_news(way.cluster, 1, wake=asyncio.Event(), timeout_s=60)
+        assert not way.is_heard()
+        assert (await way.gang.poll(way.cluster, 1)).unreachable == (), "the node answers a plain call"
+        await way.open_channel()
+        assert way.find_session() != first
+        (way.home / "enough").touch()
+
+    asyncio.run(act())
+
+
+def test_log_has_no_gap_and_no_repeat_whatever_becomes_of_the_channel(way: Way) -> None:
+    async def act() -> tuple[bytes, bytes]:
+        await way.start(TICKS)
+        copy, kills = b"", 0
+        while True:
+            report = await way.gang.poll(way.cluster, 1)
+            for _ in range(100 if report.status.is_terminal else 1):
+                copy += (await way.gang.read_log(way.cluster, 1, offset=len(copy)))[0]
+            if report.status.is_terminal:
+                return copy, (way.home / ".broker/runs/1/log").read_bytes()
+            if kills < 3 and way.is_heard():
+                os.kill(way.find_session(), signal.SIGKILL)
+                kills += 1
+            elif way.is_heard() and copy.count(b"\n") > 50:
+                (way.home / "enough").touch()
+            await way.gang.wait_news(way.cluster, 1, wake=asyncio.Event(), timeout_s=1)
+
+    copy, log = asyncio.run(act())
+    lines = copy.decode().splitlines()
+    assert lines == [*(f"line {number}" for number in range(1, len(lines))), "last"] and copy == log
+
+
+def test_nothing_of_a_channel_that_was_cut_stays_on_the_node(way: Way) -> None:
+    async def act() -> None:
+        await way.start("until [ -e $HOME/enough ]; do sleep 0.02; done")
+        await way.open_channel()
+        assert len(list_processes(way.home, "follow")) == 1
+
+    asyncio.run(act())  # the broker leaves: it closes nothing by itself
+    asyncio.run(wait_for(lambda: not list_processes(way.home, "follow")))
+    (way.home / "enough").touch()
+
+
+def test_channel_that_nothing_asks_for_is_closed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "UNWANTED_S", 0.5)
+
+    async def act() -> None:
+        await way.start("i=0; until [ -e $HOME/enough ]; do i=$((i + 1)); echo $i; sleep 0.2; done")
+        await way.open_channel()
+        await wait_for(lambda: not list_processes(way.home, "follow"))
+        (way.home / "enough").touch()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("way", ["ssh"], indirect=True)
+def test_one_ssh_carries_the_session_and_all_calls(way: Way) -> None:
+    async def act() -> None:
+        await way.start("until [ -e $HOME/enough ]; do sleep 0.02; done")
+        await way.open_channel()
+        assert isinstance(way.transport, SshTransport)
+        control = str(way.transport._find(way.cluster.nodes[0]).control)
+        await wait_for(lambda: len(list_clients(control)) == 1)
+        assert way.sshd is not None
+        before = (way.sshd.folder / "sshd.log").read_text().count("Accepted publickey")
+        await way.transport.run(way.cluster.nodes[0], ["true"], timeout_s=30)
+        assert (way.sshd.folder / "sshd.log").read_text().count("Accepted publickey") == before == 2
+        (way.home / "enough").touch()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("way", ["ssh"], indirect=True)
+def test_ssh_that_is_killed_costs_no_answer(way: Way) -> None:
+    async def act() -> None:
+        await way.start("until [ -e $HOME/enough ]; do sleep 0.02; done")
+        await way.open_channel()
+        assert isinstance(way.transport, SshTransport)
+        control = str(way.transport._find(way.cluster.nodes[0]).control)
+        await way.gang.poll(way.cluster, 1)
+        for pid in list_clients(control):
+            os.kill(pid, signal.SIGKILL)
+        await way.gang.wait_news(way.cluster, 1, wake=asyncio.Event(), timeout_s=60)
+        assert (await way.gang.poll(way.cluster, 1)).unreachable == ()
+        await way.open_channel()
+        await wait_for(lambda: len(list_processes(way.home, "follow")) == 1)
+        (way.home / "enough").touch()
+
+    asyncio.run(act())
+
+
+def list_clients(control: str) -> list[int]:
+    """Local ssh processes on this connection; a master that runs in the background has put its socket in its title."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and control.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+class HandClock:
+    """Moved by the test; a sleep is one turn of the loop."""
+
+    def __init__(self) -> None:
+        self.s = 1_000_000.0
+
+    def now_s(self) -> float:
+        return self.s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.s += duration_s
+        await asyncio.sleep(0)
+
+
+class Pretended:
+    """A transport to one node that says what the test lets it say."""
+
+    def __init__(self) -> None:
+        self.is_up = True
+        self.is_old = False
+        self.calls = 0
+        self.opened = 0
+        self.feeds: list[asyncio.StreamReader] = []
+
+    async def run(self, node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        self.calls += 1
+        if not self.is_up:
+            raise TransientError("no answer")
+        return Completed(returncode=0, stdout=json.dumps(describe("RUNNING")).encode(), stderr=b"")
+
+    async def put(self, node: Node, source: Path, target: str) -> None: ...
+
+    async def open_shell(self, node: Node) -> Any: ...
+
+    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        self.opened += 1
+        if not self.is_up:
+            raise TransientError("no answer")
+        reader = asyncio.StreamReader()
+        self.feeds.append(reader)
+        if self.is_old:
+            reader.feed_eof()
+        return Stream(reader, Unheard(reader))  # type: ignore[arg-type]
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        self.feeds[-1].feed_data(json.dumps(message).encode() + b"\n")
+
+    def tell(self, status: str = "RUNNING") -> None:
+        self.say({"status": describe(status), "log_bytes": 0})
+
+
+class Unheard:
+    """A writer whose words are lost; closing it ends what is read, as that of a socket does."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self.transport = self
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None:
+        self._reader.feed_eof()
+
+    abort = close
+
+
+def describe(status: str) -> dict[str, Any]:
+    run = {"id": 1, "status": status, "returncode": None, "ended_s": None, "reason": "", "progress": None}
+    return {"runs": [run], "idle_s": 0.0, "is_advised": False, "lease_left_s": None}
+
+
+class Desk:
+    """A gang of one pretended node, and the turns of a controller that watches it."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock()
+        self.node = Pretended()
+        self.gang = Gang(self.node, clock=self.clock)
+        node = Node(
+            id="n", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t",
+            address="", handle="",
+        )  # fmt: skip
+        self.cluster = Cluster(
+            name="c", status=ClusterStatus.UP, placement=make_request().placement, attempt=1, nodes=(node,)
+        )
+
+    async def poll(self) -> tuple[RunStatus, tuple[int, ...]]:
+        report = await self.gang.poll(self.cluster, 1)
+        return report.status, report.unreachable
+
+    async def rest(self, *, timeout_s: float = 0.0) -> None:
+        await self.gang.wait_news(self.cluster, 1, wake=asyncio.Event(), timeout_s=timeout_s)
+        await settle()
+
+    async def open(self) -> None:
+        await self.poll()
+        await self.rest()
+        self.node.tell()
+        await settle()
+        self.node.calls = 0
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_first_poll_asks_the_node_and_opens_nothing() -> None:
+    async def act() -> None:
+        desk = Desk()
+        assert await desk.poll() == (RunStatus.RUNNING, ())
+        assert (desk.node.calls, desk.node.opened) == (1, 0)
+
+    asyncio.run(act())
+
+
+def test_silent_node_becomes_unreachable_and_is_reachable_when_it_returns() -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        desk.node.is_up = False  # without a word: the connection stays open, as that of a host that lost its power
+        for _ in range(5):  # looks that are 5 s apart
+            assert await desk.poll() == (RunStatus.RUNNING, ()) and not desk.node.calls
+            desk.clock.s += 5.0
+        desk.clock.s += 5.0
+        assert (await desk.poll())[1] == (0,)
+        opened = desk.node.opened
+        for _ in range(5):
+            await desk.rest(timeout_s=5.0)
+            assert (await desk.poll())[1] == (0,)
+        assert desk.node.opened == opened, "a node that does not answer a call is not asked for a session too"
+        desk.node.is_up = True
+        assert await desk.poll() == (RunStatus.RUNNING, ())
+        await desk.rest()
+        assert desk.node.opened == opened + 1
+        desk.node.tell()
+        await settle()
+        desk.node.calls = 0
+        assert await desk.poll() == (RunStatus.RUNNING, ()) and not desk.node.calls
+
+    asyncio.run(act())
+
+
+def test_node_is_heard_while_only_its_heart_beats() -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        for _ in range(100):
+            desk.node.say({})
+            await settle()
+            assert await desk.poll() == (RunStatus.RUNNING, ())
+            desk.clock.s += 5.0
+        assert not desk.node.calls
+
+    asyncio.run(act())
+
+
+def test_broker_that_was_suspended_does_not_take_its_own_sleep_for_silence() -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        for _ in range(10):
+            desk.node.is_up = False  # the network is the last to come back
+            desk.clock.s += 3600.0
+            assert await desk.poll() == (RunStatus.RUNNING, ())
+            desk.node.say({})  # what came meanwhile is read after the first look
+            await settle()
+        assert not desk.node.calls
+
+    asyncio.run(act())
+
+
+def test_older_agent_is_polled_and_asked_for_a_session_ever_more_rarely() -> None:
+    async def act() -> None:
+        desk = Desk()
+        desk.node.is_old = True
+        for _ in range(2 * 3600):
+            assert await desk.poll() == (RunStatus.RUNNING, ())
+            await desk.rest(timeout_s=5.0)  # half a second without a channel
+        assert desk.node.calls == 2 * 3600
+        assert 10 <= desk.node.opened <= 40
+
+    asyncio.run(act())
+
+
+def test_news_that_came_before_the_wait_is_not_slept_over() -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        await desk.poll()
+        desk.node.tell("SUCCEEDED")
+        await settle()
+        await asyncio.wait_for(desk.rest(timeout_s=3600.0), 60)
+        assert await desk.poll() == (RunStatus.SUCCEEDED, ())
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    "line", [b"[]\n", b"\xff\n", b'{"status": {"runs": [1]}}\n', b'{"status": {"runs": []}, "log_bytes": []}\n']
+)
+def test_node_that_talks_rubbish_is_polled(line: bytes) -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        desk.node.feeds[-1].feed_data(line)
+        desk.node.feeds[-1].feed_eof()
+        await settle()
+        assert await desk.poll() == (RunStatus.RUNNING, ())
+        assert desk.node.calls == 1
+
+    asyncio.run(act())

@@ -1,0 +1,340 @@
+"""The coordinator of a gang among strangers, members with bugs, and large logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import queue
+import socket
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_gang import Rig, make_task, processes_of
+
+from broker.errors import TransientError
+from broker.runtime import gang
+from broker.runtime.credentials import make_credential
+from broker.types import Cluster, Node, RunStatus
+from tests.fuzz.targets_gang import (
+    HANG_S,
+    agent_link,
+    agent_wire,
+    await_kind,
+    await_that,
+    check_coordinator,
+    fuzz_coordinator,
+    make_pem,
+    open_gang,
+    visit,
+)
+
+CANARY = "canary-in-the-log-4711"
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KINDS = st.sampled_from(["hello", "setup", "exit", "log", "notice", "cancel", "beat", "lost", "go", "kill", "end", "x"])
+NEARLY = st.builds(
+    lambda kind, fields: {"type": kind, **fields},
+    KINDS,
+    st.dictionaries(st.sampled_from(["rank", "returncode", "text", "notice_s", "status", "reason"]), VALUES),
+)
+LINES = st.lists((VALUES | NEARLY).map(lambda value: json.dumps(value).encode() + b"\n"), max_size=6).map(b"".join)
+PAYLOADS = st.binary(max_size=300) | LINES | st.builds(bytes.__add__, LINES, st.binary(max_size=30))
+
+
+@settings(max_examples=60, deadline=None)
+@given(peer=st.integers(0, 4), payload=PAYLOADS)
+def test_whatever_a_peer_sends_members_are_served(peer: int, payload: bytes) -> None:
+    fuzz_coordinator(bytes([peer]) + payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"[" * 200_000 + b"\n", b"9" * 500_000 + b"\n", b"x" * (2 << 20), b'{"type":"log","text":"\\ud800\\n"}\n'],
+    ids=["nested", "number", "endless", "surrogate"],
+)
+@pytest.mark.parametrize("peer", range(5))
+def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
+    fuzz_coordinator(bytes([peer]) + payload)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [],
+        "setup",
+        {},
+        {"type": 1},
+        {"type": "setup"},
+        {"type": "setup", "returncode": True},
+        {"type": "exit", "returncode": None},
+        {"type": "exit", "returncode": 2**70},
+        {"type": "exit", "returncode": 0.5},
+        {"type": "log", "text": ["a"]},
+        {"type": "notice", "notice_s": -1},
+        {"type": "notice", "notice_s": math.nan},
+        {"type": "notice", "notice_s": math.inf},
+        {"type": "hello", "rank": -1},
+        {"type": "hello", "rank": "0"},
+        {"type": "kill", "status": [], "returncode": 0, "reason": ""},
+        {"type": "end", "status": "SUCCEEDED", "returncode": 0},
+    ],
+    ids=str,
+)
+def test_message_that_no_correct_member_sends_is_refused(message: Any) -> None:
+    with pytest.raises(ValueError):
+        agent_link.parse_message(json.dumps(message).encode())
+
+
+def test_kinds_of_a_later_version_are_ignored() -> None:
+    assert agent_link.parse_message(b'{"type": "telemetry", "x": []}')["type"] == "telemetry"
+
+
+def test_member_with_a_bug_is_dropped_and_the_others_go_on() -> None:
+    """An elastic gang under way: what rank 2 says is invalid, so rank 2 is lost, as if its machine had gone."""
+    with open_gang() as gang:
+        (head, heard), (other, _), (broken, lost) = (gang.join(rank) for rank in range(3))
+        for link in (head, other, broken):
+            link.send("setup", returncode=0)
+        await_kind(heard, "go")
+        broken.send("notice", notice_s="soon")
+        while lost.get(timeout=HANG_S)["type"] != "lost":
+            pass
+        other.send("log", text="still here\n")
+        await_that(lambda: b"still here" in gang.log.read_bytes(), "the log is not written")
+        assert gang.coordinator._verdict is None
+        again, told = gang.join(2)
+        again.send("setup", returncode=0)
+        await_kind(told, "go")
+
+
+def test_rank_that_is_taken_is_not_given_again() -> None:
+    with open_gang() as gang:
+        gang.join(1)
+        with pytest.raises(ConnectionError):
+            gang.join(1)
+        gang.join(2)
+
+
+def test_another_gangs_credential_is_refused_by_both_ends() -> None:
+    with open_gang() as gang:
+        context = agent_wire.make_context(make_pem("stranger"), is_server=False)
+        with pytest.raises(ConnectionError, match="certificate verify failed"):
+            agent_link.connect("127.0.0.1", gang.port, context, 1, print)  # the stranger does not trust us
+        visit(gang.port, "another credential", agent_link.encode("hello", rank=1))  # one that trusts everyone
+        check_coordinator(gang, is_stranger=True)
+
+
+def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than may wait: the oldest are closed, and members are through before it is their turn."""
+    monkeypatch.setattr(agent_link, "STRANGERS_MAX", 5)
+    with open_gang() as gang:
+        strangers = [socket.create_connection(("127.0.0.1", gang.port), timeout=HANG_S) for _ in range(30)]
+        check_coordinator(gang, is_stranger=True)
+        assert [each.recv(1) for each in strangers[:20]] == [b""] * 20
+        for each in strangers:
+            each.close()
+
+
+@pytest.mark.parametrize("is_trickling", [False, True], ids=["silent", "a byte at a time"])
+def test_handshake_has_an_end(is_trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_link, "HANDSHAKE_S", 0.3)
+    with open_gang() as gang, socket.create_connection(("127.0.0.1", gang.port), timeout=HANG_S) as stranger:
+        stop = threading.Event()
+
+        def trickle() -> None:
+            try:
+                for _ in range(16_000):  # a record of that length is being announced
+                    stranger.sendall(b"\0")
+                    if stop.wait(0.02):
+                        return
+            except OSError:
+                pass
+
+        if is_trickling:
+            stranger.sendall(b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb")
+            threading.Thread(target=trickle, daemon=True).start()
+        try:
+            assert not stranger.recv(1)
+        except ConnectionResetError:
+            pass  # closed with bytes of ours unread
+        stop.set()
+
+
+def test_both_directions_carry_large_logs_from_many_threads_at_once() -> None:
+    """One reader and four writers an end, and records that change hands between them: order and content are kept."""
+    server, client = make_links()
+    count, writers = 150, 4
+    threads = []
+    for link, _ in (server, client):
+        for writer in range(writers):
+
+            def send(link: Any = link, writer: int = writer) -> None:
+                for number in range(count):
+                    text = f"{writer} {number} " + chr(97 + number % 26) * (number * 131 % 20_000)
+                    assert link.send("log", text=text)
+
+            threads.append(threading.Thread(target=send))
+    for thread in threads:
+        thread.start()
+    for _, heard in (server, client):
+        found: dict[int, int] = dict.fromkeys(range(writers), 0)
+        for _ in range(count * writers):
+            writer, number, text = heard.get(timeout=HANG_S)["text"].split(" ")
+            assert int(number) == found[int(writer)]
+            assert text == chr(97 + int(number) % 26) * (int(number) * 131 % 20_000)
+            found[int(writer)] += 1
+    for thread in threads:
+        thread.join(HANG_S)
+    client[0].close()
+    while server[1].get(timeout=HANG_S)["type"] != "lost":
+        pass
+    await_that(lambda: not [each for each in threading.enumerate() if each.name.startswith("gang-")], "threads left")
+
+
+def make_links(relay: Callable[[int], int] = lambda port: port) -> Sequence[tuple[Any, queue.Queue[dict[str, Any]]]]:
+    """Two ends of one connection, the server's first, and what each hears."""
+    heard: tuple[queue.Queue[dict[str, Any]], ...] = (queue.Queue(), queue.Queue())
+    ends: list[Any] = []
+    contexts = [agent_wire.make_context(make_pem("gang"), is_server=is_server) for is_server in (True, False)]
+
+    def admit(wire: Any, rank: int) -> None:
+        link = agent_link.Link(wire, heard[0].put)
+        link.send("welcome")
+        ends.append(link)
+        link.start()
+
+    listener = agent_link.listen("127.0.0.1", 1)
+    door = agent_link.Door(listener, contexts[0], 1, admit)
+    door.start()
+    port = relay(listener.getsockname()[1])
+    client = agent_link.connect("127.0.0.1", port, contexts[1], 0, heard[1].put)
+    door.close()
+    return (ends[0], heard[0]), (client, heard[1])
+
+
+def test_captured_bytes_hold_neither_key_nor_log() -> None:
+    captured = bytearray()
+
+    def relay(port: int) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def copy(source: socket.socket, target: socket.socket) -> None:
+            while data := source.recv(1 << 16):
+                captured.extend(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+        def serve() -> None:
+            near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=copy, args=pair, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    (_, heard), (client, _) = make_links(relay)
+    client.send("log", text=f"{CANARY}\n")
+    assert CANARY in heard.get(timeout=HANG_S)["text"]
+    client.close()
+    while heard.get(timeout=HANG_S)["type"] != "lost":
+        pass
+    assert len(captured) > 500
+    key = make_pem("gang").read_text().partition("-----END")[0].split("\n")[1:-1]
+    for secret in (CANARY, "returncode", "hello", *key):
+        assert secret.encode() not in captured
+
+
+@pytest.mark.parametrize(
+    ("address", "size", "bound"),
+    [
+        ("127.0.0.1", 2, "127.0.0.1"),
+        ("203.0.113.9", 2, "0.0.0.0"),  # of a documentation network: not ours, as behind a NAT
+        ("localhost", 2, "0.0.0.0"),  # a name may be another address on the other nodes
+        ("203.0.113.9", 1, "127.0.0.1"),
+        ("10.0.0.5", 1, "127.0.0.1"),
+    ],
+)
+def test_listener_is_on_the_gangs_interface_only(address: str, size: int, bound: str) -> None:
+    with agent_link.listen(address, size) as listener:
+        assert listener.getsockname()[0] == bound
+        assert agent_link.find_own(bound) == "127.0.0.1"
+
+
+def read_pems(cluster: Cluster) -> list[str]:
+    return [(Path(node.handle) / "home/.broker/runs/1/gang.pem").read_text() for node in cluster.nodes]
+
+
+def test_key_is_in_one_private_file_of_each_node_and_nowhere_else(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def make(subject: str) -> Any:
+        made.append(make_credential(subject).value)
+        return make_credential(subject).__class__(value=made[-1])
+
+    monkeypatch.setattr(gang, "make_credential", make)
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        run = """
+            echo "pem ${BROKER_GANG_PEM#$HOME} $(grep -c BEGIN "$BROKER_GANG_PEM")"
+            until [ -e ~/go ]; do sleep 0.05; done
+        """
+        await rig.start(cluster, make_task(run, num_nodes=2))
+        await rig.wait_log(cluster, "(rank1) pem /.broker/runs/1/gang.pem 2")
+        key = made[0].split("\n")[1].encode()
+        for node in cluster.nodes:
+            processes = processes_of(node)
+            assert processes
+            for pid in processes:
+                for name in ("cmdline", "environ"):
+                    assert key not in Path(f"/proc/{pid}/{name}").read_bytes()
+            (Path(node.handle) / "home/go").touch()
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        found = [path for path in rig.root.rglob("*") if path.is_file() and key in path.read_bytes()]
+        assert sorted(path.name for path in found) == ["gang.pem"] * 2
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in found)
+
+    asyncio.run(act())
+
+
+def test_credential_of_the_first_submission_is_every_nodes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller dies between the head's submission and the others': the next one makes another credential."""
+    made: list[str] = []
+
+    def make(subject: str) -> Any:
+        secret = make_credential(subject)
+        made.append(secret.value)
+        return secret
+
+    monkeypatch.setattr(gang, "make_credential", make)
+    run = rig.transport.run
+
+    async def run_on_head(node: Node, argv: Sequence[str], **options: Any) -> Any:
+        if node.rank and argv[-1] == "submit":
+            raise TransientError("cut off")
+        return await run(node, argv, **options)
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        task = make_task("true", num_nodes=2)
+        await rig.gang.prepare(cluster, task)
+        monkeypatch.setattr(rig.transport, "run", run_on_head)
+        with pytest.raises(TransientError, match="cut off"):
+            await rig.gang.start(cluster, task, run_id=1, envs={})
+        monkeypatch.setattr(rig.transport, "run", run)
+        await rig.gang.start(cluster, task, run_id=1, envs={})
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        await rig.gang.start(cluster, task, run_id=1, envs={})
+        assert len(set(made)) == 3 and read_pems(cluster) == [made[0]] * 2
+
+    asyncio.run(act())

@@ -1,0 +1,222 @@
+"""Puts a `Rendezvous` on a port. Whoever cannot authenticate is not listened to, and cannot keep others out.
+
+JSON lines. From a worker: hello {id, port, order, holding, unit} first, then vote {is_leaving}, done, beat. To it:
+welcome, then what `Rendezvous` tells.
+"""
+
+import asyncio
+import errno
+import hmac
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+from trainers.errors import TrainerError
+from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, WAIT_S_MAX, Member, Rendezvous
+from trainers.wire import HANDSHAKE_S, Credential, parse_line
+
+STRANGERS_MAX = 512  # connections that are not authenticated yet; the one that waits longest makes room
+UNSENT_BYTES_MAX = 1 << 20  # a worker that does not read is gone
+WHOLE_MAX = 2**31
+UNIT_MAX = 2**20
+
+
+class Server:
+    """Listens from the start, in a thread of its own."""
+
+    def __init__(self, rendezvous: Rendezvous, host: str, port: int, credential: Credential) -> None:
+        """A port that is taken is an OSError, an unreadable credential a TrainerError."""
+        self._rendezvous = rendezvous
+        self._context = credential.make_context(is_server=True)
+        self._greeting = credential.greeting
+        if self._context is None and not (credential.secret and host == "127.0.0.1"):
+            raise TrainerError("without a certificate workers can meet on one machine only")
+        self._listener = listen(host, port)
+        self.address, self.port = self._listener.getsockname()[:2]
+        self._loop = asyncio.new_event_loop()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        rendezvous.on_gather = self._set_timers
+        self._loop.call_soon(self._set_timers)
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections and the thread; tests do."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        self._loop.run_forever()
+        for task in (accepting, *self._tasks):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(asyncio.gather(accepting, *self._tasks, return_exceptions=True))
+        self._listener.close()
+        self._loop.close()
+
+    def _set_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        # Nodes of a new gang may come minutes apart: only those that were here before are known to be quick.
+        return_s = RETURN_S_MAX if self._rendezvous.generation else WAIT_S_MAX
+        self._timers = [
+            self._loop.call_later(return_s, self._come_late),
+            self._loop.call_later(return_s + WAIT_S_MAX, self._give_up),
+        ]
+
+    def _come_late(self) -> None:
+        if self._rendezvous.is_gathering:
+            self._rendezvous.is_late = True
+            self._rendezvous.consider()
+
+    def _give_up(self) -> None:
+        if self._rendezvous.is_gathering:
+            self._rendezvous.give_up()
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, place = await self._loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(0.1)  # out of descriptors, or reset before it was taken
+                continue
+            task = self._loop.create_task(self._greet(connection, place[0]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            self._strangers[task] = None
+            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+            if len(self._strangers) > STRANGERS_MAX:
+                next(iter(self._strangers)).cancel()
+
+    async def _greet(self, connection: socket.socket, address: str) -> None:
+        try:
+            reader, writer = await asyncio.wait_for(self._authenticate(connection), HANDSHAKE_S)
+        except (OSError, TimeoutError, ValueError):
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.pop(task, None)
+        await self._serve(reader, writer, address)
+
+    async def _authenticate(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raise OSError or ValueError for a stranger. On any error the connection is closed."""
+        transport: asyncio.BaseTransport | None = None
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_s = HANDSHAKE_S if self._context else None
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=limit_s
+            )
+            assert isinstance(transport, asyncio.WriteTransport)
+            if self._context is None and not hmac.compare_digest(await reader.readline(), self._greeting):
+                raise ValueError("stranger")
+            writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+            writer.write(b'{"kind": "welcome"}\n')
+            return reader, writer
+        except BaseException:
+            if isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
+            elif transport is None and self._context is None:
+                connection.close()  # with TLS its transport, which asyncio keeps to itself, closes it
+            raise
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        member: Member | None = None
+        try:
+            while line := await asyncio.wait_for(reader.readline(), SILENCE_S_MAX):
+                message = parse_line(line)
+                if message["kind"] == "hello" and member:
+                    raise ValueError("a worker says hello once")
+                if message["kind"] == "hello":
+                    member = self._admit(read_member(message, address, writer))
+                elif member:
+                    self._hear(message, member)
+                if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+                    raise ValueError("does not read")
+        except (OSError, TimeoutError, ValueError):
+            pass  # whatever broke, the worker behind this connection is not to be counted on
+        finally:
+            if member:
+                self._rendezvous.depart(member)
+            writer.close()
+
+    def _admit(self, member: Member) -> Member:
+        """Raise ValueError for a worker that cannot be in one world with the others."""
+        rendezvous = self._rendezvous
+        if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
+            words = f"this worker comes in {member.unit}s, the others in {rendezvous.unit}s: are their flags equal?"
+            member.tell(kind="end", reason=words)
+            raise ValueError(words)
+        rendezvous.arrive(member)
+        return member
+
+    def _hear(self, message: dict[str, Any], member: Member) -> None:
+        """Raise ValueError for what no correct worker sends. Unknown kinds are of another version, and are ignored."""
+        if message["kind"] == "vote":
+            if not isinstance(message.get("is_leaving"), bool):
+                raise ValueError("invalid vote")
+            self._rendezvous.vote(member, is_leaving=message["is_leaving"])
+        elif message["kind"] == "done" and self._rendezvous.current.get(member.id) is member:
+            self._rendezvous.finish()
+
+
+def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:
+    """Who says hello; ValueError where a field is missing or has a value that no correct worker sends."""
+    id, port, unit = message.get("id"), message.get("port"), message.get("unit")
+    order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 3)
+    step, index, count = holding
+    if not isinstance(id, str) or not 0 < len(id) <= 64:
+        raise ValueError("invalid id")
+    if not is_whole(port, 1, 65535) or not is_whole(unit, 1, UNIT_MAX):
+        raise ValueError("invalid port or unit")
+    if step < -1 or not 0 <= index < count:
+        raise ValueError("invalid holding")
+    return Member(
+        id=id,
+        address=address,
+        port=message["port"],
+        order=(order[0], order[1]),
+        holding=(step, index, count),
+        unit=message["unit"],
+        writer=writer,
+    )
+
+
+def is_whole(value: object, least: int, most: int) -> bool:
+    """Whether it is a number of JSON's without a fraction, within bounds; `true` is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def read_wholes(values: object, count: int) -> list[int]:
+    """So many whole numbers; ValueError for anything else."""
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError("not a list of that length")
+    if not all(is_whole(each, -WHOLE_MAX, WHOLE_MAX) for each in values):
+        raise ValueError("not whole numbers")
+    return values
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at this address, or on all interfaces where it is not this machine's: behind a NAT, or a mere name.
+
+    A name may stand for the loopback here (Debian's /etc/hosts) and for the network on other nodes.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][0]
+    except OSError:
+        family, host = socket.AF_INET, ""
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        listener = socket.create_server(("", port), family=family, backlog=1024)
+    listener.setblocking(False)
+    return listener
