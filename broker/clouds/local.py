@@ -119,7 +119,12 @@ class LocalCloud:
             raise CapacityError(f"no capacity in `{zone}`", scope="zone")
 
     def _make_folder(self, folder: Path, request: NodeRequest, rank: int) -> None:
-        """All or nothing: the folder appears under its name only with its tags in it."""
+        """All or nothing: the folder appears under its name only with its tags in it.
+
+        What a full disk or a kill left of an earlier one goes first: under the lock nobody else makes one.
+        """
+        for left in self._root.glob(".new-*"):
+            shutil.rmtree(left, ignore_errors=True)
         placement = request.placement
         aside = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
         for name in ("home", "home/.broker", "tmp"):

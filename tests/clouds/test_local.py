@@ -170,6 +170,24 @@ def test_end_that_a_full_disk_does_not_take_is_told_and_written_when_there_is_ro
     asyncio.run(act())
 
 
+def test_node_that_a_full_disk_cut_off_while_it_was_made_is_cleared_away_by_the_next(rig: Rig) -> None:
+    async def act() -> None:
+        (first,) = await rig.cloud.create_nodes(make_request())
+        root = Path(first.handle).parent
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(OSError):
+                await rig.cloud.create_nodes(make_request())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(root.glob(".new-*")), "it was cut off in the middle"
+        await rig.cloud.create_nodes(make_request())
+        assert not list(root.glob(".new-*"))
+
+    asyncio.run(act())
+
+
 def test_zone_without_capacity_refuses_and_makes_nothing(rig: Rig) -> None:
     async def act() -> None:
         await rig.cloud.check()
