@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow test-sky testbed torture lint format bench bench-peer clean help
+.PHONY: run test test-slow test-sky testbed mutation torture lint audit fuzz format bench bench-peer clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -27,6 +27,9 @@ test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of u
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
 	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
 
+mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests tell?
+	$(BIN)/python -m tests.mutation --count 300 --seed 1 --resume build/mutation/results.jsonl
+
 torture: $(INSTALLED) ## jobs under a killer of processes, disks, clocks and networks: MINUTES=60 BED=both SEED=1
 	$(BIN)/python -m tests.torture --minutes $(or $(MINUTES),60) --bed $(or $(BED),both) $(if $(SEED),--seed $(SEED))
 
@@ -34,6 +37,15 @@ lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+audit: $(INSTALLED) ## bandit over the code, pip-audit over what is installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[audit]'
+	$(BIN)/python -m tests.security.audit
+
+fuzz: $(INSTALLED) ## every fuzz target for MINUTES (10), from seed SEED (1)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --constraint tests/constraints.txt atheris || \
+		echo "atheris has no wheel for this Python: inputs are mutations of seeds, not guided by coverage"
+	$(BIN)/python -m tests.fuzz all --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1)
 
 format: $(INSTALLED) ## rewrite the files in the house format
 	$(BIN)/ruff format .
@@ -54,4 +66,4 @@ test-sky: $(INSTALLED) ## against a real SkyPilot API server of its own, install
 	BROKER_TEST_SKY_PYTHON=$(CURDIR)/.venv-sky/bin/python $(BIN)/python -m pytest tests/sky
 
 clean: ## remove what `make` made
-	rm -rf $(VENV) .venv-peer .venv-sky build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-sky build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz

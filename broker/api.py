@@ -41,13 +41,13 @@ def read_task(task: TaskLike) -> Task:
     """A task from a file (Path, or a string of one line), YAML text (a string of several lines), or a mapping as the
     file would hold it. Raises TaskError, or UsageError for a pipeline of several tasks."""
     if isinstance(task, Task):
-        return task
+        from broker.task.checking import check_task
+
+        return check_task(task)
     from broker.task.loader import load_tasks, load_tasks_text
 
     if isinstance(task, Mapping):
-        import json
-
-        found = load_tasks_text(json.dumps(task, indent=1, default=str), "task")  # JSON is YAML
+        found = load_tasks_text(_write_yaml(task), "task")
     elif isinstance(task, str) and "\n" in task:
         found = load_tasks_text(task, "task")
     else:
@@ -55,6 +55,21 @@ def read_task(task: TaskLike) -> Task:
     if len(found) > 1:
         raise UsageError(f"{len(found)} tasks are a pipeline, and one was expected", hints=["plan them one by one"])
     return found[0]
+
+
+def _write_yaml(task: Mapping[str, Any]) -> str:
+    """JSON, which is YAML but for two things: YAML escapes no pairs of surrogates, and takes C1 controls escaped only.
+
+    Raises UsageError for what JSON cannot hold.
+    """
+    import json
+    import re
+
+    try:
+        text = json.dumps(task, indent=1, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the mapping is no task: {error}") from None
+    return re.sub("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class Market:

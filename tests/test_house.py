@@ -204,6 +204,7 @@ def test_top_level_holds_what_the_readme_names() -> None:
         "docs",
         "Makefile",
         "LICENSE",
+        "SECURITY.md",
     }
     made_here = {"build", "dist"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - made_here

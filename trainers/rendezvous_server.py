@@ -36,7 +36,7 @@ class Server:
         self.address, self.port = self._listener.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._timers: list[asyncio.TimerHandle] = []
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         rendezvous.on_gather = self._set_timers
         self._loop.call_soon(self._set_timers)
@@ -87,23 +87,26 @@ class Server:
             task = self._loop.create_task(self._greet(connection, place[0]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            self._strangers[task] = None
+            self._strangers[task] = connection
             task.add_done_callback(lambda task: self._strangers.pop(task, None))
             if len(self._strangers) > STRANGERS_MAX:
-                next(iter(self._strangers)).cancel()
+                hang_up(self._strangers.pop(next(iter(self._strangers))))
 
     async def _greet(self, connection: socket.socket, address: str) -> None:
         try:
             reader, writer = await asyncio.wait_for(self._authenticate(connection), HANDSHAKE_S)
         except (OSError, TimeoutError, ValueError):
-            return
+            return hang_up(connection)
         task = asyncio.current_task()
         assert task is not None
         self._strangers.pop(task, None)
         await self._serve(reader, writer, address)
 
     async def _authenticate(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Raise OSError or ValueError for a stranger. On any error the connection is closed."""
+        """Raise OSError or ValueError for a stranger, on whom the caller then hangs up.
+
+        asyncio keeps the transport of an unfinished handshake to itself: the end of file is what closes it.
+        """
         transport: asyncio.BaseTransport | None = None
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -124,7 +127,7 @@ class Server:
             if isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
             elif transport is None and self._context is None:
-                connection.close()  # with TLS its transport, which asyncio keeps to itself, closes it
+                connection.close()
             raise
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
@@ -201,6 +204,12 @@ def read_wholes(values: object, count: int) -> list[int]:
     if not all(is_whole(each, -WHOLE_MAX, WHOLE_MAX) for each in values):
         raise ValueError("not whole numbers")
     return values
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Wake whatever waits for it with an end of file; the transport closes it then."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -61,7 +61,11 @@ def launch(
     from broker.jobs.allowance import describe_allowances, read_unattended_s, settle_unattended
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
+    from broker.task.allowed import JOB_NAME, REQUEST_ID
+    from broker.task.checking import check_flag
 
+    check_flag("--name", name, JOB_NAME)
+    check_flag("--request-id", request_id, REQUEST_ID)
     context = Context()
     as_json = as_json or output is options.Format.JSON
     overrides = options.Overrides(
@@ -153,8 +157,11 @@ def retry(
 ) -> None:
     """Submit an ended job again: it goes on with its checkpoints."""
     from broker.jobs.submission import retry_job
+    from broker.task.allowed import REQUEST_ID
+    from broker.task.checking import check_flag
     from broker.types import Secret
 
+    check_flag("--request-id", request_id, REQUEST_ID)
     context = Context()
     secrets = {name: Secret(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
     again = retry_job(context.store, find_job(context, job), secrets=secrets, request_id=request_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -17,11 +16,11 @@ from broker.cli.plan import show_plan
 from broker.cli.render import print_json, print_note, show_count, show_usd
 from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, TransientError, UnreachedError, UsageError
+from broker.task.allowed import CLUSTER_NAME
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, Task
 
 POLL_S = 0.3
 BOOT_S_MAX = 300.0  # large GPU machines and images take minutes until somebody answers
-CLUSTER_NAME = r"[A-Za-z]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"  # it becomes tags, folders and host names
 
 
 def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
@@ -117,10 +116,10 @@ def _name_cluster(task: Task, owner: str) -> str:
 
 def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop | None, *, yes: bool) -> None:
     """That it can be called so and end so, and that its price is wanted; one that is up is paid for already."""
-    if not re.fullmatch(CLUSTER_NAME, name):
-        raise UsageError(
-            f"`{name}` cannot be a cluster's name", hints=["a letter, then letters, digits, `-`, `_`, `.`; at most 63"]
-        )
+    if not CLUSTER_NAME.admits(name):
+        near = CLUSTER_NAME.suggest(name)
+        hints = [f"a cluster's name is {CLUSTER_NAME.expected}", *([near] if near else [])]
+        raise UsageError(f"`{name}` cannot be a cluster's name", hints=hints)
     context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(name)
     if known is None or known.status is not ClusterStatus.UP:

@@ -87,10 +87,20 @@ def root(
         raise typer.Exit
 
 
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 reach us as lone surrogates, which neither the store nor a cloud takes."""
+    for number, text in enumerate(arguments, start=1):
+        if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+            from broker.errors import UsageError
+
+            raise UsageError(f"argument {number} is not UTF-8 text: {text[:40]!a}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _check_encoding(given)
         app(args=given)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")

@@ -68,14 +68,18 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
     """The tasks of a file, or one task made of a command. Raises TaskError or UsageError."""
     from dataclasses import replace
 
+    from broker.task.allowed import SCRIPT, TASK_NAME
+    from broker.task.checking import check_flag
     from broker.task.loader import load_tasks, load_tasks_text
     from broker.task.override import override_resources
 
+    check_flag("--name", overrides.name, TASK_NAME)
     envs = {**_read_env_file(overrides.env_file), **read_pairs(overrides.env, "--env")}
     secrets = read_pairs(overrides.secret, "--secret")
     if is_file(entrypoint):
         tasks = load_tasks(Path(entrypoint[0]), envs=envs, secrets=secrets)
     else:
+        check_flag("COMMAND", write_command(entrypoint), SCRIPT)
         tasks = tuple(
             replace(each, run=write_command(entrypoint), envs=envs)
             for each in load_tasks_text("run: ''", "command line", secrets=secrets)
@@ -160,10 +164,14 @@ def write_command(words: Sequence[str]) -> str:
 
 
 def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """`KEY=VALUE` flags; `KEY` alone takes the value from this shell's environment."""
+    """`KEY=VALUE` flags; `KEY` alone takes the value from this shell's environment. Values are not shown in errors."""
+    from broker.task.allowed import ENV_NAME, ENV_VALUE
+    from broker.task.checking import check_flag
+
     pairs = {}
     for text in texts:
         key, separator, value = text.partition("=")
+        check_flag(f"{flag} KEY", key, ENV_NAME)
         if not separator:
             found = os.getenv(key)
             if found is None:
@@ -171,6 +179,7 @@ def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
                     f"`{flag} {key}` has no value, and `{key}` is not set here", hints=[f"{flag} {key}=VALUE"]
                 )
             value = found
+        check_flag(f"{flag} {key}", value, ENV_VALUE, is_hidden=True)
         pairs[key] = value
     return pairs
 
@@ -183,6 +192,9 @@ def _read_env_file(path: Path | None) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read `--env-file {path}`: {error}") from None
+    from broker.task.allowed import ENV_VALUE
+    from broker.task.checking import check_flag
+
     pairs = {}
     for number, line in enumerate(lines, start=1):
         text = line.strip().removeprefix("export ").strip()
@@ -194,6 +206,7 @@ def _read_env_file(path: Path | None) -> dict[str, str]:
         value = value.strip()
         is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         pairs[key.strip()] = value[1:-1] if is_quoted else value
+        check_flag(f"{path}:{number}: {key.strip()[:40]}", pairs[key.strip()], ENV_VALUE, is_hidden=True)
     return pairs
 
 

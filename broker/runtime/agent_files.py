@@ -57,7 +57,7 @@ def write_json(path: Path, value: dict[str, Any], is_durable: bool = True) -> No
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -152,7 +152,7 @@ def read_progress(path: Path) -> dict[str, Any] | None:
     for line in reversed(lines):
         try:
             value = json.loads(line.decode("utf-8", "replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             return value

@@ -2,7 +2,8 @@
 
 Both ways one JSON object a line. From the broker: first `{"run_id", "pace_s"}`; then requests `{"id", "verb",
 "request"}`, a new `{"pace_s"}`, or an empty line, which says that it is still there. To the broker: `{"status",
-"log_bytes"}` at once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and `{}` after BEAT_S of silence.
+"log_bytes"}` at once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and every BEAT_S `{}`, which the
+broker answers.
 A change of status is told at the next look, progress and growth of the log at most every `pace_s`.
 
 The session ends with its connection: at the end of its input, when a write fails, when the broker has been silent for
@@ -33,6 +34,7 @@ else:
 LOOK_S = 0.25
 BEAT_S = 10.0
 SILENCE_S = 120.0  # the broker answers each heartbeat
+NOTE_S = 5.0
 PACE_S = 1.0
 LINE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 1 << 18  # of one answer: it must fit a line of the broker's reader
@@ -55,24 +57,26 @@ class Follower:
     def __init__(self, report_status: Verb, verbs: dict[str, Verb]) -> None:
         self._report_status = report_status
         self._verbs = {"log": read_log, **verbs}
-        self._agent = read_stamp(Path(__file__).resolve().with_name("digest"))
+        self._digest = str(Path(__file__).resolve().with_name("digest"))
+        self._agent = read_stamp(self._digest)
         self._rest = b""
         self._run_id: int | None = None
+        self._marks: Marks | None = None
         self._pace_s = PACE_S
         self._urgent: object = None
         self._usual: object = None
-        self._told_s = self._wrote_s = self._heard_s = time.monotonic()
+        self._told_s = self._beat_s = self._heard_s = self._noted_s = time.monotonic()
 
     def run(self) -> None:
         try:
             while self._read() and not self._is_over():
-                if self._run_id is not None:
-                    self._push(self._run_id)
+                if self._run_id is not None and self._marks is not None:
+                    self._push(self._run_id, self._marks)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the broker, or the connection to it, is gone
 
     def _is_over(self) -> bool:
-        is_replaced = read_stamp(Path(__file__).resolve().with_name("digest")) != self._agent
+        is_replaced = read_stamp(self._digest) != self._agent
         return is_replaced or time.monotonic() - self._heard_s > SILENCE_S
 
     def _read(self) -> bool:
@@ -94,6 +98,7 @@ class Follower:
         self._pace_s = float(message.get("pace_s", self._pace_s))
         if "run_id" in message:
             self._run_id = int(message["run_id"])
+            self._marks = Marks(self._run_id)
             self._urgent = None
         if "id" not in message:
             return
@@ -104,35 +109,41 @@ class Follower:
             answer = {"error": f"{type(error).__name__}: {error}"}  # as a call would fail; the session goes on
         self._write({"id": message["id"], **answer})
 
-    def _push(self, run_id: int) -> None:
+    def _push(self, run_id: int, marks: Marks) -> None:
         now_s = time.monotonic()
-        urgent, usual = look(run_id)
+        urgent, usual = marks.look()
         if urgent != self._urgent or (usual != self._usual and now_s - self._told_s >= self._pace_s):
             self._urgent, self._usual, self._told_s = urgent, usual, now_s
             status = self._report_status({"run_id": run_id})
             # The length after the status: a run that has ended writes no more, so this is all of its log.
-            self._write({"status": status, "log_bytes": read_stamp(files.run_folder(run_id) / "log")[0] or 0})
-        elif now_s - self._wrote_s >= BEAT_S:
+            self._write({"status": status, "log_bytes": read_stamp(str(files.run_folder(run_id) / "log"))[0] or 0})
+        if now_s - self._beat_s >= BEAT_S:
+            self._beat_s = now_s
             self._write({})
 
     def _write(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         while data:
             data = data[os.write(1, data) :]
-        self._wrote_s = time.monotonic()
 
 
-def look(run_id: int) -> tuple[object, object]:
-    """Marks of what must be told at once and of what can wait; equal marks, nothing new. No file is read."""
-    folder = files.run_folder(run_id)
-    progress, log = read_stamp(folder / "progress.jsonl"), read_stamp(folder / "log")
-    outcome = read_stamp(folder / "outcome.json")
-    is_running = outcome[0] is None and files.is_locked(folder / "runner.lock")
-    whether = (read_stamp(folder / "state.json"), read_stamp(files.STATE / "rebalance"), bool(progress[0]))
-    return (outcome, is_running, *whether), (progress, log)
+class Marks:
+    """Of a run's files: equal marks, nothing new. No file is read, and paths are made once: it looks all the time."""
+
+    def __init__(self, run_id: int) -> None:
+        folder = files.run_folder(run_id)
+        names = ("outcome.json", "state.json", "progress.jsonl", "log")
+        self._paths = [str(path) for path in (*(folder / name for name in names), files.STATE / "rebalance")]
+        self._lock = folder / "runner.lock"
+
+    def look(self) -> tuple[object, object]:
+        """Of what must be told at once, and of what can wait."""
+        outcome, state, progress, log, rebalance = map(read_stamp, self._paths)
+        is_running = outcome[0] is None and files.is_locked(self._lock)
+        return (outcome, is_running, state, rebalance, bool(progress[0])), (progress, log)
 
 
-def read_stamp(path: Path) -> Stamp:
+def read_stamp(path: str) -> Stamp:
     """Length and time of change; None where there is no file."""
     try:
         status = os.stat(path)  # noqa: PTH116

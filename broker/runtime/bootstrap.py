@@ -54,7 +54,27 @@ if [ "$user" != root ] && [ -d /etc/sudoers.d ]; then
   echo "$user ALL=(ALL) NOPASSWD:ALL" | write /etc/sudoers.d/90-broker 440
 fi
 
+# A lease holds for one boot. A node that its cloud restarted (host failure, maintenance) runs nothing of ours that
+# could end it: unless its broker gives it a lease again, it goes.
+mkdir -p /etc/broker && chmod 755 /etc/broker
+write /etc/broker/restarted 755 <<'BROKER_END'
+#!/bin/sh
+sleep @UNCLAIMED_S@
+lease="$1/.broker/lease.json"
+if [ -s "$lease" ] && ! grep -qF "$(cat /proc/sys/kernel/random/boot_id)" "$lease"; then shutdown -h now; fi
+BROKER_END
+mkdir -p /etc/systemd/system
+write /etc/systemd/system/broker-restarted.service 644 <<BROKER_END
+[Unit]
+Description=End a node that has restarted and whose broker does not return
+[Service]
+ExecStart=/etc/broker/restarted "$home"
+[Install]
+WantedBy=multi-user.target
+BROKER_END
+
 if command -v systemctl >/dev/null 2>&1 && [ -d /run/systemd/system ]; then
+  systemctl enable broker-restarted.service 2>/dev/null  # from the next boot on
   systemctl try-reload-or-restart ssh.service sshd.service 2>/dev/null
 elif [ -s /run/sshd.pid ]; then
   kill -HUP "$(cat /run/sshd.pid)"

@@ -11,7 +11,7 @@ import msgspec
 
 from broker.errors import DamagedRowError
 from broker.nouns import noun
-from broker.state.database import Database, keep_readable, read_row, read_text
+from broker.state.database import Database, keep_readable, read_row, read_s, read_text
 from broker.types import Cluster, Node, NodeRequest, NodeState
 
 
@@ -125,14 +125,19 @@ class IntentRows(Database):
 
 
 def _read_cluster(row: sqlite3.Row) -> Cluster:
-    return read_row("clusters", row["name"], lambda: msgspec.json.decode(row["body"], type=Cluster))
+    def read() -> Cluster:
+        cluster = msgspec.json.decode(row["body"], type=Cluster)
+        _ = cluster.placement.usd_hour  # a damaged name of a field reads as a field that is missing
+        return cluster
+
+    return read_row("clusters", row["name"], read)
 
 
 def _read_intent(row: sqlite3.Row) -> Intent:
     return read_row(
         "intents",
         row["token"],
-        lambda: Intent(request=msgspec.json.decode(row["body"], type=NodeRequest), created_s=float(row["created_s"])),
+        lambda: Intent(request=msgspec.json.decode(row["body"], type=NodeRequest), created_s=read_s(row["created_s"])),
     )
 
 
@@ -226,7 +231,7 @@ def _read_bill(row: sqlite3.Row) -> Bill:
             cluster=read_text(row["cluster"]),
             job_id=None if row["job_id"] is None else int(row["job_id"]),
             usd_hour=float(row["usd_hour"]),
-            created_s=float(row["created_s"]),
-            ended_s=None if row["ended_s"] is None else float(row["ended_s"]),
+            created_s=read_s(row["created_s"]),
+            ended_s=None if row["ended_s"] is None else read_s(row["ended_s"]),
         ),
     )

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from broker.clock import Clock
 from broker.errors import DamagedRowError, FencedError, StateError
 from broker.state.copies import is_copy_due, write_copy
-from broker.state.faults import explain_fault, is_unwritable
+from broker.state.faults import FAULTS, explain_fault, is_unwritable
 from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_back, read_guard, write_guard
 from broker.state.schema import MIGRATIONS
 
 BUSY_TIMEOUT_MS = 60_000  # a command waits this long for another broker's transaction before it gives up
 UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # none that looks like another: 28 million ids of five
 UID_LENGTH = 5
+TIME_S_MAX = 1e11  # the year 5138
 T = TypeVar("T")
 
 
@@ -49,7 +50,7 @@ class Database:
             self._connection = self._open()
             self._migrate()
             self._identify()
-        except (sqlite3.Error, OSError) as error:
+        except FAULTS as error:
             raise explain_fault(path, error) from error
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class Database:
         """Write a copy of the whole file to `backups/`. Raises StateError; the older copies stay then."""
         try:
             return write_copy(self.path, now_s=self.clock.now_s())
-        except (sqlite3.Error, OSError) as error:
+        except FAULTS as error:
             raise explain_fault(self.path, error) from error
 
     def copy_if_due(self) -> Path | None:
@@ -112,7 +113,7 @@ class Database:
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(sql, parameters)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
 
     def _write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
@@ -125,7 +126,7 @@ class Database:
         except sqlite3.OperationalError as error:
             if "decode to UTF-8" not in str(error):  # the module has no code of its own for it
                 raise explain_fault(self.path, error) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
         return self._read_damaged_text(sql, parameters)
 
@@ -134,7 +135,7 @@ class Database:
         self._connection.text_factory = lambda text: text.decode(errors="replace")
         try:
             return self._connection.execute(sql, parameters).fetchall()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
         finally:
             self._connection.text_factory = str
@@ -244,7 +245,7 @@ def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
     """What `decode` makes of a row. Raises DamagedRowError where its content is not what was written."""
     try:
         return decode()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, AssertionError) as error:
         raise DamagedRowError(table, str(key), str(error)) from error
 
 
@@ -259,6 +260,15 @@ def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedR
                 raise
             on_damage(error)
     return found
+
+
+def read_s(value: object) -> float:
+    """A point in time, in seconds. Raises ValueError, TypeError for what is none."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"time expected, found {type(value).__name__}")
+    if not abs(value) < TIME_S_MAX:
+        raise ValueError(f"{value} is no point in time")
+    return float(value)
 
 
 def read_text(value: object) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import Sequence
 
 from broker.nouns import noun
-from broker.state.database import Database
+from broker.state.database import TIME_S_MAX, Database
 from broker.types import Placement
 
 FORGIVEN_AFTER_S = 3600.0  # a place that was silent for so long after a refusal starts anew
@@ -65,7 +66,19 @@ class EventRows(Database):
             f"SELECT id, time_s, kind, message, job_id, cluster FROM events WHERE {' AND '.join(chosen)} ORDER BY id",
             tuple(chosen.values()),
         )
-        return [Event(**dict(row)) for row in rows]
+        return [_read_event(row) for row in rows]
+
+
+def _read_event(row: sqlite3.Row) -> Event:
+    """A damaged one is shown as far as it can be read: no list of events is worth less for it."""
+    return Event(
+        id=int(row["id"]),
+        time_s=row["time_s"] if isinstance(row["time_s"], float) and abs(row["time_s"]) < TIME_S_MAX else 0.0,
+        kind=str(row["kind"]),
+        message=str(row["message"]),
+        job_id=row["job_id"],
+        cluster=row["cluster"],
+    )
 
 
 class RefusalRows(Database):

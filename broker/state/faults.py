@@ -15,6 +15,10 @@ UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PER
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+# What damage makes SQLite raise: where its own message has damaged text in it, that cannot even be decoded.
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
+
+
 def is_unwritable(error: Exception) -> bool:
     """Whether reading may still work."""
     if isinstance(error, OSError):
@@ -27,7 +31,7 @@ def explain_fault(path: Path, error: Exception) -> StateError:
     if isinstance(error, OSError):
         return explain_os_error(error, default=path)
     code = _get_code(error)
-    if code in DAMAGED or isinstance(error, sqlite3.IntegrityError):
+    if code in DAMAGED or isinstance(error, sqlite3.IntegrityError | UnicodeDecodeError):
         return StateError(f"the state file {path} is damaged: {error}", hints=list_ways_back(path))
     if path.is_dir():
         return StateError(f"{path} is a folder, where the state file is expected", hints=list_ways_back(path))

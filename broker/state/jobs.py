@@ -13,7 +13,7 @@ import msgspec
 
 from broker.errors import DamagedRowError, UsageError
 from broker.nouns import noun
-from broker.state.database import Database, keep_readable, read_row, read_text
+from broker.state.database import Database, keep_readable, read_row, read_s, read_text
 from broker.state.faults import explain_os_error
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Progress, Task
@@ -233,8 +233,8 @@ class JobRows(Database):
             task=decode_task(row["task"], self._read_secrets(row["id"], row["uid"], names))
             if names
             else _decode_plain(row["task"]),
-            submitted_s=float(row["submitted_s"]),
-            ended_s=None if row["ended_s"] is None else float(row["ended_s"]),
+            submitted_s=read_s(row["submitted_s"]),
+            ended_s=None if row["ended_s"] is None else read_s(row["ended_s"]),
             attempts=tuple(attempts),
             progress=msgspec.json.decode(progress, type=Progress) if progress is not None else None,
             failure=read_text(row["failure"]),
@@ -289,7 +289,13 @@ class JobRows(Database):
 
 def _read_attempt(row: sqlite3.Row) -> Attempt:
     key = f"{row['job_id']}/{row['number']}"
-    return read_row("attempts", key, lambda: msgspec.json.decode(row["body"], type=Attempt))
+
+    def read() -> Attempt:
+        attempt = msgspec.json.decode(row["body"], type=Attempt)
+        _ = attempt.placement.usd_hour  # a damaged name of a field reads as a field that is missing
+        return attempt
+
+    return read_row("attempts", key, read)
 
 
 def _read_line(row: sqlite3.Row) -> JobLine:
@@ -303,8 +309,8 @@ def _read_line(row: sqlite3.Row) -> JobLine:
             step=None if row["step"] is None else int(row["step"]),
             total=None if row["total"] is None else int(row["total"]),
             starts=int(row["starts"]),
-            submitted_s=float(row["submitted_s"]),
-            ended_s=None if row["ended_s"] is None else float(row["ended_s"]),
+            submitted_s=read_s(row["submitted_s"]),
+            ended_s=None if row["ended_s"] is None else read_s(row["ended_s"]),
         ),
     )
 

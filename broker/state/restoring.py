@@ -19,7 +19,7 @@ from broker.clock import Clock
 from broker.errors import StateError, UsageError
 from broker.nouns import noun
 from broker.state.copies import Copy, get_folder, list_copies, show_date, sync_file
-from broker.state.faults import explain_fault
+from broker.state.faults import FAULTS, explain_fault
 from broker.state.guard import Guard, get_path, read_guard, write_guard
 from broker.state.meta import ADOPTED, RESTORED, SALT, SEEN
 from broker.state.schema import MIGRATIONS
@@ -75,7 +75,7 @@ def examine(database: Path) -> Condition:
             problems += check_integrity(database)
     except StateError as error:
         problems.append(error.message)
-    except (sqlite3.Error, OSError) as error:
+    except FAULTS as error:
         problems.append(explain_fault(database, error).message)
     return Condition(
         path=database,
@@ -135,7 +135,7 @@ def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> P
             write_guard(database, replace(ready, restores=guard.restores))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    except (sqlite3.Error, OSError) as error:
+    except FAULTS as error:
         raise explain_fault(database, error) from error
     return aside
 
@@ -151,7 +151,7 @@ def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
         logs = database.parent / "logs" / "jobs"
         if logs.is_dir():  # job ids start from 1 again, and their logs with them
             logs.rename(_find_free(logs, now_s))
-    except (sqlite3.Error, OSError) as error:
+    except FAULTS as error:
         raise explain_fault(database, error) from error
     store = Store(database, clock=clock, owner=owner)
     store.put_meta(SALT, secrets.token_hex(8))
@@ -177,7 +177,7 @@ def _check_copy(copy: Path) -> None:
     try:
         problems = check_integrity(copy)
         schema, _ = _read_identity(copy)
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise StateError(f"the copy {copy} is damaged: {error}", hints=("`broker state info` lists others",)) from error
     if problems or not 1 <= schema <= len(MIGRATIONS):
         why = problems[0] if problems else f"it has schema {schema}, this broker knows 1 to {len(MIGRATIONS)}"
@@ -230,7 +230,7 @@ def _merge_log(database: Path) -> None:
             raise StateError(
                 f"another broker command has {database} open", hints=("Repeat this when it has ended.",)
             ) from error
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, UnicodeDecodeError):
         pass  # damaged: set aside as it is, with its log
 
 

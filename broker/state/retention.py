@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from broker.nouns import noun
-from broker.state.database import Database, read_row
+from broker.state.database import Database, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
@@ -57,7 +57,10 @@ class Compaction(Database):
     def get_pruned_before_s(self) -> float | None:
         """Jobs that ended before are known by their totals only; None while nothing was pruned."""
         row = self._row("SELECT value FROM meta WHERE key = 'pruned_before_s'")
-        return float(row["value"]) if row else None
+        try:
+            return read_s(float(row["value"])) if row else None
+        except ValueError:
+            return None  # damaged; the totals do not depend on it
 
     def _find_prunable(self, before_s: float, ended_jobs_max: int) -> list[int]:
         rows = self._rows("SELECT id, is_terminal, ended_s, needs, resumes FROM jobs ORDER BY id DESC")

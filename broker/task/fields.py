@@ -6,15 +6,16 @@ This table is what the loader reads by and what `broker schema` prints.
 from __future__ import annotations
 
 from broker.config import CHECKPOINT_URL
-from broker.task.fields_resources import ACCELERATOR_NAME, ENV_NAME, RESOURCES
+from broker.task import allowed
+from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_service import POOL, SERVICE
 from broker.task.measures import Duration, Size
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 
-NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-_NAME = Text(pattern=NAME, expected="at most 63 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends")
-_ENV_KEY = "a name for an environment variable"
+_NAME = Text(rule=allowed.TASK_NAME)
+_SOURCE = Text(rule=allowed.SOURCE)
+_SECRET_NAME = rf"(?:secrets:)?{allowed.ENV_NAME.pattern}"
 STORES = ("s3", "gcs", "azure", "r2", "ibm", "oci", "nebius", "coreweave", "vastdata", "hf", "volume")
 BUCKET_SCHEMES = (
     "s3://", "gs://", "gcs://", "r2://", "https://", "http://", "az://", "cos://", "oci://", "nebius://", "cw://",
@@ -45,9 +46,9 @@ STORAGE = Table(
     name="storage",
     about="A bucket that appears as a folder on every node.",
     fields={
-        "name": Field(shape=Text(), about="The bucket's name; made when it does not exist."),
+        "name": Field(shape=Text(rule=allowed.BUCKET), about="The bucket's name; made when it does not exist."),
         "source": Field(
-            shape=Either(shapes=(Text(), ListOf(item=Text(), count_min=1))),
+            shape=Either(shapes=(_SOURCE, ListOf(item=_SOURCE, count_min=1))),
             about="A bucket URL, or local paths to upload.",
             examples=("s3://bucket/folder",),
         ),
@@ -108,7 +109,10 @@ CHECKPOINT = Table(
     about="What a checkpoint costs, and where it goes.",
     fields={
         "to": Field(
-            shape=Text(pattern=CHECKPOINT_URL, expected="a bucket like `s3://BUCKET/FOLDER`, or an absolute folder"),
+            shape=Text(
+                pattern=rf"(?!.*[\x00-\x1f\x7f]){CHECKPOINT_URL}",
+                expected="a bucket like `s3://BUCKET/FOLDER`, or an absolute folder",
+            ),
             about="Bucket, or shared folder, that outlives the nodes; each job has a folder of its own there.",
             examples=("s3://my-bucket/checkpoints",),
         ),
@@ -179,7 +183,7 @@ NEEDS = Field(
     about="Tasks of this file that must finish first: names, or a mapping from name to the data taken over.",
     examples=("prepare", ["prepare"], {"prepare": "120GB"}),
 )
-_SIZES = MapOf(value=Size(), key=r"\S+", key_expected="a folder or bucket URL")
+_SIZES = MapOf(value=Size(), key=allowed.DATA_URL)
 
 TASK = Table(
     name="task",
@@ -189,29 +193,34 @@ TASK = Table(
         "resources": Field(shape=RESOURCES, about="What one node needs."),
         "num_nodes": Field(shape=Whole(minimum=1, maximum=100_000), about="How many equal nodes; 1."),
         "workdir": Field(
-            shape=Either(shapes=(Text(), WORKDIR_GIT)), examples=(".",),
+            shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
             about="A local folder that every node gets as its working folder, or a git repository.",
         ),
-        "setup": Field(shape=Text(), about="Commands before `run`, on every node."),
-        "run": Field(shape=Text(), about="The program, on every node."),
+        "setup": Field(shape=Text(rule=allowed.SCRIPT), about="Commands before `run`, on every node."),
+        "run": Field(shape=Text(rule=allowed.SCRIPT), about="The program, on every node."),
         "envs": Field(
-            shape=MapOf(value=Text(also_scalar=True), key=ENV_NAME, key_expected=_ENV_KEY, has_null=True),
+            shape=MapOf(
+                value=Text(rule=allowed.ENV_VALUE, also_scalar=True, is_hidden=True), key=allowed.ENV_NAME,
+                has_null=True,
+            ),
             about="Environment variables; one without a value must be given with `--env`.",
         ),
         "secrets": Field(
             shape=Either(
                 shapes=(
                     MapOf(
-                        value=Text(also_scalar=True), key=rf"(?:secrets:)?{ENV_NAME}", key_expected=_ENV_KEY,
-                        has_null=True,
+                        value=Text(rule=allowed.ENV_VALUE, also_scalar=True, is_hidden=True), key=_SECRET_NAME,
+                        key_expected=allowed.ENV_NAME.expected, has_null=True,
                     ),
-                    ListOf(item=Text(pattern=rf"secrets:{ENV_NAME}", expected="like `secrets:HF_TOKEN`")),
+                    ListOf(
+                        item=Text(pattern=f"secrets:{allowed.ENV_NAME.pattern}", expected="like `secrets:HF_TOKEN`")
+                    ),
                 )
             ),
             about="As `envs`, and never shown; one without a value must be given with `--secret`.",
         ),
         "file_mounts": Field(
-            shape=MapOf(value=Either(shapes=(Text(), STORAGE))),
+            shape=MapOf(value=Either(shapes=(_SOURCE, STORAGE)), key=allowed.TARGET),
             about="Path on the node -> local path, bucket URL, or a storage mount.",
         ),
         "inputs": Field(shape=_SIZES, about="URL -> size of data that is read; moving it counts in the plan."),
@@ -241,7 +250,10 @@ TASK = Table(
         ),
         "config": Field(shape=CONFIG, about="SkyPilot's settings for this task."),
         "volumes": Field(
-            shape=MapOf(value=Either(shapes=(Text(), MapOf(value=Anything())))), about="Path -> volume.",
+            shape=MapOf(
+                value=Either(shapes=(Text(rule=allowed.VOLUME_NAME), MapOf(value=Anything()))), key=allowed.TARGET,
+            ),
+            about="Path -> volume.",
             later=Later(message="volumes are not mounted", hint="copy the data with `file_mounts`"),
         ),
         "volume_mounts": Field(

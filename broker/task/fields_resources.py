@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from broker.task import allowed
 from broker.task.measures import Count, Duration, Memory, Size
 from broker.task.reading import suggest
 from broker.task.shapes import (
@@ -39,7 +40,6 @@ _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
 ACCELERATOR = rf"(?:{ACCELERATOR_NAME}|{_MEMORY})(?::{_COUNT})?"
 EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4:1", "B200:8", "80GB+:1")
-ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 
 
 class Infra(Scalar):
@@ -51,10 +51,12 @@ class Infra(Scalar):
         text = marked.value.strip() if isinstance(marked.value, str) else ""
         cloud, *rest = text.removesuffix("/").split("/")
         is_known = cloud == "*" or cloud.lower() in CLOUDS
-        if not is_known or any(not each or re.search(r"\s", each) for each in rest):
+        if not is_known or not all(rest):
             return None
         if cloud.lower() in WITH_CONTEXTS:  # a context's name may hold slashes
             rest = ["/".join(rest)] if rest else []
+        if not all(allowed.PLACE.admits(each) for each in rest):
+            return None
         if len(rest) > 2:
             return None
         parts = [None if each == "*" else each for each in (cloud.lower(), *rest)]
@@ -68,8 +70,9 @@ class Infra(Scalar):
 
     def describe(self) -> Schema:
         others = any_case([each for each in CLOUDS if each not in WITH_CONTEXTS])
-        part = r"/[^/\s]+"
-        pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{part})*/?"
+        part = r"/(?!-)[^/\s\x00-\x1f\x7f]{1,253}"
+        context = r"/(?!-)(?=[^\s]{1,253}/?\s*$)[^/\s\x00-\x1f\x7f]+(?:/[^/\s\x00-\x1f\x7f]+)*"
+        pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{context})?/?"
         return {"anyOf": [{"enum": [*CLOUDS, "*"]}, {"type": "string", "pattern": rf"^\s*(?:{pattern})\s*$"}]}
 
 
@@ -181,6 +184,8 @@ ACCELERATOR_ARGS = Table(
 )
 
 _CLOUD = Choice(words=CLOUDS)
+_PLACE = Text(rule=allowed.PLACE)
+_IMAGE = Text(rule=allowed.IMAGE)
 
 ONE: dict[str, Field] = {
     "infra": Field(
@@ -188,8 +193,8 @@ ONE: dict[str, Field] = {
         about="CLOUD[/REGION[/ZONE]]; `*` is any.",
     ),
     "cloud": Field(shape=_CLOUD, about="The cloud; `infra` is the newer way."),
-    "region": Field(shape=Text(), about="The region; `infra` is the newer way."),
-    "zone": Field(shape=Text(), about="The zone; `infra` is the newer way."),
+    "region": Field(shape=_PLACE, about="The region; `infra` is the newer way."),
+    "zone": Field(shape=_PLACE, about="The zone; `infra` is the newer way."),
     "accelerators": Field(
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
@@ -208,7 +213,7 @@ ONE: dict[str, Field] = {
     "memory": Field(
         shape=Memory(), examples=("32+", "64GB+", "128"), about="Memory of a node in GiB: `32` exactly, `32+` at least."
     ),
-    "instance_type": Field(shape=Text(), about="The cloud's name of the machine."),
+    "instance_type": Field(shape=Text(rule=allowed.INSTANCE_TYPE), about="The cloud's name of the machine."),
     "use_spot": Field(shape=Flag(), about="Spot machines, on-demand ones; not said: both if the task has a `goal`."),
     "disk_size": Field(
         shape=Size(), about="The root disk in GiB; 256.", examples=("256GB", "1TB"),
@@ -244,11 +249,12 @@ ONE: dict[str, Field] = {
         at=_has_none(("local",), "programs listen on this machine itself"),
     ),
     "image_id": Field(
-        shape=Either(shapes=(Text(), MapOf(value=Text()))),
+        shape=Either(shapes=(_IMAGE, MapOf(value=_IMAGE, key=allowed.PLACE))),
         about="The machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
     ),
     "labels": Field(
-        shape=MapOf(value=Text(also_scalar=True)), about="Tags on everything that is made.",
+        shape=MapOf(value=Text(rule=allowed.LABEL_VALUE, also_scalar=True), key=allowed.LABEL_KEY),
+        about="Tags on everything that is made.",
         at=_has_none(("local",), "there is nothing to tag"),
     ),
     "autostop": Field(

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.errors import Issue, TaskError
+from broker.task.allowed import is_credential_name
+from broker.task.checking import check_environment, check_labels
 from broker.task.expansion import expand_variables
 from broker.task.fields import TASK
 from broker.task.measures import UNATTENDED_S_MIN
@@ -71,7 +73,10 @@ def _read_document(
     if not isinstance(marked.value, dict):
         reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", _SMALLEST)
         return None
-    known = {**_peek(marked, "envs"), **_peek(marked, "secrets"), **envs, **secrets}
+    secret_texts = _peek(marked, "secrets")
+    written = {**_peek(marked, "envs"), **secret_texts}
+    reader.hide(value for name, value in written.items() if name in secret_texts or is_credential_name(name))
+    known = {**written, **envs, **secrets}
     section = TASK.read(reader, expand_variables(reader, marked, known), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
 
@@ -87,8 +92,12 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
 
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:
     resources, is_ordered = read_resources(reader, section.get("resources"))
+    check_labels(reader, section.get("resources"), resources)
     file_mounts, storage_mounts = read_file_mounts(reader, section)
     secret_values = _read_values(reader, section, "secrets", secrets)
+    check_environment(reader, section, "secrets", secret_values)
+    env_values = _read_values(reader, section, "envs", envs)
+    check_environment(reader, section, "envs", env_values)
     return Task(
         name=section.get("name"),
         resources=resources,
@@ -97,7 +106,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         workdir=read_workdir(reader, section),
         file_mounts=file_mounts,
         storage_mounts=storage_mounts,
-        envs=_read_values(reader, section, "envs", envs),
+        envs=env_values,
         secrets={name: Secret(value=value) for name, value in secret_values.items()},
         setup=section.get("setup"),
         run=section.get("run"),
@@ -121,10 +130,14 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
         bare = key.removeprefix("secrets:")
         if bare in given:
             continue
+        marked = section.marks[name]
         if text is not None:
             values[bare] = text
+            if name == "envs" and text and is_credential_name(bare):
+                message = f"`envs.{bare}` looks like a credential, and `envs` are stored and shown as they are"
+                hint = f"write it under `secrets`, and pass `--secret {bare}`"
+                reader.warn(marked.keys[key], name, message, hint, blocks_launch=False)
             continue
-        marked = section.marks[name]
         item = next((each for each in marked.value if each.value == key), marked) if not marked.keys else marked
         place = marked.keys.get(key, (item.line, item.column))
         reader.warn(place, name, f"`{name}.{bare}` has no value", f"pass `{flag} {bare}=...`", blocks_launch=True)

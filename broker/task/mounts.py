@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from broker.task.checking import check_bucket
 from broker.task.fields import BUCKET_SCHEMES
-from broker.task.reading import Reader
+from broker.task.reading import Reader, describe
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
 from broker.types import StorageMount
@@ -59,6 +60,9 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
     value = section.get("source", ())
     sources = (value,) if isinstance(value, str) else tuple(value)
     store, name = section.get("store"), section.get("name")
+    if fault := check_bucket(name or "", store):
+        rule, hint = fault
+        reader.fault(section.marks["name"], f"`name` must be {rule.expected}, not {describe(name)}", hint)
     if store == "volume":
         _warn(reader, section.marked, "`file_mounts`: volumes are not mounted", "use `disk_size`, or a bucket")
     else:

@@ -12,6 +12,7 @@ from broker.types import Notice, Origin
 
 ISSUES_MAX = 100  # nobody reads more, and near misses take time to look for
 _SHOWN_MAX = 40
+_SECRET_MIN = 4  # shorter ones are found in too much else
 
 
 class Reader:
@@ -21,16 +22,20 @@ class Reader:
         self.file = file
         self.issues: list[Issue] = []
         self._notices: list[Notice] = []
+        self._hidden: list[str] = []
         self._text = text
+
+    def hide(self, texts: Iterable[str]) -> None:
+        """Secrets: lines that are shown with an issue or a notice from now on have `***` in their place."""
+        self._hidden += sorted((each for each in texts if len(each) >= _SECRET_MIN), key=len, reverse=True)
 
     def find_origin(self, marked: Marked) -> Origin:
         return Origin(file=self.file, line=marked.line, column=marked.column)
 
-    def note(self, line: int, column: int, message: str, hint: str | None = None) -> None:
-        """An issue at a place; beyond the limit none is added."""
-        issue = Issue(
-            file=self.file, line=line, column=column, message=message, hint=hint, source_line=self._find_line(line)
-        )
+    def note(self, line: int, column: int, message: str, hint: str | None = None, *, shows_line: bool = True) -> None:
+        """An issue at a place; beyond the limit none is added. `shows_line` False: the line may hold a secret."""
+        source_line = self._find_line(line) if shows_line else None
+        issue = Issue(file=self.file, line=line, column=column, message=message, hint=hint, source_line=source_line)
         if not self.is_full and issue not in self.issues:
             self.issues.append(issue)
 
@@ -67,7 +72,10 @@ class Reader:
         return tuple(found)
 
     def _find_line(self, line: int) -> str | None:
-        return self._lines[line - 1] or None if 0 < line <= len(self._lines) else None
+        found = self._lines[line - 1] if 0 < line <= len(self._lines) else ""
+        for each in self._hidden:
+            found = found.replace(each, "***")
+        return found or None
 
     @cached_property
     def _lines(self) -> list[str]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from broker.task.allowed import Rule
 from broker.task.reading import Reader, describe, suggest
 from broker.task.yaml_reader import Marked
 
@@ -53,27 +54,55 @@ class Scalar(Shape):
 
 
 class Text(Scalar):
-    """Text, perhaps of a form. `also_scalar`: a number or true/false stands for its own text."""
+    """Text, perhaps of a form or of a kind in `allowed`. `also_scalar`: a number or true/false stands for its own text.
+    `is_hidden`: a fault does not show it."""
 
-    def __init__(self, *, pattern: str | None = None, expected: str = "text", also_scalar: bool = False) -> None:
-        self.pattern = pattern
-        self.expected = expected
+    def __init__(
+        self,
+        *,
+        pattern: str | None = None,
+        expected: str = "text",
+        rule: Rule | None = None,
+        also_scalar: bool = False,
+        is_hidden: bool = False,
+    ) -> None:
+        self.rule = rule
+        self.pattern = rule.pattern if rule else pattern
+        self.expected = rule.expected if rule else expected
         self.also_scalar = also_scalar
+        self.is_hidden = is_hidden
 
     def parse(self, marked: Marked) -> str | None:
         if not isinstance(marked.value, str) and not self.also_scalar:
             return None
         text = marked.value if isinstance(marked.value, str) else marked.text
+        if self.rule:
+            return text if self.rule.admits(text) else None
         return text if self.pattern is None or re.fullmatch(self.pattern, text) else None
+
+    def read(self, reader: Reader, marked: Marked, name: str) -> Any:
+        if self.rule and not self.admits_kind(marked.value):
+            reader.fault(marked, f"`{name}` must be text, not {describe(marked)}", self.hint(marked))
+            return None
+        if not self.is_hidden:
+            return super().read(reader, marked, name)
+        if (value := self.parse(marked)) is None:
+            place = marked.line, marked.column
+            reader.note(*place, f"`{name}` must be {self.expected}", self.hint(marked), shows_line=False)
+        return value
 
     def admits_kind(self, value: Any) -> bool:
         return isinstance(value, str) or (self.also_scalar and isinstance(value, (int, float)))
 
     def hint(self, marked: Marked) -> str | None:
-        return None if isinstance(marked.value, (str, dict, list)) else "put it in quotes"
+        if isinstance(marked.value, str):
+            return self.rule.suggest(marked.value) if self.rule else None
+        return None if isinstance(marked.value, (dict, list)) else "put it in quotes"
 
     def describe(self) -> Schema:
         kind: Schema = {"type": ["string", "number", "boolean"] if self.also_scalar else "string"}
+        if self.rule and self.rule.bytes_max is not None:
+            kind["maxLength"] = self.rule.bytes_max  # the schema counts characters, of which none is less than a byte
         return kind if self.pattern is None else {**kind, "pattern": f"^(?:{self.pattern})$"}
 
 
@@ -200,10 +229,18 @@ class MapOf(Shape):
 
     expected = "a mapping"
 
-    def __init__(self, *, value: Shape, key: str = ".+", key_expected: str = "text", has_null: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        value: Shape,
+        key: str | Rule = ".+",
+        key_expected: str = "text",
+        has_null: bool = False,
+    ) -> None:
         self.value = value
-        self.key = key
-        self.key_expected = key_expected
+        self.rule = key if isinstance(key, Rule) else None
+        self.key = key.pattern if isinstance(key, Rule) else key
+        self.key_expected = key.expected if isinstance(key, Rule) else key_expected
         self.has_null = has_null
 
     def admits_kind(self, value: Any) -> bool:
@@ -215,8 +252,10 @@ class MapOf(Shape):
             return None
         found: dict[str, Any] = {}
         for key, each in marked.value.items():
-            if not re.fullmatch(self.key, key, re.DOTALL):
-                reader.note(*marked.keys[key], f"a key of `{name}` must be {self.key_expected}, not {describe(key)}")
+            if not (self.rule.admits(key) if self.rule else re.fullmatch(self.key, key, re.DOTALL)):
+                hint = self.rule.suggest(key) if self.rule else None
+                message = f"a key of `{name}` must be {self.key_expected}, not {describe(key)}"
+                reader.note(*marked.keys[key], message, hint)
             elif each.value is None and not isinstance(self.value, Anything):
                 if self.has_null:
                     found[key] = None
@@ -229,6 +268,8 @@ class MapOf(Shape):
     def describe(self) -> Schema:
         value = allow_null(self.value.describe()) if self.has_null else self.value.describe()
         key: Schema = {"minLength": 1} if self.key == ".+" else {"pattern": f"^(?:{self.key})$"}
+        if self.rule and self.rule.bytes_max is not None:
+            key["maxLength"] = self.rule.bytes_max
         return {"type": "object", "additionalProperties": value, "propertyNames": key}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from broker.errors import Issue, TaskError
+from broker.task.allowed import is_text
 
 BYTES_MAX = 1_000_000
 NODES_MAX = 100_000  # after aliases are expanded: a small file can otherwise stand for a huge one
@@ -45,18 +46,18 @@ class Marked:
 class Fault(Exception):
     """One issue found while composing."""
 
-    def __init__(self, mark: Any, message: str, hint: str | None = None) -> None:
+    def __init__(self, mark: Any, message: str, hint: str | None = None, *, shows_line: bool = True) -> None:
         super().__init__(message)
         self.line, self.column = mark.line + 1, mark.column + 1
-        self.message, self.hint = message, hint
+        self.message, self.hint, self.shows_line = message, hint, shows_line
 
 
 def read_documents(text: str, file: str) -> list[Marked]:
     """All documents of a text. Raises TaskError with the place of the first fault of syntax."""
 
-    def fail(line: int, column: int, message: str, hint: str | None = None) -> TaskError:
+    def fail(line: int, column: int, message: str, hint: str | None = None, *, shows_line: bool = True) -> TaskError:
         lines = split_lines(text)
-        source = lines[line - 1] if 0 < line <= len(lines) else None
+        source = lines[line - 1] if 0 < line <= len(lines) and shows_line else None
         return TaskError([Issue(file=file, line=line, column=column, message=message, hint=hint, source_line=source)])
 
     if len(text.encode("utf-8", "surrogatepass")) > BYTES_MAX:
@@ -71,7 +72,7 @@ def read_documents(text: str, file: str) -> list[Marked]:
     try:
         return _Composer(yaml.parse(text, Loader=_loader())).compose_all()
     except Fault as fault:
-        raise fail(fault.line, fault.column, fault.message, fault.hint) from None
+        raise fail(fault.line, fault.column, fault.message, fault.hint, shows_line=fault.shows_line) from None
     except yaml.MarkedYAMLError as error:
         is_bare = "simple key" in (error.context or "")  # the parser looks for the `:` as far as the next line
         mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
@@ -129,6 +130,7 @@ class _Composer:
         mark = event.start_mark
         node = Marked(value=None, line=mark.line + 1, column=mark.column + 1)
         if isinstance(event, yaml.ScalarEvent):
+            _check_text(event)
             node.value, node.text = _read_scalar(event), event.value
             self._height = 0
         else:
@@ -173,6 +175,7 @@ class _Composer:
             mark: Any = event.start_mark
             if not isinstance(event, yaml.ScalarEvent):
                 raise Fault(mark, "a key must be plain text")
+            _check_text(event)
             key: str = event.value
             is_merge = key == "<<" and event.implicit[0]
             if key in node.value:
@@ -195,6 +198,13 @@ class _Composer:
         if not all(isinstance(each.value, dict) for each in sources):
             raise Fault(mark, "`<<` must name a mapping or a list of mappings", "for example `<<: *defaults`")
         return sources
+
+
+def _check_text(event: Any) -> None:
+    """An escape in quotes can make what the file itself cannot hold. The line is not shown: it may be a secret's."""
+    if not is_text(event.value):
+        message = "a text holds a zero byte, which no program, file or cloud can be given"
+        raise Fault(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
 
 
 def _check_tag(event: Any) -> None:

@@ -65,6 +65,11 @@ class Shell:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
+    def find_checkpoints(self, job_id: int) -> Path:
+        """A job's folder; its name ends with a random part."""
+        base = self.home / "checkpoints"
+        return next(base.glob(f"job-{job_id}-*"), base / f"job-{job_id}-unknown")
+
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + COMMAND_S_MAX
         while not is_so():

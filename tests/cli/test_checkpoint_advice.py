@@ -31,7 +31,7 @@ run: |
 
 
 def count_saves(shell: Shell, job_id: int) -> int:
-    return len(list((shell.home / "checkpoints" / f"job-{job_id}").glob("step*")))
+    return len(list(shell.find_checkpoints(job_id).glob("step*")))
 
 
 def test_the_trainer_saves_as_often_as_a_save_is_said_to_cost_little(shell: Shell) -> None:
@@ -46,8 +46,8 @@ def test_the_trainer_saves_as_often_as_a_save_is_said_to_cost_little(shell: Shel
 
 def test_a_place_that_has_just_preempted_the_job_is_saved_at_more_often(shell: Shell) -> None:
     shell.run("jobs", "launch", shell.write("tell.yaml", TELL), "--yes", "--detach-run")
-    told = shell.home / "checkpoints" / "job-1" / "told"
-    shell.wait_until(told.exists, "the program runs")
+    shell.wait_until(lambda: (shell.find_checkpoints(1) / "told").exists(), "the program runs")
+    told = shell.find_checkpoints(1) / "told"
     shell.run("local", "preempt", "tell")
     shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
     first_s, second_s = map(float, told.read_text().split())

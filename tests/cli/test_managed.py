@@ -31,19 +31,19 @@ run: |
       echo "step $n"
     fi
     sleep 0.1
-    while [ -e $BROKER_CHECKPOINT_DIR/hold ] && [ $n -ge 25 ]; do sleep 0.1; done
+    while [ -e $BROKER_CHECKPOINT_DIR/../hold ] && [ $n -ge 25 ]; do sleep 0.1; done
   done
 """
 
 
 def read_ledger(shell: Shell) -> list[tuple[int, int]]:
-    lines = (shell.home / "checkpoints" / "job-1" / "ledger").read_text().splitlines()
+    lines = (shell.find_checkpoints(1) / "ledger").read_text().splitlines()
     return [(int(attempt), int(step)) for attempt, step in (line.split() for line in lines)]
 
 
 def hold(shell: Shell) -> Path:
     """The first job counts no further than 25 while this file is there: what the test does meanwhile is never late."""
-    path = shell.home / "checkpoints" / "job-1" / "hold"
+    path = shell.home / "checkpoints" / "hold"
     path.parent.mkdir(mode=0o700, parents=True)
     path.touch()
     return path
@@ -243,4 +243,4 @@ def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell:
     sums = {by: shell.read_json("cost", "--by", by)["usd"] for by in ("job", "cloud", "day")}
     assert sums["job"] > 0 and len(set(sums.values())) == 1
     assert "job 1 (hi)" in shell.run("cost").stdout
-    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False}
+    assert shell.read_json("gc", "--dry-run") == {"nodes": [], "clusters": [], "is_ended": False, "adopted": []}

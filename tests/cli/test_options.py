@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from broker.cli.main import main
 from broker.cli.options import Overrides, read_pairs, read_task
-from broker.errors import UsageError
+from broker.errors import TaskError, UsageError
 
 FILE = "name: train\nresources: {infra: local}\nenvs: {A: file, B: file, C: file}\nrun: echo\n"
 
@@ -63,3 +64,43 @@ def test_paths_count_from_where_the_command_was_given(
     assert task.workdir == str(tmp_path / "code")
     with pytest.raises(UsageError, match="missing"):
         read_task([task_file], Overrides(workdir=Path("missing")))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        Overrides(name="a\nb"),
+        Overrides(env=["1A=x"]),
+        Overrides(secret=["A-B=x"]),
+        Overrides(infra="aws/-x"),
+        Overrides(instance_type="a b"),
+    ],
+    ids=str,
+)
+def test_a_flag_follows_the_rules_of_the_task_file(task_file: str, overrides: Overrides) -> None:
+    with pytest.raises((UsageError, TaskError), match="must be"):
+        read_task([task_file], overrides)
+
+
+@pytest.mark.parametrize("flag", ["env", "secret"])
+def test_a_value_that_no_program_can_be_given_is_refused_and_not_shown(
+    task_file: str, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setenv("TOKEN", "hunter2" + "x" * 140_000)
+    with pytest.raises(UsageError, match="TOKEN") as caught:
+        read_task([task_file], Overrides(**{flag: ["TOKEN"]}))
+    assert "hunter2" not in f"{caught.value.message} {caught.value.hints}"
+
+
+def test_a_line_of_an_env_file_follows_the_rules(task_file: str, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"A=hunter2\0x\n")
+    with pytest.raises(UsageError, match="env:1") as caught:
+        read_task([task_file], Overrides(env_file=tmp_path / ".env"))
+    assert "hunter2" not in caught.value.message
+
+
+def test_an_argument_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["status", "\udcff"])
+    assert left.value.code == 2
+    assert "argument 2 is not UTF-8 text" in capsys.readouterr().err

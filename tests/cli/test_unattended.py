@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.clock import SystemClock
+from broker.config import load_config
+from broker.state.store import Store
+from broker.types import Attempt, JobStatus, Placement, Task
+from tests.simulation.world import make_offer
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
@@ -24,7 +29,7 @@ num_nodes: 2
 run: |
   mkdir -p $BROKER_CHECKPOINT_DIR
   echo "$BROKER_ATTEMPT" >> $BROKER_CHECKPOINT_DIR/started-$SKYPILOT_NODE_RANK
-  while [ -e $BROKER_CHECKPOINT_DIR/hold ]; do sleep 0.05; done
+  while [ -e $BROKER_CHECKPOINT_DIR/../hold ]; do sleep 0.05; done
   echo "{\\"step\\": 7, \\"total\\": 7}" >> $BROKER_PROGRESS_FILE
   echo "last words of $SKYPILOT_NODE_RANK"
   touch $BROKER_CHECKPOINT_DIR/ended-$SKYPILOT_NODE_RANK
@@ -61,6 +66,22 @@ def test_job_on_this_machine_is_launched_without_that_line(shell: Any) -> None:
     assert "without this machine" not in done.stderr + done.stdout
 
 
+def test_why_says_how_long_a_job_elsewhere_continues_from_now(shell: Any) -> None:
+    config = load_config(shell.home)
+    store = Store(config.database, clock=SystemClock())
+    task = Task(name="t", run="x", unattended_s=7200.0)
+    offer = replace(make_offer("east1a"), cloud="aws")
+    placement = Placement(offer=offer, is_spot=True, node_count=1)
+    job = store.add_job("t", task)
+    store.put_attempt(Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=1.0))
+    store.set_job_status(job.id, JobStatus.RUNNING)
+    sentence = "It continues for up to 2 h without this machine; a preemption meanwhile waits for it."
+    assert sentence in shell.run("jobs", "why", "1").stdout.splitlines()
+    store.set_job_status(job.id, JobStatus.CANCELLED)
+    store.close()
+    assert "without this machine" not in shell.run("jobs", "why", "1").stdout, "it has ended"
+
+
 def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:
     shell.home.mkdir()
     (shell.home / "config.toml").write_text('unattended = "1m"\n')
@@ -71,16 +92,17 @@ def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:
 
 
 def test_job_continues_without_its_daemon_and_the_next_one_reads_how_it_ended(shell: Any) -> None:
-    folder: Path = shell.home / "checkpoints" / "job-1"
-    folder.mkdir(mode=0o700, parents=True)
-    (folder / "hold").touch()
+    hold: Path = shell.home / "checkpoints" / "hold"
+    hold.parent.mkdir(mode=0o700, parents=True)
+    hold.touch()
     shell.run("jobs", "launch", shell.write("held.yaml", HELD), "--yes", "--detach-run")
-    shell.wait_until(lambda: len(list(folder.glob("started-*"))) == 2, "both ranks run")
+    shell.wait_until(lambda: len(list(shell.find_checkpoints(1).glob("started-*"))) == 2, "both ranks run")
+    folder = shell.find_checkpoints(1)
     shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "RUNNING", "the job is known to run")
     shell.kill_daemon()
     leases = [json.loads(path.read_text()) for path in shell.home.glob("local/*/home/.broker/lease.json")]
     assert [lease["lease_s"] for lease in leases] == [12 * 3600.0] * 2
-    (folder / "hold").unlink()
+    hold.unlink()
     shell.wait_until(lambda: len(list(folder.glob("ended-*"))) == 2, "both ranks have ended")
     shell.wait_until(
         lambda: len(list(shell.home.glob("local/*/home/.broker/runs/1/outcome.json"))) == 2, "their agents know"

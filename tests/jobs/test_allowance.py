@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from broker.errors import TaskError, UsageError
 from broker.jobs.allowance import (
     LATE_S,
     UNATTENDED_S,
+    describe_allowances,
     find_lease_s,
     measure_allowance_s,
     read_unattended_s,
@@ -24,8 +26,8 @@ from broker.jobs.allowance import (
 from broker.jobs.watch import LEASE_EVERY_S
 from broker.task.loader import load_tasks_text
 from broker.task.measures import UNATTENDED_S_MIN
-from broker.types import Goal, Plan, Task
-from tests.simulation.world import World, make_plan
+from broker.types import Estimate, Goal, Placement, Plan, Task
+from tests.simulation.world import World, make_offer, make_plan
 
 HOUR = 3600.0
 
@@ -156,3 +158,17 @@ def test_users_default_that_says_too_little_names_the_setting(tmp_path: Path, te
 )
 def test_durations_are_shown_as_people_say_them(duration_s: float, expected: str) -> None:
     assert show_hours(duration_s) == expected
+
+
+def make_paid_plan(cloud: str = "aws", **fields: Any) -> Plan:
+    offer = replace(make_offer("east1a"), cloud=cloud)
+    estimate = Estimate(placement=Placement(offer=offer, is_spot=True, node_count=2))
+    return replace(make_plan(Task()), task=Task(**fields), estimates=(estimate,))
+
+
+def test_one_sentence_is_told_unless_tasks_differ_and_none_for_this_machine() -> None:
+    told = "continues for up to 12 h without this machine; a preemption meanwhile waits for it"
+    assert describe_allowances([make_paid_plan(), make_paid_plan(name="b")]) == [told]
+    assert describe_allowances([make_paid_plan("local")]) == []
+    short = make_paid_plan(name="b", goal=Goal(budget_usd=3.0))
+    assert describe_allowances([make_paid_plan(name="a"), short]) == [f"a: {told}", f"b: {told.replace('12', '1.5')}"]

@@ -379,8 +379,9 @@ def test_the_log_of_all_attempts_has_no_gap_and_no_repeat_even_across_a_crash(tm
         world = World(folder, crash_at=crash_at)
         run_to_end(world, "preemption")
         lines = get_log_path(folder / "logs", world.job_id).read_text().splitlines()
-        first = [line for line in lines if line.startswith("job-1-1 ")]
-        assert first == [f"job-1-1 step {n}" for n in range(1, len(first) + 1)]
+        name = world.get_job().name_cluster(1)
+        first = [line for line in lines if line.startswith(f"{name} ")]
+        assert first and first == [f"{name} step {n}" for n in range(1, len(first) + 1)]
         assert len(lines) == len(set(lines)) and lines[-1].endswith("step 30")
 
 

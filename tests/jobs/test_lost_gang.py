@@ -87,7 +87,7 @@ def test_success_that_was_left_ends_the_job_with_its_last_step_and_its_log(tmp_p
     assert (job.status, job.attempts[0].outcome) == (JobStatus.SUCCEEDED, "succeeded")
     assert job.progress == Progress(step=40, total=40)
     assert get_log_path(tmp_path / "logs", job.id).read_bytes() == b"one\ntwo\n"
-    assert left.asked == [(f"s3://bucket/runs/{OWNER}-job-1", 1)]
+    assert left.asked == [(f"s3://bucket/runs/{OWNER}-{job.folder}", 1)]
 
 
 def test_log_continues_where_the_copy_was_and_a_second_look_repeats_nothing(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def check_end(config: Config, job: Job) -> None:
     assert found is not None and found.status is JobStatus.SUCCEEDED, found
     assert not store.list_clusters() and not store.list_open_intents()
     assert all(bill.ended_s is not None for bill in store.list_bills()), "nothing goes on costing"
-    ledger = (config.checkpoints / f"job-{job.id}" / "ledger").read_text().split("\n")[:-1]
+    ledger = (config.checkpoints / job.folder / "ledger").read_text().split("\n")[:-1]
     steps = [tuple(map(int, line.split())) for line in ledger]
     assert sorted({step for _, step in steps}) == list(range(1, STEPS + 1))
     assert steps == sorted(steps), "attempts one after the other, steps in order: nothing ran twice at once"
@@ -140,7 +140,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def is_half_done(config: Config, job: Job) -> bool:
-    ledger = config.checkpoints / f"job-{job.id}" / "ledger"
+    ledger = config.checkpoints / job.folder / "ledger"
     store = Store(config.database, clock=SystemClock())
     found = store.get_job(job.id)
     store.close()
@@ -148,7 +148,7 @@ def is_half_done(config: Config, job: Job) -> bool:
 
 
 def let_go(config: Config, job: Job) -> None:
-    (config.checkpoints / f"job-{job.id}" / "go").touch()
+    (config.checkpoints / job.folder / "go").touch()
 
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])

@@ -191,6 +191,7 @@ def test_what_is_taken_down_while_it_fails_over_does_not_come_up_later(world: Wo
 def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> None:
     kept = up(world, "kept")
     world.cloud.add_foreign_node(replace(FOREIGN, id="lost-1", owner=OWNER, cluster="forgotten"))
+    world.store.mark_adopted("simulated")
     assert world.clock.run(lambda: world.make_provisioner().collect()) == 1
     world.clock.run(lambda: world.clock.sleep(10.0))
     assert {node.id for node in world.list_live_nodes()} == {node.id for node in kept.nodes}

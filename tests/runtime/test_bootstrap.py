@@ -20,7 +20,7 @@ getent() { case $1 in passwd) echo "u:x:1:1::$ROOT/home/u:/bin/sh" ;; shadow) ec
 usermod() { echo "usermod $*" >>"$ROOT/calls"; }
 chown() { echo "chown $*" >>"$ROOT/calls"; }
 shutdown() { echo "shutdown $*" >>"$ROOT/calls"; }
-systemctl() { return 0; }
+systemctl() { echo "systemctl $*" >>"$ROOT/calls"; }
 kill() { return 0; }
 setsid() { :; }
 """
@@ -59,6 +59,29 @@ def test_boot_installs_keys_and_user_and_run_again_changes_nothing(tmp_path: Pat
     assert "usermod -p * u" in (tmp_path / "calls").read_text()
     run_boot(tmp_path)
     assert read_all(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("lease", "is_ended"), [(None, False), ('{"boot": "an earlier one"}', True), ('{"boot": "@BOOT@"}', False)]
+)
+def test_restarted_node_goes_unless_its_broker_leases_it_again(
+    tmp_path: Path, lease: str | None, is_ended: bool
+) -> None:
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    run_boot(tmp_path)
+    calls = tmp_path / "calls"
+    assert "systemctl enable broker-restarted.service" in calls.read_text()
+    unit = (tmp_path / "etc/systemd/system/broker-restarted.service").read_text()
+    assert f'ExecStart={tmp_path}/etc/broker/restarted "{tmp_path}/home/u"\n' in unit
+    calls.write_text("")
+    if lease is not None:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        (tmp_path / "home/u/.broker/lease.json").write_text(lease.replace("@BOOT@", boot))
+    script = (tmp_path / "etc/broker/restarted").read_text()
+    command = ["sh", "-eu", "-c", TOOLS + 'sleep() { echo "sleep $*" >>"$ROOT/calls"; }\n' + script, "sh"]
+    environment = {"ROOT": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    subprocess.run([*command, str(tmp_path / "home/u")], check=True, env=environment)
+    assert calls.read_text() == "sleep 1800.000\n" + ("shutdown -h now\n" if is_ended else "")
 
 
 def test_same_keys_give_the_same_script_and_its_host_key_is_in_no_repr() -> None:

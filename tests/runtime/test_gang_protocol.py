@@ -137,6 +137,7 @@ def test_another_gangs_credential_is_refused_by_both_ends() -> None:
 def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than may wait: the oldest are closed, and members are through before it is their turn."""
     monkeypatch.setattr(agent_link, "STRANGERS_MAX", 5)
+    monkeypatch.setattr(agent_link, "HANDSHAKE_S", 10 * HANG_S)  # they are not closed for their silence
     with open_gang() as gang:
         strangers = [socket.create_connection(("127.0.0.1", gang.port), timeout=HANG_S) for _ in range(30)]
         check_coordinator(gang, is_stranger=True)

@@ -21,6 +21,7 @@ USED = {
     "$schema", "$defs", "$ref", "title", "description", "examples", "deprecated", "type", "enum", "pattern", "anyOf",
     "allOf", "not", "required", "properties", "additionalProperties", "propertyNames", "items", "minItems",
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
+    "maxLength",
 }  # fmt: skip
 
 
@@ -53,7 +54,8 @@ def is_valid(value: Any, schema: Schema, defs: Schema) -> bool:
 
 def _fits_text(value: str, schema: Schema) -> bool:
     pattern = schema.get("pattern", "")
-    return len(value) >= schema.get("minLength", 0) and bool(re.search(re.sub(r"\$$", r"\\Z", pattern), value))
+    fits_length = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+    return fits_length and bool(re.search(re.sub(r"\$$", r"\\Z", pattern), value))
 
 
 def _fits_number(value: float, schema: Schema) -> bool:

@@ -173,7 +173,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["s3://bucket/x", "gs://bucket", "{source: 'gcs://b/x', mode: MOUNT}", "{name: b, store: AZURE}"]
+    "value", ["s3://bucket/x", "gs://bucket", "{source: 'gcs://b/x', mode: MOUNT}", "{name: data, store: AZURE}"]
 )
 def test_bucket_that_nodes_can_be_given_is_no_notice(value: str) -> None:
     written = value if value.startswith("{") else f"'{value}'"

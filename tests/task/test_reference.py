@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from broker.task.allowed import RULES
 from broker.task.schema import list_tables
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "TASK_FILE.md"
@@ -26,7 +27,23 @@ def write_reference() -> str:
                 clouds = ", ".join(cloud for cloud, later in entry.at.items() if later.message == message)
                 about += f" **No effect on {clouds}:** {message}."
             lines.append(f"| `{key}` | {about} |".replace("\\|", "|"))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *write_rules()]) + "\n"
+
+
+def write_rules() -> list[str]:
+    """What texts may hold, from broker/task/allowed.py."""
+    lines = [
+        "",
+        "## Allowed texts",
+        "",
+        "A text that breaks its rule is refused when the file is read, with its place. No text may hold a zero byte",
+        "or half of a surrogate pair. Flags and `broker.plan` follow the same rules. A label that one cloud refuses",
+        "is an error where no other cloud may run the task, and a note otherwise.",
+        "",
+        "| text | must be | whose rule |",
+        "| --- | --- | --- |",
+    ]
+    return lines + [f"| {kind} | {rule.expected} | {rule.source} |" for kind, rule in RULES.items()]
 
 
 def test_reference_has_every_field_in_the_words_of_the_table() -> None:

@@ -48,6 +48,10 @@ class Bed:
             placement=Placement(offer=offer, is_spot=True, node_count=node_count),
         )  # fmt: skip
 
+    def is_watched(self, cluster: Cluster) -> bool:
+        channels = self.gang._channels
+        return channels is not None and all(channels.keep(node, 1).is_heard() for node in cluster.nodes)
+
     async def make_cluster(self, node_count: int = 1) -> Cluster:
         request = self.make_request(node_count)
         nodes = tuple(await self.cloud.create_nodes(request))
@@ -89,6 +93,27 @@ def test_command_on_a_host_that_dies_silently_fails_within_seconds(bed: Bed) -> 
         return time.monotonic() - start_s
 
     print(f"silent death noticed after {asyncio.run(act()):.2f} s")
+
+
+def test_watched_host_that_dies_silently_is_missed_within_seconds(bed: Bed) -> None:
+    """Nothing is asked meanwhile: the kept session itself ends, and the call after it fails."""
+
+    async def act() -> float:
+        cluster = await bed.make_cluster()
+        await start(bed, cluster, "sleep 600")
+        while not bed.is_watched(cluster):
+            await bed.gang.poll(cluster, 1)
+            await bed.gang.wait_news(cluster, 1, wake=asyncio.Event(), timeout_s=0.1)
+        await bed.gang.poll(cluster, 1)
+        bed.cloud.end(cluster.nodes[0].id, "preempted", is_silent=True)
+        start_s = time.monotonic()
+        await bed.gang.wait_news(cluster, 1, wake=asyncio.Event(), timeout_s=60)
+        missed_s = time.monotonic() - start_s
+        assert not bed.is_watched(cluster)
+        assert (await bed.gang.poll(cluster, 1)).unreachable == (0,)
+        return missed_s
+
+    print(f"silent death of a watched host missed after {asyncio.run(act()):.2f} s")
 
 
 def test_short_partition_is_survived(bed: Bed) -> None:

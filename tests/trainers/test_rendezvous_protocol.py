@@ -88,12 +88,13 @@ def test_end_and_votes_of_a_worker_outside_the_world_do_not_count() -> None:
     with open_rendezvous(2) as (rendezvous, server):
         first, second = (come(server, name, place) for place, name in enumerate("ab"))
         assert [each.read()["kind"] for each in (first, second)] == ["world"] * 2
+        first.send(kind="vote", is_leaving=False)
         waiting = come(server, "c")
+        await_that(lambda: "a" in rendezvous.votes and "c" in rendezvous.waiting, "not heard")
         waiting.send(kind="vote", is_leaving=True)
         waiting.send(kind="done")
-        first.send(kind="vote", is_leaving=False)
-        visit(server.port, "member", b"")  # by when it ends, what came before has been heard
-        await_that(lambda: "a" in rendezvous.votes and "c" in rendezvous.waiting, "not heard")
+        waiting.send(kind="vote", is_leaving="yes")  # for which it is dropped: by then the others have been heard
+        await_that(lambda: "c" not in rendezvous.waiting, "not dropped")
         assert not rendezvous.is_over and set(rendezvous.votes) == {"a"}
 
 
@@ -160,6 +161,7 @@ def test_secret_is_for_one_machine_only_and_does_not_show_itself() -> None:
 
 def test_silent_strangers_do_not_keep_workers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_server, "STRANGERS_MAX", 5)
+    monkeypatch.setattr(rendezvous_server, "HANDSHAKE_S", 10 * HANG_S)  # they are not closed for their silence
     with open_rendezvous(2) as (_, server):
         strangers = [socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) for _ in range(30)]
         workers = [come(server, name, place) for place, name in enumerate("ab")]

@@ -163,7 +163,7 @@ def parse_advisor(body: bytes) -> Mapping[Key, float]:
             for region, systems in regions.items()
             for instance_type, entry in systems.get("Linux", {}).items()
         }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise SourceError(f"the AWS spot advisor has changed its form: {error!r}") from None
 
 
@@ -177,7 +177,7 @@ def parse_product(text: str | Mapping[str, Any]) -> tuple[str, float] | None:
                 if dimension["unit"] == "Hrs":
                     usd = _to_usd(dimension["pricePerUnit"]["USD"])
                     return (str(instance_type), usd) if usd > 0 else None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SourceError(f"the AWS price list has changed its form: {error!r}") from None
     return None
 

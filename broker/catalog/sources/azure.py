@@ -91,7 +91,7 @@ def read_price(item: dict[str, Any]) -> tuple[bool, Key, float] | None:
 def _parse(body: bytes) -> dict[str, Any]:
     try:
         page = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SourceError(f"azure answers with something other than JSON: {body[:60]!r}") from None
     if not isinstance(page, dict) or not isinstance(page.get("Items"), list):
         raise SourceError("azure's price list has no `Items`")

@@ -129,7 +129,7 @@ def price_machine(offer: Offer, rates: Mapping[tuple[bool, str, str], float], *,
 def _parse(body: bytes) -> dict[str, Any]:
     try:
         page = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SourceError(f"GCP answers with something other than JSON: {body[:60]!r}") from None
     if not isinstance(page, dict) or not isinstance(page.get("skus"), list):
         raise SourceError("GCP's price list has no `skus`")

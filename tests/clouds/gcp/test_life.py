@@ -139,6 +139,7 @@ def test_what_nobody_records_is_collected(life: Life) -> None:
 
     life.run(make_lost())
     life.run(life.bed.clock.sleep(3600.0))
+    life.store.mark_adopted("gcp")
     assert life.run(life.reopen().collect()) == 1
     life.bed.gce.list_names()
     assert life.standing == []

@@ -1,0 +1,247 @@
+"""The texts that task files, flags and the Python API may hold: one rule for each kind, and whose rule it is.
+
+The loader, `broker schema`, the flags and `broker.plan` all read this table, so that a text which no cloud, shell or
+kernel takes is refused before anything is asked for or paid. Where clouds differ, the rule here is what any of them
+takes, and `LABELS` and `BUCKETS` say what each one takes.
+
+Patterns are in the syntax that Python and JSON Schema share. They never match a control character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# One argument or `NAME=VALUE` given to a program, its closing NUL included: MAX_ARG_STRLEN of Linux, 32 pages of 4 KiB.
+ARGUMENT_BYTES_MAX = 131_072
+# All variables of a task. Linux grants a quarter of the stack limit, 2 MiB by default, to arguments and environment;
+# the node's own environment and a script of `ARGUMENT_BYTES_MAX` have room beside it.
+ENVIRONMENT_BYTES_MAX = 1_000_000
+PATH_BYTES_MAX = 4_095  # PATH_MAX of Linux, less its NUL
+_SHOWN_MAX = 60
+_PLAIN = r"[^\x00-\x1f\x7f]"  # any character but the control characters
+_SOLID = r"[^\s\x00-\x1f\x7f]"  # neither a control character nor a space
+_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+
+
+class Rule:
+    """One kind of text. `expected` completes "must be ...", `source` is whose rule it is, `repair` a near miss."""
+
+    def __init__(
+        self, *, pattern: str, expected: str, source: str, bytes_max: int | None = None, repairs: bool = False
+    ) -> None:
+        self.pattern = pattern
+        self.expected = expected
+        self.source = source
+        self.bytes_max = bytes_max
+        self._repairs = repairs
+
+    def admits(self, text: str) -> bool:
+        if not is_text(text) or (self.bytes_max is not None and len(text.encode()) > self.bytes_max):
+            return False
+        return re.fullmatch(self.pattern, text) is not None
+
+    def suggest(self, text: str) -> str | None:
+        """What helps to mend a text that is refused: its size, what is wrong with it, or a near miss."""
+        if not is_text(text):
+            return "it holds a zero byte or half a character"
+        if self.bytes_max is not None and (size := len(text.encode())) > self.bytes_max:
+            return f"it is {size:,} bytes long"
+        if self._repairs:
+            near = re.sub(r"[^A-Za-z0-9]+", "-", text[:_SHOWN_MAX]).strip("-")
+            near = near if self.admits(near) else near.lower()
+            return f"did you mean `{near}`?" if self.admits(near) else None
+        return None
+
+
+def is_text(text: str) -> bool:
+    """Whether a program, a file and a cloud can be given it: no NUL, and no lone half of a surrogate pair."""
+    return "\0" not in text and not (not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text))
+
+
+def is_credential_name(name: str) -> bool:
+    """Whether a variable is called as credentials are: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+    words = name.upper().split("_")
+    is_key = words[-1] == "KEY" and words[-2:-1] in (["API"], ["ACCESS"], ["SECRET"], ["PRIVATE"])
+    return is_key or words[-1] in ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS")
+
+
+_EXECVE = "execve(2): no NUL, and one string of at most MAX_ARG_STRLEN (131,072 bytes with its NUL)"
+_POSIX_PATH = "POSIX: no NUL, PATH_MAX 4,096 and NAME_MAX 255 bytes"
+
+TASK_NAME = Rule(
+    pattern=_NAME,
+    expected="at most 63 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    source="Kubernetes label values, and SkyPilot's names",
+    repairs=True,
+)
+JOB_NAME = TASK_NAME
+CLUSTER_NAME = Rule(
+    pattern=r"[A-Za-z](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
+    expected="a letter, then letters, digits, `-`, `_`, `.`, with a letter or digit at the end; at most 63",
+    source="SkyPilot's cluster names; it becomes tags, folders and host names",
+    repairs=True,
+)
+REQUEST_ID = Rule(
+    pattern=rf"{_PLAIN}{{1,200}}",
+    expected="1 to 200 characters without control characters",
+    source="ours: it is a key of the store",
+)
+ENV_NAME = Rule(
+    pattern="[A-Za-z_][A-Za-z0-9_]{0,254}",
+    expected="a name for an environment variable: a letter or `_`, then letters, digits or `_`; at most 255",
+    source="POSIX 8.1, environment variables",
+)
+ENV_VALUE = Rule(
+    pattern=r"[^\x00]*",
+    expected=f"text without a zero byte, with its name at most {ARGUMENT_BYTES_MAX - 2:,} bytes",
+    source=_EXECVE,
+    bytes_max=ARGUMENT_BYTES_MAX - 2,
+)
+SCRIPT = Rule(
+    pattern=r"[^\x00]*",
+    expected=f"text without a zero byte, of at most {ARGUMENT_BYTES_MAX - 1:,} bytes; "
+    "a longer script can be a file of `workdir`",
+    source=_EXECVE,
+    bytes_max=ARGUMENT_BYTES_MAX - 1,
+)
+LABEL_KEY = Rule(
+    pattern=rf"{_PLAIN}{{1,317}}",
+    expected="1 to 317 characters without control characters",
+    source="the longest of any cloud: Kubernetes, a DNS name of 253, `/` and a name of 63",
+)
+LABEL_VALUE = Rule(
+    pattern=rf"{_PLAIN}{{0,256}}",
+    expected="at most 256 characters without control characters",
+    source="the longest of any cloud: EC2 and Azure",
+)
+TARGET = Rule(
+    pattern=rf"(?!-)(?!\.+/*$)(?!(?:[^\x00]*/)?\.\.(?:/|$))(?!(?:[^\x00]*/)?[^/\x00]{{256}}){_PLAIN}{{1,{PATH_BYTES_MAX}}}",
+    expected="a path on the node: no `..` in it, no control characters, no `-` in front",
+    source=_POSIX_PATH,
+    bytes_max=PATH_BYTES_MAX,
+)
+SOURCE = Rule(
+    pattern=rf"{_PLAIN}{{0,{PATH_BYTES_MAX}}}",
+    expected=f"a path or URL without control characters, of at most {PATH_BYTES_MAX:,} bytes",
+    source=_POSIX_PATH,
+    bytes_max=PATH_BYTES_MAX,
+)
+DATA_URL = Rule(
+    pattern=rf"{_SOLID}{{1,{PATH_BYTES_MAX}}}",
+    expected="a folder or bucket URL",
+    source=_POSIX_PATH,
+    bytes_max=PATH_BYTES_MAX,
+)
+PLACE = Rule(
+    pattern=rf"(?!-){_SOLID}{{1,253}}",
+    expected="a name without spaces that does not begin with `-`",
+    source="Kubernetes' DNS names (253), the longest of any cloud",
+)
+INSTANCE_TYPE = Rule(
+    pattern="(?!-)[!-~]{1,200}",
+    expected="the cloud's name of a machine, without spaces",
+    source="every instance type of SkyPilot's catalogs fits",
+)
+IMAGE = Rule(
+    pattern="(?!-)[!-~]{1,1024}",
+    expected="an image of the cloud, or `docker:IMAGE`",
+    source="Azure's gallery ids and OCI references: ASCII without spaces",
+)
+VOLUME_NAME = Rule(
+    pattern=rf"{_NAME}|(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?)|{_PLAIN}*\${_PLAIN}*",
+    expected="a volume's name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    source="Kubernetes: DNS subdomain names (253)",
+    repairs=True,
+)
+
+# A named bucket, by the word of `store`. A name may hold variables that are filled in later.
+BUCKETS: Mapping[str, Rule] = {
+    "s3": Rule(
+        pattern=r"(?!xn--|sthree-)(?![0-9.]+$)(?![^\x00]*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
+        expected="3 to 63 lower-case letters, digits, `-` or `.`, with a letter or digit at both ends",
+        source="S3: general purpose bucket naming rules",
+        repairs=True,
+    ),
+    "gcs": Rule(
+        pattern=r"(?!goog)(?![^\x00]*\.\.)(?=[^.]{1,63}(?:\.|$))[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]",
+        expected="3 to 63 lower-case letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+        source="Cloud Storage: bucket naming guidelines",
+        repairs=True,
+    ),
+    "azure": Rule(
+        pattern=r"(?![^\x00]*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]",
+        expected="3 to 63 lower-case letters, digits or single `-`, with a letter or digit at both ends",
+        source="Azure Storage: container names",
+        repairs=True,
+    ),
+    "r2": Rule(
+        pattern=r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]",
+        expected="3 to 63 lower-case letters, digits or `-`, with a letter or digit at both ends",
+        source="R2: bucket names",
+        repairs=True,
+    ),
+}
+BUCKET = Rule(  # of any store; `ORG/NAME` is Hugging Face's
+    pattern=rf"|(?![^\x00]*\.\.)[A-Za-z0-9](?:[-A-Za-z0-9._/]{{0,251}}[A-Za-z0-9])?|{_PLAIN}*\${_PLAIN}*",
+    expected="a bucket's name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    source="the widest of the stores; GCS allows 222",
+    bytes_max=1_024,
+    repairs=True,
+)
+
+_DNS = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
+# Cloud -> rules of a label's key and value. Google's labels are made to fit from any text (`clouds/gcp/names.py`).
+LABELS: Mapping[str, tuple[Rule, Rule]] = {
+    "aws": (
+        Rule(
+            pattern=rf"(?![aA][wW][sS]:){_PLAIN}{{1,128}}",
+            expected="1 to 128 characters that do not begin with `aws:`",
+            source="EC2: tag restrictions",
+        ),
+        LABEL_VALUE,
+    ),
+    "azure": (
+        Rule(
+            pattern=r"[^<>%&\\?/\x00-\x1f\x7f]{1,317}",
+            expected="free of `<`, `>`, `%`, `&`, `\\`, `?` and `/`",
+            source="Azure Resource Manager: tag names",
+        ),
+        LABEL_VALUE,
+    ),
+    "kubernetes": (
+        Rule(
+            pattern=rf"(?:{_DNS}/)?{_NAME}",
+            expected="like `team` or `example.com/team`: at most 63 letters, digits, `-`, `_` or `.`, with a letter or "
+            "digit at both ends",
+            source="Kubernetes: labels, syntax and character set",
+        ),
+        Rule(
+            pattern=rf"(?:{_NAME})?",
+            expected="empty, or at most 63 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+            source="Kubernetes: labels, syntax and character set",
+        ),
+    ),
+}
+
+RULES: Mapping[str, Rule] = {
+    "task or job name": TASK_NAME,
+    "cluster name": CLUSTER_NAME,
+    "request id": REQUEST_ID,
+    "name of a variable": ENV_NAME,
+    "value in `envs` or `secrets`": ENV_VALUE,
+    "`setup`, `run`": SCRIPT,
+    "label": LABEL_KEY,
+    "value of a label": LABEL_VALUE,
+    **{f"label on {cloud}": key for cloud, (key, _) in LABELS.items()},
+    "value of a label on kubernetes": LABELS["kubernetes"][1],
+    "bucket": BUCKET,
+    **{f"bucket of `store: {store}`": rule for store, rule in BUCKETS.items()},
+    "volume": VOLUME_NAME,
+    "target of `file_mounts` and `volumes`": TARGET,
+    "`workdir`, source of `file_mounts`": SOURCE,
+    "key of `inputs` and `outputs`": DATA_URL,
+    "region, zone, context": PLACE,
+    "`instance_type`": INSTANCE_TYPE,
+    "`image_id`": IMAGE,
+}

@@ -1,0 +1,162 @@
+"""Checks of a whole task against the table of what is allowed: of a file with places, and of a `Task` from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from broker.errors import Issue, TaskError, UsageError
+from broker.task.allowed import (
+    ARGUMENT_BYTES_MAX,
+    BUCKET,
+    BUCKETS,
+    ENV_NAME,
+    ENV_VALUE,
+    ENVIRONMENT_BYTES_MAX,
+    IMAGE,
+    INSTANCE_TYPE,
+    LABEL_KEY,
+    LABEL_VALUE,
+    LABELS,
+    PLACE,
+    SCRIPT,
+    SOURCE,
+    TARGET,
+    TASK_NAME,
+    Rule,
+)
+from broker.task.reading import Reader, describe
+from broker.task.tables import Section
+from broker.types import Resources, Task
+
+
+def check_labels(reader: Reader, section: Section | None, resources: Sequence[Resources]) -> None:
+    """A label that a cloud refuses is a fault where no other cloud may run the task, else a notice about that cloud."""
+    for part in _list_parts(section):
+        labels = part.get("labels", {})
+        for key, value in labels.items():
+            clouds = {each.cloud for each in resources if each.labels.get(key) == value}
+            for cloud, message, hint in find_refusals(key, value, clouds):
+                place = part.marks["labels"].keys[key]
+                if clouds == {cloud}:
+                    reader.note(*place, message, hint)
+                else:
+                    message = f"{message}; the task cannot start there"
+                    reader.warn(place, "labels", message, hint, blocks_launch=False, cloud=cloud)
+
+
+def _list_parts(section: Section | None) -> Iterator[Section]:
+    """The section and its alternatives."""
+    if section is not None:
+        yield section
+        for name in ("any_of", "ordered"):
+            yield from section.get(name, ())
+
+
+def find_refusals(key: str, value: str, clouds: set[str | None]) -> Iterator[tuple[str, str, str | None]]:
+    """The clouds, among these (None: any), that refuse a label: the cloud, why, and a hint."""
+    for cloud, (key_rule, value_rule) in LABELS.items():
+        if cloud not in clouds and None not in clouds:
+            continue
+        if not key_rule.admits(key):
+            yield cloud, f"a label on {cloud} must be {key_rule.expected}, not {describe(key)}", None
+        elif not value_rule.admits(value):
+            shown = f"the value of the label {describe(key)} on {cloud}"
+            yield cloud, f"{shown} must be {value_rule.expected}, not {describe(value)}", None
+
+
+def check_bucket(name: str, store: str | None) -> tuple[Rule, str | None] | None:
+    """The rule that a bucket's name breaks, with a hint; None where it can be called so. Variables are not filled in
+    yet where a value is still missing, and a name with one is let through."""
+    rule = BUCKETS.get(store or "", BUCKET)
+    return None if not name or "$" in name or rule.admits(name) else (rule, rule.suggest(name))
+
+
+def check_environment(reader: Reader, section: Section, name: str, values: Mapping[str, str]) -> None:
+    """What the kernel takes of one variable and of all together; the values are not shown."""
+    marked = section.marks.get(name)
+    for key, value in values.items():
+        if (size := _measure(key, value)) > ARGUMENT_BYTES_MAX:
+            place = marked.keys.get(key, (0, 0)) if marked else (0, 0)
+            message = f"`{name}.{key}` takes {size:,} bytes, and a program is given at most {ARGUMENT_BYTES_MAX:,}"
+            reader.note(*place, message, "pass it in a file with `file_mounts`", shows_line=False)
+    total = sum(_measure(key, value) for key, value in values.items())
+    if total > ENVIRONMENT_BYTES_MAX:
+        place = (marked.line, marked.column) if marked else (0, 0)
+        message = f"`{name}` takes {total:,} bytes in all, more than {ENVIRONMENT_BYTES_MAX:,}"
+        reader.note(*place, message, "pass large values in files with `file_mounts`", shows_line=False)
+
+
+def _measure(name: str, value: str) -> int:
+    """Bytes of `NAME=VALUE` with its NUL."""
+    return len(name) + 1 + len(value.encode("utf-8", "surrogatepass")) + 1
+
+
+def check_flag(flag: str, text: str | None, rule: Rule, *, is_hidden: bool = False) -> None:
+    """That a flag's value is allowed. Raises UsageError, which does not show a hidden value."""
+    if text is None or rule.admits(text):
+        return
+    shown = "" if is_hidden else f", not {describe(text)}"
+    hint = rule.suggest(text)
+    raise UsageError(f"`{flag}` must be {rule.expected}{shown}", hints=[hint] if hint else [])
+
+
+def check_task(task: Task, file: str = "task") -> Task:
+    """The same task, if everything in it is allowed. Raises TaskError with every fault; lines are not known."""
+    issues = [
+        Issue(file=file, line=0, column=0, message=message, hint=hint)
+        for message, hint in [*_check_texts(task), *_check_places(task), *_check_values(task)]
+    ]
+    if issues:
+        raise TaskError(issues)
+    return task
+
+
+_Fault = tuple[str, str | None]
+
+
+def _try(name: str, text: str | None, rule: Rule, *, is_hidden: bool = False) -> Iterator[_Fault]:
+    if text is not None and not rule.admits(text):
+        shown = "" if is_hidden else f", not {describe(text)}"
+        yield f"`{name}` must be {rule.expected}{shown}", rule.suggest(text)
+
+
+def _check_texts(task: Task) -> Iterator[_Fault]:
+    yield from _try("name", task.name, TASK_NAME)
+    yield from _try("setup", task.setup, SCRIPT)
+    yield from _try("run", task.run, SCRIPT)
+    yield from _try("workdir", task.workdir, SOURCE)
+    for target, source in task.file_mounts.items():
+        yield from _try("file_mounts", target, TARGET)
+        yield from _try("file_mounts", source, SOURCE)
+    for mount in task.storage_mounts:
+        yield from _try("file_mounts", mount.target, TARGET)
+        for source in mount.source:
+            yield from _try("file_mounts", source, SOURCE)
+        if found := check_bucket(mount.name or "", mount.store):
+            yield f"`name` must be {found[0].expected}, not {describe(mount.name)}", found[1]
+
+
+def _check_places(task: Task) -> Iterator[_Fault]:
+    for each in task.resources:
+        yield from _try("region", each.region, PLACE)
+        yield from _try("zone", each.zone, PLACE)
+        yield from _try("instance_type", each.instance_type, INSTANCE_TYPE)
+        yield from _try("image_id", each.image_id, IMAGE)
+        for key, value in each.labels.items():
+            yield from _try("labels", key, LABEL_KEY)
+            yield from _try(f"labels.{key}", value, LABEL_VALUE)
+            clouds = {one.cloud for one in task.resources if one.labels.get(key) == value}
+            for cloud, message, hint in find_refusals(key, value, clouds):
+                if clouds == {cloud}:
+                    yield message, hint
+
+
+def _check_values(task: Task) -> Iterator[_Fault]:
+    secrets = {key: secret.value for key, secret in task.secrets.items()}
+    for name, values in (("envs", task.envs), ("secrets", secrets)):
+        for key, value in values.items():
+            yield from _try(name, key, ENV_NAME)
+            yield from _try(f"{name}.{key}", value, ENV_VALUE, is_hidden=True)
+    total = sum(_measure(key, value) for key, value in [*task.envs.items(), *secrets.items()])
+    if total > ENVIRONMENT_BYTES_MAX:
+        yield f"`envs` and `secrets` take {total:,} bytes in all, more than {ENVIRONMENT_BYTES_MAX:,}", None

@@ -1,0 +1,122 @@
+"""The program on a node: requests on its stdin, and its files on a disk that was damaged.
+
+In a process of its own home folder; what it would start is noted and not started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from broker.runtime import agent as _agent_package
+from tests.fuzz.registry import Target
+
+sys.path.append(str(Path(_agent_package.__file__).parent))  # as on a node, where the files find each other by name
+import agent
+import agent_files
+import agent_run
+
+sys.path.pop()
+
+VERBS = ("submit", "status", "cancel", "lease", "autostop", "log")
+# What a request that is not the broker's may raise: the verb ends with a trace on the stderr of whoever asked.
+REFUSALS = (ValueError, KeyError, TypeError, AssertionError, AttributeError, IndexError, OverflowError, RecursionError)
+# The agent waits for its files to be on the disk: memory spares most of an input's time.
+_HOME = Path(tempfile.mkdtemp(prefix="fuzz-node-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+_SPEC = {
+    "run_id": 1, "rank": 1, "num_nodes": 2, "node_ips": ["127.0.0.1", "127.0.0.2"], "gpus_per_node": 0, "name": "t",
+    "setup": None, "run": "true", "envs": {}, "secrets": {}, "image": None, "lease_s": 900,
+    "head": {"address": "127.0.0.1", "coordinator_port": 1, "master_port": 2, "credential": "pem"},
+}  # fmt: skip
+FILES = {
+    "runs/1/spec.json": json.dumps(_SPEC),
+    "runs/1/state.json": json.dumps({"status": "RUNNING", "started_s": 1.0}),
+    "runs/1/outcome.json": json.dumps(
+        {"status": "FAILED", "returncode": 1, "reason": "x", "ended_s": 2.0, "own_returncode": 1}
+    ),
+    "runs/1/progress.jsonl": '{"step": 1, "total": 2}\n',
+    "runs/1/log": "line\n",
+    "lease.json": json.dumps({"expires_s": 1e12, "boot": "b"}),
+    "autostop.json": json.dumps({"idle_minutes": 5.0, "is_down": True, "set_s": 1.0, "boot": "b"}),
+    "node.json": json.dumps({"power_off": "file", "notices": None}),
+    "preemption": json.dumps({"notice_s": 30}),
+    "image.json": json.dumps({"image": "x"}),
+}
+
+
+def reset() -> None:
+    shutil.rmtree(_HOME, ignore_errors=True)
+    for name, text in FILES.items():
+        path = _HOME / ".broker" / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(text.replace('"b"', json.dumps(agent_files.read_boot())))
+    for module in (agent_files, agent.files):
+        module.HOME, module.STATE, module.RUNS = _HOME, _HOME / ".broker", _HOME / ".broker" / "runs"
+
+
+def start_nothing(*_: Any, **__: Any) -> None:
+    """In place of a process that would outlive the input."""
+
+
+def call(verb: str, stdin: bytes) -> str:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    old, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
+    starter, agent.start_detached = agent.start_detached, start_nothing
+    try:
+        with contextlib.redirect_stdout(out):
+            agent.main(verb)
+    finally:
+        sys.stdin, agent.start_detached = old, starter
+    out.seek(0)
+    return out.buffer.read().decode("utf-8", "replace")
+
+
+def fuzz_agent(data: bytes) -> None:
+    """Whatever is asked, the agent writes below its own folder only, and answers the next correct request."""
+    reset()
+    verb = VERBS[(data[0] if data else 0) % len(VERBS)]
+    before = set(_HOME.iterdir())
+    try:
+        call(verb, data[1:])
+    except REFUSALS:
+        pass
+    assert set(_HOME.iterdir()) == before, "it wrote beside its folder"
+    answer = json.loads(call("status", b"{}"))
+    assert 1 in [each["id"] for each in answer["runs"]]
+    assert call("log", b'{"run_id": 1, "offset": 0}') == "line\n"
+    assert agent.decide_power_off() in ("", "lease", "autostop", "stop")
+
+
+def fuzz_files(data: bytes) -> None:
+    """One damaged file: the node still answers, still judges its end, and knows that a dead run is dead."""
+    reset()
+    name = list(FILES)[(data[0] if data else 0) % len(FILES)]
+    (_HOME / ".broker" / name).write_bytes(data[1:])
+    call("status", b"{}")
+    call("log", b'{"run_id": 1, "offset": 0}')
+    assert agent.decide_power_off() in ("", "lease", "autostop", "stop")
+    starter, agent_run.kill_marked = agent_run.kill_marked, start_nothing
+    try:
+        agent.bury_if_dead(1)
+    finally:
+        agent_run.kill_marked = starter
+    call("submit", json.dumps(_SPEC).encode())
+    call("autostop", b'{"idle_minutes": 1, "is_down": true}')
+
+
+FUZZ_TARGETS: dict[str, Target] = {"agent": fuzz_agent, "agent-files": fuzz_files}
+SEEDS = {
+    "agent": [bytes([verb]) + json.dumps(request).encode() for verb, request in (
+        (0, {**_SPEC, "run_id": 2}), (1, {"run_id": 1}), (2, {"run_id": 1}), (3, {"lease_s": 900}),
+        (4, {"idle_minutes": 5, "is_down": True}), (4, {"idle_minutes": None}), (5, {"run_id": 1, "offset": 2}),
+    )],
+    "agent-files": [bytes([place]) + text.encode() for place, text in enumerate(FILES.values())],
+}  # fmt: skip

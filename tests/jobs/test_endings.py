@@ -1,0 +1,223 @@
+"""How attempts and jobs end: the outcome that is stored, the status, and the sentence for the user."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.jobs.budget import Overspent, check_budget, find_overspending
+from broker.jobs.endings import APART_OUTCOME, OVERSPENT_OUTCOME, REPEATS_MAX, STALLED_OUTCOME, Endings
+from broker.jobs.judgement import Verdict
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Goal,
+    Job,
+    JobRecovery,
+    JobStatus,
+    Node,
+    NodeState,
+    Placement,
+    Progress,
+    Resources,
+    Task,
+)
+from tests.simulation.world import make_offer
+from tests.state.test_rows import START_S, Hands
+
+PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+
+
+class Stage:
+    """One job with a running attempt."""
+
+    def __init__(self, folder: Path, *, task: Task | None = None) -> None:
+        self.clock = Hands()
+        self.store = Store(folder / "state.db", clock=self.clock)
+        self.job_id = self.store.add_job("j", task or Task()).id
+        self.endings = Endings(self.job_id, self.store, self.clock)
+        self.begin(1)
+        self.store.set_job_status(self.job_id, JobStatus.RUNNING)
+
+    @property
+    def job(self) -> Job:
+        found = self.store.get_job(self.job_id)
+        assert found is not None
+        return found
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.job.attempts[-1]
+
+    def begin(self, number: int) -> None:
+        started_s = self.clock.now_s()
+        self.store.put_attempt(
+            Attempt(job_id=self.job_id, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=started_s)
+        )
+
+    def conclude(self, verdict: Verdict, returncode: int | None = None, *, step: int | None = None) -> None:
+        progress = None if step is None else Progress(step=step)
+        assert self.endings.conclude(self.job, self.attempt, verdict, returncode, "a reason", progress) == 0.0
+
+    def see(self) -> tuple[JobStatus, str, str, float | None]:
+        return self.job.status, self.attempt.outcome, self.job.failure, self.attempt.lost_s
+
+    def list_told(self) -> list[tuple[str, str]]:
+        return [(event.kind, event.message) for event in self.store.list_events(job_id=self.job_id)]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def make_task(**recovery: object) -> Task:
+    return Task(resources=(Resources(job_recovery=JobRecovery(**recovery)),))  # type: ignore[arg-type]
+
+
+def test_a_success_ends_attempt_and_job(stage: Stage) -> None:
+    stage.conclude(Verdict.SUCCEEDED, 0)
+    assert stage.see() == (JobStatus.SUCCEEDED, "succeeded", "", None)
+    assert stage.list_told() == [("ended", "SUCCEEDED")]
+
+
+def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
+    stage.clock.time_s += 30.0
+    stage.endings.lose(stage.attempt, "node 0 gone", lost_s=START_S + 10.0)
+    assert stage.see() == (JobStatus.RECOVERING, "preempted: node 0 gone", "", START_S + 10.0)
+    assert stage.list_told() == [("preempted", "preempted: node 0 gone")]
+    stage.begin(2)
+    stage.endings.lose(stage.attempt, "again")
+    assert stage.attempt.lost_s == START_S + 30.0, "where nobody knows when, it is now"
+
+
+def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage) -> None:
+    stage.endings.leave_unattended(stage.attempt, "its allowance ran out", lost_s=START_S - 9.0)
+    assert stage.see() == (JobStatus.RECOVERING, "its allowance ran out", "", START_S - 9.0)
+    assert stage.list_told() == [("restart", "its allowance ran out: restarted on new nodes")]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "returncode", "expected"),
+    [
+        (Verdict.FAILED, 3, (JobStatus.FAILED, "failed with exit code 3", "`run` exited with code 3", None)),
+        (Verdict.FAILED_SETUP, 4, (JobStatus.FAILED_SETUP, "failed in setup", "`setup` exited with code 4", None)),
+        (
+            Verdict.CANCELLED,
+            None,
+            (JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster", None),
+        ),
+    ],
+)
+def test_what_ends_the_job(
+    stage: Stage, verdict: Verdict, returncode: int | None, expected: tuple[JobStatus, str, str, float | None]
+) -> None:
+    stage.conclude(verdict, returncode)
+    assert stage.see() == expected
+    assert stage.list_told() == [("ended", f"{expected[0].value}: {expected[2]}")]
+
+
+def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=1, recover_on_exit_codes=(75,)))
+    for number, code in enumerate((3, 75), start=1):
+        stage.clock.time_s += 5.0
+        stage.conclude(Verdict.FAILED, code)
+        assert stage.see() == (
+            JobStatus.RECOVERING, f"failed with exit code {code}", "", START_S + 5.0 * number,
+        )  # fmt: skip
+        stage.begin(number + 1)
+    stage.conclude(Verdict.FAILED, 3)
+    assert stage.job.status is JobStatus.FAILED
+    assert [kind for kind, _ in stage.list_told()] == ["restart", "restart", "ended"]
+
+
+def test_what_was_preempted_is_no_failure_of_the_program(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=1))
+    stage.endings.lose(stage.attempt, "node 0 gone")
+    stage.begin(2)
+    stage.conclude(Verdict.FAILED, 3)
+    assert stage.job.status is JobStatus.RECOVERING
+
+
+def test_a_gang_that_falls_apart_at_one_step_again_and_again_is_the_programs_fault(stage: Stage) -> None:
+    for number in range(1, REPEATS_MAX):
+        stage.conclude(Verdict.APART, step=7)
+        assert stage.see()[:2] == (JobStatus.RECOVERING, f"{APART_OUTCOME} at step 7")
+        stage.begin(number + 1)
+    stage.conclude(Verdict.APART, step=7)
+    assert stage.job.status is JobStatus.FAILED
+    assert stage.job.failure == "the gang fell apart (a reason), 3 times at step 7" and REPEATS_MAX == 3
+
+
+def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage) -> None:
+    for number, step in enumerate((7, 8, 7, None, 8, 0), start=1):
+        stage.conclude(Verdict.APART, step=step)
+        assert stage.job.status is JobStatus.RECOVERING, step
+        assert stage.attempt.outcome == f"{APART_OUTCOME} at step {step or 0}"
+        stage.begin(number + 1)
+    stage.endings.repeat(stage.job, stage.attempt, STALLED_OUTCOME, "no new step", Progress(step=7))
+    assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
+
+
+def test_an_end_that_comes_too_late_changes_and_tells_nothing(stage: Stage) -> None:
+    stage.conclude(Verdict.SUCCEEDED)
+    told = stage.list_told()
+    stage.endings.finish(stage.job, JobStatus.FAILED, "late")
+    assert stage.job.status is JobStatus.SUCCEEDED and stage.list_told() == told
+
+
+def test_outcome_and_status_are_one_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits: list[str] = []
+    commit = stage.store._commit
+    monkeypatch.setattr(stage.store, "_commit", lambda: commits.append("") or commit())
+    stage.conclude(Verdict.APART, step=1)
+    assert len(commits) == 1
+    stage.begin(2)
+    commits.clear()
+    stage.conclude(Verdict.SUCCEEDED)
+    assert len(commits) == 1
+
+
+# -- budgets --------------------------------------------------------------------------------------------------------
+
+
+def spend(stage: Stage, usd: float) -> None:
+    node = Node(
+        id="n", cloud="x", owner="me", cluster="c1", attempt=1, rank=0, state=NodeState.RUNNING,
+        usd_hour=usd, created_s=START_S - 3600.0, ended_s=START_S,
+    )  # fmt: skip
+    stage.store.record_node(node)
+    stage.store._write("UPDATE nodes SET job_id = ?", (stage.job_id,))
+
+
+@pytest.mark.parametrize(("usd", "is_over"), [(4.99, False), (5.0, True), (6.0, True)])
+def test_a_budget_is_used_up_when_all_of_it_is_spent(tmp_path: Path, usd: float, is_over: bool) -> None:
+    stage = Stage(tmp_path, task=Task(goal=Goal(budget_usd=5.0)))
+    assert find_overspending(stage.job, stage.store, stage.clock) == ""
+    spend(stage, usd)
+    failure = find_overspending(stage.job, stage.store, stage.clock)
+    if is_over:
+        assert failure == f"the budget of 5 USD is used up ({usd:.2f} spent); its checkpoints are kept"
+        with pytest.raises(Overspent, match="5 USD"):
+            check_budget(stage.job, stage.store, stage.clock)
+    else:
+        assert failure == ""
+        check_budget(stage.job, stage.store, stage.clock)
+
+
+def test_without_a_budget_any_sum_may_be_spent_and_a_budget_of_nothing_is_used_up(stage: Stage) -> None:
+    spend(stage, 1e6)
+    for goal in (None, Goal(work_hours=1.0)):
+        job = replace(stage.job, task=Task(goal=goal))
+        assert find_overspending(job, stage.store, stage.clock) == ""
+    assert find_overspending(replace(stage.job, task=Task(goal=Goal(budget_usd=0.0))), stage.store, stage.clock)
+
+
+def test_a_run_that_was_cancelled_for_its_budget_has_failed_by_it(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, task=Task(goal=Goal(budget_usd=5.0)))
+    spend(stage, 6.0)
+    stage.conclude(Verdict.CANCELLED)
+    status, outcome, failure, _ = stage.see()
+    assert (status, outcome) == (JobStatus.FAILED, OVERSPENT_OUTCOME) and failure.startswith("the budget of 5 USD")

@@ -1,0 +1,98 @@
+"""What a job's run came to, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from broker.jobs.summary import RunSummary, summarize
+from broker.state.jobs import StepRange
+from broker.types import Attempt, Job, JobStatus, Placement, Progress, Task
+from tests.simulation.world import make_offer
+
+OFFER = replace(make_offer("east1a"), ondemand_usd_hour=3.0, spot_usd_hour=1.0)
+PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
+# Submitted at 1000; runs 1100 to 1500; lost; runs again 1600 to 2000; first new step at 1650.
+FIRST = Attempt(
+    job_id=1, number=1, cluster="c", placement=PLACEMENT, started_s=1050.0, running_s=1100.0,
+    resumed_s=1110.0, lost_s=1500.0, ended_s=1520.0, usd=0.5,
+)  # fmt: skip
+SECOND = Attempt(
+    job_id=1, number=2, cluster="c", placement=PLACEMENT, started_s=1540.0, running_s=1600.0,
+    resumed_s=1650.0, ended_s=2000.0, usd=0.25,
+)  # fmt: skip
+STEPS = {
+    1: StepRange(first_step=1, last_step=60, checkpoint_step=40),
+    2: StepRange(first_step=41, last_step=100, checkpoint_step=100),
+}
+
+
+def sum_up(
+    *attempts: Attempt, steps: dict[int, StepRange] = STEPS, ended_s: float | None = 2000.0, step: int | None = 100
+) -> RunSummary:
+    job = Job(
+        id=1, name="j", status=JobStatus.SUCCEEDED, task=Task(), submitted_s=1000.0, ended_s=ended_s,
+        progress=None if step is None else Progress(step=step, total=120),
+    )  # fmt: skip
+    return summarize(job, attempts, steps, paid_usd=0.75, now_s=2500.0)
+
+
+def test_a_job_with_one_preemption_by_hand() -> None:
+    assert sum_up(FIRST, SECOND) == RunSummary(
+        steps=100,
+        steps_total=120,
+        steps_lost=20,
+        recoveries=1,
+        recovery_s=150.0,
+        total_s=1000.0,
+        useful_s=pytest.approx((420.0 + 400.0) * 100 / 120),
+        paid_usd=0.75,
+        ondemand_usd=pytest.approx(3.0 * 2 * (470.0 + 460.0) / 3600),
+    )
+
+
+def test_a_job_that_still_runs_counts_up_to_now() -> None:
+    found = sum_up(FIRST, replace(SECOND, ended_s=None), ended_s=None)
+    assert found.total_s == 1500.0
+    assert found.useful_s == pytest.approx((420.0 + 900.0) * 100 / 120)
+    assert found.ondemand_usd == pytest.approx(3.0 * 2 * (470.0 + 960.0) / 3600)
+
+
+def test_what_ends_after_its_job_counts_no_longer_than_it() -> None:
+    assert sum_up(replace(FIRST, ended_s=2100.0), steps={}).useful_s == 900.0
+
+
+def test_lost_steps_without_a_reported_checkpoint_are_those_seen_again() -> None:
+    old = StepRange(first_step=1, last_step=60, checkpoint_step=None)
+    assert sum_up(FIRST, SECOND, steps={1: old, 2: STEPS[2]}).steps_lost == 20
+    assert sum_up(FIRST, SECOND, steps={1: old}).steps_lost == 0
+    assert sum_up(FIRST, SECOND, steps={2: STEPS[2]}).steps_lost == 0
+    skipped = StepRange(first_step=70, last_step=80, checkpoint_step=None)
+    assert sum_up(FIRST, SECOND, steps={1: old, 2: skipped}).steps_lost == 0
+    ahead = StepRange(first_step=1, last_step=60, checkpoint_step=61)
+    assert sum_up(FIRST, SECOND, steps={1: ahead}).steps_lost == 0
+
+
+def test_a_recovery_ends_with_the_first_step_or_else_with_the_start() -> None:
+    assert sum_up(FIRST, replace(SECOND, resumed_s=None)).recovery_s == 100.0
+    assert sum_up(replace(FIRST, lost_s=None), SECOND).recovery_s == 130.0
+    assert sum_up(replace(FIRST, lost_s=None, ended_s=None), SECOND).recovery_s == 0.0
+    assert sum_up(replace(FIRST, lost_s=1700.0), SECOND).recovery_s == 0.0
+
+
+def test_an_attempt_that_never_started_is_no_recovery() -> None:
+    never = Attempt(job_id=1, number=2, cluster="c", placement=PLACEMENT, started_s=1530.0, ended_s=1535.0)
+    found = sum_up(FIRST, never, replace(SECOND, number=3))
+    assert (found.recoveries, found.recovery_s) == (1, 150.0)
+    assert sum_up().recoveries == 0
+
+
+def test_without_steps_all_running_time_is_useful() -> None:
+    found = sum_up(FIRST, SECOND, steps={}, step=None)
+    assert (found.steps, found.steps_total, found.useful_s) == (0, None, 820.0)
+
+
+def test_an_offer_without_an_on_demand_price_counts_at_what_was_paid() -> None:
+    priceless = Placement(offer=replace(OFFER, ondemand_usd_hour=None), is_spot=True, node_count=2)
+    assert sum_up(replace(FIRST, placement=priceless)).ondemand_usd == 0.5

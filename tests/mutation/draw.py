@@ -1,0 +1,83 @@
+"""Which mutants are judged: the same for one seed and one state of the sources, each file by its length."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+from tests.mutation.operators import Mutant, find_mutants, is_sound
+from tests.mutation.shadow import ROOT
+
+ROOMS = ("broker/jobs", "broker/provision", "broker/state", "broker/runtime")
+EQUIVALENT = Path(__file__).parent / "equivalent.toml"
+
+
+def list_files(only: Sequence[str] = ROOMS) -> list[str]:
+    """Files of these folders or files, by path."""
+    found: set[Path] = set()
+    for name in only:
+        path = ROOT / name.rstrip("/")
+        found.update(path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")])
+    return sorted(str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py")
+
+
+def draw(count: int, seed: int, files: Iterable[str]) -> list[Mutant]:
+    """So many mutants, less where there are no more; known equivalents are passed over."""
+    sources = {file: (ROOT / file).read_text() for file in files}
+    shares = share_out(count, {file: len(text.splitlines()) for file, text in sources.items()})
+    known = read_equivalents()
+    found: list[Mutant] = []
+    for file, text in sources.items():
+        taken = 0
+        for mutant in shuffle(find_mutants(file, text), Random(f"{seed}/{file}")):
+            if taken == shares[file]:
+                break
+            if is_sound(text, mutant) and mutant.identity not in known:
+                found.append(mutant)
+                taken += 1
+    return found
+
+
+def share_out(count: int, weights: Mapping[str, int]) -> dict[str, int]:
+    """Whole numbers that sum to `count`, as near to the weights as can be (largest remainder)."""
+    total = sum(weights.values())
+    exact = {name: count * weight / total for name, weight in weights.items()} if total else {}
+    shares = {name: int(share) for name, share in exact.items()}
+    rest = sorted(exact, key=lambda name: (shares[name] - exact[name], name))
+    for name in rest[: count - sum(shares.values())]:
+        shares[name] += 1
+    return shares
+
+
+def shuffle(mutants: Sequence[Mutant], random: Random) -> Iterator[Mutant]:
+    """One operator after the other, so that a frequent one does not crowd out the others."""
+    by_operator: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_operator.setdefault(mutant.operator, []).append(mutant)
+    piles = [by_operator[name] for name in sorted(by_operator)]
+    for pile in piles:
+        random.shuffle(pile)
+    while piles:
+        random.shuffle(piles)
+        for pile in piles:
+            yield pile.pop()
+        piles = [pile for pile in piles if pile]
+
+
+def read_equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str, str], str]:
+    """The reason for each mutant that changes nothing, by `Mutant.identity`."""
+    rows = tomllib.loads(path.read_text()).get("mutant", [])
+    return {(row["file"], row["function"], row["operator"], row["text"], row["change"]): row["why"] for row in rows}
+
+
+def find_stale(files: Iterable[str]) -> list[str]:
+    """Equivalents whose line is not in the sources any more."""
+    present = {mutant.identity for file in files for mutant in find_mutants(file, (ROOT / file).read_text())}
+    return [" | ".join(identity) for identity in read_equivalents() if identity not in present]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

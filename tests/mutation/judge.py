@@ -1,0 +1,153 @@
+"""Whether the fast tests or the simulation tell of a mutant: the quickest that enter its function first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.mutation.limited import Ended, run_limited
+from tests.mutation.operators import Mutant
+from tests.mutation.shadow import Shadow
+from tests.mutation.survey import Reached, Survey
+
+QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are told here
+QUICK_TESTS_S = 2.0
+TESTS_S = 12.0
+PLAYS_S = 6.0
+KILLS = 24  # plays with a kill at a deed, over all scenes that enter the function
+START_S = 10.0  # to start Python and import what tests need, on a slow day
+SLOWDOWN = 4.0  # a mutant may take this much longer than its tests did
+SURE_S = 0.5  # a test that takes longer runs real processes: its failure is confirmed by another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`by`: `test`, `simulation`, `limit`; empty where nothing tells. `where`: the test or play, and what it said."""
+
+    by: str
+    where: str
+    cpu_s: float
+
+
+class Judge:
+    def __init__(self, shadow: Shadow, survey: Survey) -> None:
+        self._shadow = shadow
+        self._survey = survey
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        cpu_s = 0.0
+        with self._shadow.planted(mutant):
+            for stage in self._list_stages(mutant):
+                by, where, took_s = stage()
+                cpu_s += took_s
+                if by:
+                    return Verdict(by=by, where=where, cpu_s=cpu_s)
+        return Verdict(by="", where="", cpu_s=cpu_s)
+
+    def _list_stages(self, mutant: Mutant) -> Iterator[Callable[[], tuple[str, str, float]]]:
+        tests = choose(self._survey.tests, mutant, TESTS_S)
+        quick = take(tests, QUICK_TESTS_S)
+        plays = choose(self._survey.plays, mutant, PLAYS_S)
+        yield lambda: self._run_plays([(play.name, play.cpu_s) for play in take(plays, QUICK_PLAYS_S)])
+        yield lambda: self._run_tests(quick)
+        yield lambda: self._run_plays([(play.name, play.cpu_s) for play in plays[len(take(plays, QUICK_PLAYS_S)) :]])
+        yield lambda: self._run_tests(tests[len(quick) :])
+        entering = [each for each in self._survey.plays if each.enters(mutant)]
+        yield lambda: self._run_plays(draw_kills(entering, mutant))
+
+    def _run_tests(self, tests: Sequence[Reached]) -> tuple[str, str, float]:
+        if not tests:
+            return "", "", 0.0
+        ended = self._run_pytest([each.name for each in tests], sum(each.cpu_s for each in tests))
+        by, where = read_pytest(ended)
+        failed = next((each for each in tests if by == "test" and each.name in where), None)
+        if failed and failed.cpu_s > SURE_S:
+            again = self._run_pytest([failed.name], failed.cpu_s)
+            if not read_pytest(again)[0]:
+                print(f"not confirmed: {where}", file=sys.stderr, flush=True)
+                rest = tests[tests.index(failed) + 1 :]
+                by, where, took_s = self._run_tests(rest)
+                return by, where, ended.cpu_s + again.cpu_s + took_s
+        return by, where, ended.cpu_s
+
+    def _run_pytest(self, names: Sequence[str], took_s: float) -> Ended:
+        file = self._write("tests.txt", names)
+        command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider", f"@{file}"]
+        return self._run(command, took_s)
+
+    def _run_plays(self, plays: Sequence[tuple[str, float]]) -> tuple[str, str, float]:
+        if not plays:
+            return "", "", 0.0
+        file = self._write("plays.txt", [name for name, _ in plays])
+        ended = self._run([sys.executable, "-m", "tests.mutation.plays", str(file)], sum(took for _, took in plays))
+        if ended.returncode is None:
+            return "limit", "simulation", ended.cpu_s
+        told = next((line for line in ended.output.splitlines() if line.startswith("TOLD ")), "")
+        last = ended.output.strip().rpartition("\n")[2]
+        is_told = ended.returncode != 0
+        return (
+            "simulation" if is_told else "",
+            (told.removeprefix("TOLD ") or last)[:200] if is_told else "",
+            ended.cpu_s,
+        )
+
+    def _write(self, name: str, lines: Sequence[str]) -> Path:
+        path = self._shadow.folder / name
+        path.write_text("\n".join(lines))
+        return path
+
+    def _run(self, command: Sequence[str], took_s: float) -> Ended:
+        return run_limited(
+            command,
+            cwd=self._shadow.folder,
+            environment=self._shadow.make_environment(),
+            output=self._shadow.folder / "output.txt",
+            cpu_s_max=START_S + SLOWDOWN * took_s,
+        )
+
+
+def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
+    """What enters the mutant's function, quickest first; where nothing does, what enters its file."""
+    entering = [each for each in survey if each.enters(mutant)]
+    return take(entering or [each for each in survey if each.enters_file(mutant)], cpu_s_max)
+
+
+def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:
+    """The first of these that take so long together, and one at least."""
+    taken: list[Reached] = []
+    total_s = 0.0
+    for each in found:
+        total_s += each.cpu_s
+        if taken and total_s > cpu_s_max:
+            break
+        taken.append(each)
+    return taken
+
+
+def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, float]]:
+    """Scenes that enter the function, killed at deeds that the mutant's own seed draws."""
+    random = Random(" ".join(mutant.identity))
+    points = [
+        (f"kill {deed} {play.name.removeprefix('scene ')}", play.cpu_s)
+        for play in plays
+        if play.name.startswith("scene ")
+        for deed in range(1, play.deeds + 1)
+    ]
+    return random.sample(points, min(KILLS, len(points)))
+
+
+def read_pytest(ended: Ended) -> tuple[str, str]:
+    """Who tells, and where. Exit codes of pytest: 1 failed, 2 to 4 did not come to a test."""
+    if ended.returncode is None:
+        return "limit", "tests"
+    if ended.returncode in (0, 5):
+        return "", ""
+    if "ERROR: not found" in ended.output or "ERROR: file or directory not found" in ended.output:
+        raise RuntimeError(f"the recorded tests are not there any more; remove `build/mutation`\n{ended.output[-500:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (.+)$", ended.output, re.MULTILINE)
+    last = ended.output.strip().rpartition("\n")[2]
+    return "test", (failed[1] if failed else f"pytest exits with {ended.returncode}: {last}")[:300]

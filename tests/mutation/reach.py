@@ -1,0 +1,68 @@
+"""Which test or play enters which functions: as a pytest plugin it writes one JSON line a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Reader:
+    """Reads what the recorder of `shadow.py` logged of one test; this process reports each function anew for each."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._start = 0
+
+    def begin(self) -> None:
+        recorder = getattr(sys.modules.get("broker"), "_reach", None)
+        if recorder is not None:
+            recorder.seen.clear()
+        self._start = self._log.stat().st_size if self._log.exists() else 0
+
+    def read(self) -> list[str]:
+        """`broker/jobs/watch.py Watch.hear`, sorted."""
+        if not self._log.exists():
+            return []
+        with self._log.open("rb") as file:
+            file.seek(self._start)
+            lines = file.read().decode(errors="replace").splitlines()
+        return sorted({_name_function(line) for line in lines if "\t" in line})
+
+
+def _name_function(line: str) -> str:
+    path, _, function = line.rpartition("\t")
+    if "/.broker/agent/" in path:
+        file = f"broker/runtime/{Path(path).name}"
+    else:
+        file = f"broker/{path.rpartition('/broker/')[2]}"
+    plain = [part for part in function.split(".") if part not in ("<locals>", "<lambda>", "<genexpr>", "<listcomp>")]
+    return f"{file} {'.'.join(part for part in plain if not part.startswith('<'))}"
+
+
+def measure_cpu_s() -> float:
+    """Of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reach-log", help="what the recorder writes")
+    parser.addoption("--reach-to", help="a JSON line a test")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    reader = Reader(Path(item.config.getoption("--reach-log")))
+    reader.begin()
+    begun_s = measure_cpu_s()
+    try:
+        return (yield)
+    finally:
+        line = {"name": item.nodeid, "cpu_s": measure_cpu_s() - begun_s, "functions": reader.read()}
+        with Path(item.config.getoption("--reach-to")).open("a") as file:
+            file.write(json.dumps(line) + "\n")

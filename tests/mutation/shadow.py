@@ -1,0 +1,95 @@
+"""A copy of the product and its tests, in which one module at a time is changed; the work tree is never touched.
+
+What runs in the copy imports the copy, in processes that it starts as well: `PYTHONPATH` and the working folder come
+before the installed package, the tests hand on the folder they lie in, and node agents are packed from beside
+`broker/runtime/gang.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.mutation.operators import Mutant, plant
+
+ROOT = Path(__file__).parent.parent.parent
+COPIED = ("broker", "trainers", "task_templates", "tests", "docs", "pyproject.toml", "README.md")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", ".hypothesis", ".pytest_cache")
+# Added to each program of ours: the functions it enters, each once, however and wherever the process ends.
+RECORDER = """
+import os as _reach_os, sys as _reach_sys, threading as _reach_threading
+def _reach(frame, event, argument, seen=set()):
+    code = frame.f_code
+    if code not in seen:
+        seen.add(code)
+        if {mark!r} in code.co_filename or "/.broker/agent/" in code.co_filename:
+            line = code.co_filename + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
+            try:
+                file = _reach_os.open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
+                _reach_os.write(file, line.encode())
+                _reach_os.close(file)
+            except OSError:
+                seen.discard(code)
+_reach.seen = _reach.__defaults__[0]
+_reach_sys.settrace(_reach)
+_reach_threading.settrace(_reach)
+"""
+AGENT = ("agent.py", "agent_run.py")
+
+
+class Shadow:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamp_s = 1_000_000_000
+
+    def read(self, file: str) -> str:
+        return (ROOT / file).read_text()
+
+    @contextmanager
+    def planted(self, mutant: Mutant) -> Iterator[None]:
+        """The copy has this fault for as long as it lasts."""
+        self._write(mutant.file, plant(self.read(mutant.file), mutant))
+        try:
+            yield
+        finally:
+            self._write(mutant.file, self.read(mutant.file))
+
+    def record_reach(self) -> Path:
+        """From now on its programs add to this file what functions they enter."""
+        log = self.folder / "reach.tsv"
+        recorder = RECORDER.format(mark=f"{self.folder}/broker/", log=str(log))
+        for file in ("broker/__init__.py", *(f"broker/runtime/{name}" for name in AGENT)):
+            head, mark, rest = self.read(file).partition("from __future__ import annotations\n")
+            self._write(file, f"{head}{mark}{recorder}{rest}" if mark else f"{head}\n{recorder}")
+        return log
+
+    def make_environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BROKER_"))}
+        return {**kept, "PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0", "PYTHONFAULTHANDLER": "1"}
+
+    def _write(self, file: str, text: str) -> None:
+        """Each writing has a time of its own: Python takes compiled code by whole seconds and length."""
+        path = self.folder / file
+        path.write_text(text)
+        self._stamp_s += 10
+        os.utime(path, (self._stamp_s, self._stamp_s))
+
+
+@contextmanager
+def make_shadow() -> Iterator[Shadow]:
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="broker-mutation-", dir=memory if memory.is_dir() else None))
+    try:
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=LEFT_OUT)
+            elif source.exists():
+                shutil.copy(source, folder / name)
+        yield Shadow(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

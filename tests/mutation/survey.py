@@ -1,0 +1,115 @@
+"""What each fast test and each play enters and takes, recorded once and kept while the test files stay as they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.mutation.draw import digest
+from tests.mutation.limited import run_limited
+from tests.mutation.operators import Mutant
+from tests.mutation.plays import list_plays
+from tests.mutation.shadow import ROOT, Shadow, make_shadow
+
+CACHE = ROOT / "build" / "mutation" / "reach.json"
+FOLDERS = ("tests/jobs", "tests/provision", "tests/state", "tests/runtime")
+SLOW = ("tests/jobs/test_second_ring.py",)  # kills real daemons, a dozen seconds a test
+FAST_S = 5.0  # a test that takes longer is none of the fast ones
+RECORD_CPU_S_MAX = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """A test or a play: what it enters, what it takes, and in how many deeds a play may be killed."""
+
+    name: str
+    cpu_s: float
+    functions: frozenset[str]
+    deeds: int = 0
+
+    def enters(self, mutant: Mutant) -> bool:
+        """A default, a field or a constant belongs to no function: whatever enters the file may read it."""
+        wanted = f"{mutant.file} {mutant.function}"
+        return wanted in self.functions
+
+    def enters_file(self, mutant: Mutant) -> bool:
+        return any(each.startswith(f"{mutant.file} ") for each in self.functions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    tests: Sequence[Reached]
+    plays: Sequence[Reached]
+
+
+def survey() -> Survey:
+    """From the cache, and recorded where a test file is new or has changed."""
+    cache: dict[str, Any] = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py"))
+    modules = [name for name in (str(path.relative_to(ROOT)) for path in paths) if name not in SLOW]
+    digests = {module: digest((ROOT / module).read_text()) for module in modules}
+    simulation = digest("".join(path.read_text() for path in sorted((ROOT / "tests/simulation").rglob("*.py"))))
+    new = [module for module in modules if cache.get(module, {}).get("digest") != digests[module]]
+    is_played = cache.get("plays", {}).get("digest") == simulation
+    if new or not is_played:
+        with make_shadow() as shadow:
+            log = shadow.record_reach()
+            for module in new:
+                cache[module] = {"digest": digests[module], "lines": _record_tests(shadow, log, module)}
+                _save(cache)
+            if not is_played:
+                cache["plays"] = {"digest": simulation, "lines": _record_plays(shadow, log)}
+                _save(cache)
+    tests = [_read(line) for module in modules for line in cache[module]["lines"]]
+    return Survey(
+        tests=sorted((each for each in tests if each.cpu_s <= FAST_S), key=lambda each: each.cpu_s),
+        plays=sorted((_read(line) for line in cache["plays"]["lines"]), key=lambda each: each.cpu_s),
+    )
+
+
+def _save(cache: dict[str, Any]) -> None:
+    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    aside = CACHE.with_suffix(".new")
+    aside.write_text(json.dumps(cache))
+    aside.replace(CACHE)
+
+
+def _read(line: dict[str, Any]) -> Reached:
+    return Reached(
+        name=line["name"], cpu_s=line["cpu_s"], functions=frozenset(line["functions"]), deeds=line.get("deeds", 0)
+    )
+
+
+def _record_tests(shadow: Shadow, log: Path, module: str) -> list[dict[str, Any]]:
+    print(f"recording {module}", file=sys.stderr, flush=True)
+    found = shadow.folder / "reached.jsonl"
+    found.unlink(missing_ok=True)
+    plugin = ["-p", "tests.mutation.reach", "--reach-log", str(log), "--reach-to", str(found)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, module]
+    _run(shadow, command)
+    return [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
+
+
+def _record_plays(shadow: Shadow, log: Path) -> list[dict[str, Any]]:
+    print("recording plays", file=sys.stderr, flush=True)
+    names = shadow.folder / "plays.txt"
+    names.write_text("\n".join(list_plays()))
+    output = _run(shadow, [sys.executable, "-m", "tests.mutation.plays", str(names), "--reach", str(log)])
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def _run(shadow: Shadow, command: Sequence[str]) -> str:
+    ended = run_limited(
+        command,
+        cwd=shadow.folder,
+        environment=shadow.make_environment(),
+        output=shadow.folder / "output.txt",
+        cpu_s_max=RECORD_CPU_S_MAX,
+    )
+    if ended.returncode not in (0, 5):
+        raise RuntimeError(f"the tests fail without a mutant:\n{ended.output[-3000:]}")
+    return ended.output

@@ -1,0 +1,118 @@
+"""A planted fault is told, in processes that the copy starts as well; the copy without one passes; the tree stays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.draw import ROOT
+from tests.mutation.judge import KILLS, Judge, Reached, Survey, draw_kills, take
+from tests.mutation.operators import Mutant, find_mutants
+from tests.mutation.reach import Reader
+from tests.mutation.shadow import Shadow, make_shadow
+
+TEST = "tests/mutation/probes.py::test_a_pace_is_learned"
+PROBES = """
+import subprocess, sys
+from broker.provision.patience import learn
+
+def test_a_pace_is_learned():
+    assert learn(None, 8.0).deviation_s == 4.0
+    code = "from broker.provision.patience import learn; print(learn(None, 8.0).deviation_s)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).stdout == b"4.0\\n"
+"""
+
+
+@pytest.fixture(scope="module")
+def shadow() -> Iterator[Shadow]:
+    with make_shadow() as made:
+        (made.folder / "tests/mutation/probes.py").write_text(PROBES)
+        yield made
+
+
+def find(file: str, name: str) -> Mutant:
+    return next(each for each in find_mutants(file, (ROOT / file).read_text()) if each.name.endswith(name))
+
+
+def make_judge(shadow: Shadow, function: str) -> Judge:
+    test = Reached(name=TEST, cpu_s=0.1, functions=frozenset({function}))
+    return Judge(shadow, Survey(tests=[test], plays=[]))
+
+
+def test_a_planted_fault_is_told_and_the_work_tree_keeps_its_text(shadow: Shadow) -> None:
+    before = hashlib.sha256((ROOT / "broker/provision/patience.py").read_bytes()).hexdigest()
+    mutant = find("broker/provision/patience.py", "arithmetic: / -> *")
+    verdict = make_judge(shadow, "broker/provision/patience.py learn").judge(mutant)
+    assert verdict.by == "test" and TEST in verdict.where
+    assert hashlib.sha256((ROOT / "broker/provision/patience.py").read_bytes()).hexdigest() == before
+    assert (shadow.folder / "broker/provision/patience.py").read_text() == shadow.read("broker/provision/patience.py")
+
+
+def test_a_fault_that_the_test_does_not_enter_survives_as_does_the_copy_without_one(shadow: Shadow) -> None:
+    mutant = find("broker/provision/backoff.py", "constant: 1.0 -> 10.0")
+    assert make_judge(shadow, "broker/provision/backoff.py draw_backoff_s").judge(mutant).by == ""
+
+
+def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> None:
+    mutant = find("broker/runtime/agent_files.py", "constant: 0o600 -> 0")
+    look = (
+        "import io, json, subprocess, sys, tarfile, broker.runtime.gang as gang;"
+        "archive = tarfile.open(fileobj=io.BytesIO(gang.pack_agent()[1]));"
+        "text = archive.extractfile('agent_files.py').read().decode();"
+        "inner = subprocess.run([sys.executable, '-c', 'import broker; print(broker.__file__)'], capture_output=True);"
+        "print(json.dumps([gang.__file__, inner.stdout.decode().strip(), text]))"
+    )
+    with shadow.planted(mutant):
+        done = subprocess.run(
+            [sys.executable, "-c", look], cwd="/", env=shadow.make_environment(), capture_output=True, check=True
+        )
+    home, inner, text = json.loads(done.stdout)
+    assert home.startswith(str(shadow.folder)) and inner.startswith(str(shadow.folder))
+    assert text != shadow.read("broker/runtime/agent_files.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+@pytest.mark.parametrize("end", ["while True: pass", ""])
+def test_a_program_that_loops_is_ended_and_so_is_what_any_leaves_behind(tmp_path: Path, end: str) -> None:
+    program = f"""
+import subprocess, sys
+from pathlib import Path
+left = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+Path("left").write_text(str(left.pid))
+{end}
+"""
+    outer = f"""
+import sys
+from pathlib import Path
+from tests.mutation.limited import adopt_orphans, run_limited
+adopt_orphans()
+command = [sys.executable, "-c", {program!r}]
+folder = Path({str(tmp_path)!r})
+ended = run_limited(command, cwd=folder, environment={{}}, output=folder / "output", cpu_s_max=0.5)
+print(ended.returncode)
+"""
+    done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ("None" if end else "0"), done.stderr
+    assert not Path(f"/proc/{(tmp_path / 'left').read_text()}").exists()
+
+
+def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
+    with make_shadow() as shadow:
+        log = shadow.record_reach()
+        code = "from broker.provision.patience import learn; learn(None, 1.0)"
+        subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
+        assert "broker/provision/patience.py learn" in Reader(log).read()
+
+
+def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
+    found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), deeds=30) for n in range(3)]
+    assert take(found, 2.5) == found[:2] and take(found, 0.1) == found[:1]
+    one, two = (find("broker/provision/patience.py", end) for end in ("8 -> 0", "4 -> 0"))
+    assert draw_kills(found, one) == draw_kills(found, one) != draw_kills(found, two)
+    assert len(set(draw_kills(found, one))) == KILLS

@@ -1,0 +1,262 @@
+"""What the collector ends: nodes that carry our tag and are in no record, dead clusters, gangs nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.errors import TransientError
+from broker.provision.collection import GRACE_S, UP_S_MAX, Collector
+from broker.provision.leftovers import SWEEP_EVERY_S, Leftovers
+from broker.state.store import Store
+from broker.types import (
+    Cluster,
+    ClusterStatus,
+    JobStatus,
+    Node,
+    NodeList,
+    NodeRequest,
+    NodeState,
+    Placement,
+    Task,
+)
+from tests.simulation.world import make_offer
+from tests.state.test_rows import START_S, Hands
+
+PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
+NODE = Node(
+    id="n", cloud="simulated", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING,
+    token="t", created_s=START_S - 1000.0,
+)  # fmt: skip
+
+
+class Cloud:
+    """Lists what it is given and notes what it is asked to end."""
+
+    name = "simulated"
+    settle_s = 20.0
+
+    def __init__(self, *nodes: Node) -> None:
+        self.nodes = nodes
+        self.ended: list[str] = []
+        self.failure: Exception | None = None
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        assert owner == "me"
+        if self.failure:
+            raise self.failure
+        return NodeList(nodes=self.nodes)
+
+    async def terminate_nodes(self, nodes: Sequence[Any]) -> None:
+        self.ended += [getattr(node, "id", node) for node in nodes]
+
+
+class Stage:
+    def __init__(self, folder: Path) -> None:
+        self.clock = Hands()
+        self.store = Store(folder / "state.db", clock=self.clock)
+        self.cloud = Cloud()
+        self.downed: list[str] = []
+        self.buried: list[str] = []
+        self.returning: set[str] = set()
+        self.failure: Exception | None = None
+        self.collector = Collector(
+            {"simulated": self.cloud},  # type: ignore[dict-item]
+            self.store,
+            clock=self.clock,
+            owner="me",
+            down=self.down,
+            bury=self.bury,
+            returns=SimpleNamespace(tokens=self.returning),  # type: ignore[arg-type]
+        )
+
+    async def down(self, name: str) -> None:
+        if self.failure:
+            raise self.failure
+        self.downed.append(name)
+
+    async def bury(self, request: NodeRequest) -> None:
+        if self.failure:
+            raise self.failure
+        self.buried.append(request.token)
+
+    def collect(self) -> int:
+        return asyncio.run(self.collector.collect())
+
+    def find(self) -> tuple[list[str], list[str]]:
+        nodes, names = asyncio.run(self.collector.find())
+        return [node.id for node in nodes], list(names)
+
+    def put_cluster(self, name: str, status: ClusterStatus = ClusterStatus.UP, **fields: Any) -> None:
+        created_s = fields.pop("created_s", self.clock.now_s())
+        self.store.put_cluster(
+            Cluster(name=name, status=status, placement=PLACEMENT, attempt=1, created_s=created_s, **fields)
+        )
+
+    def put_intent(self, cluster: str, token: str, *, cloud: str = "simulated") -> None:
+        placement = replace(PLACEMENT, offer=replace(PLACEMENT.offer, cloud=cloud))
+        self.store.put_intent(NodeRequest(owner="me", cluster=cluster, attempt=1, token=token, placement=placement))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_node_in_no_record_is_ended_billed_and_told_of(stage: Stage) -> None:
+    stage.cloud.nodes = (NODE,)
+    assert stage.find() == (["n"], [])
+    assert stage.collect() == 1 and stage.cloud.ended == ["n"]
+    assert [bill.node for bill in stage.store.list_bills()] == ["n"]
+    assert [(event.kind, event.cluster) for event in stage.store.list_events()] == [("collected", "c")]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        replace(NODE, owner="somebody else"),
+        replace(NODE, state=NodeState.TERMINATED),
+        replace(NODE, created_s=START_S - GRACE_S - 20.0),
+    ],
+)
+def test_what_is_not_ours_is_gone_or_is_too_young_is_left_alone(stage: Stage, kept: Node) -> None:
+    stage.cloud.nodes = (kept,)
+    assert stage.find() == ([], []) and stage.collect() == 0 and stage.cloud.ended == []
+
+
+@pytest.mark.parametrize("state", [NodeState.PENDING, NodeState.STOPPED])
+def test_a_node_that_has_not_ended_is_ended_in_any_state_from_its_first_second_past_the_grace(
+    stage: Stage, state: NodeState
+) -> None:
+    stage.cloud.nodes = (replace(NODE, state=state, created_s=START_S - GRACE_S - 20.0 - 0.5),)
+    assert stage.collect() == 1
+
+
+def test_nodes_that_a_record_or_an_open_intent_names_are_left_alone(stage: Stage) -> None:
+    other = replace(NODE, id="m", token="s")
+    stage.cloud.nodes = (NODE, other)
+    stage.put_cluster("c", nodes=(NODE,), job_id=None)
+    assert stage.find() == (["m"], [])
+    stage.put_intent("d", "s")
+    assert stage.find() == ([], [])
+    stage.store.close_intent("s", "refused")
+    assert stage.find() == (["m"], [])
+
+
+def test_a_cloud_that_gives_no_list_keeps_nothing_else_from_its_end(stage: Stage) -> None:
+    stage.cloud.failure = TransientError("no answer")
+    stage.put_cluster("c", ClusterStatus.TERMINATING)
+    assert stage.collect() == 1 and stage.downed == ["c"]
+    with pytest.raises(TransientError):
+        stage.find()
+
+
+def test_clusters_are_dead_whose_job_has_ended_or_whose_end_or_start_was_cut_short(stage: Stage) -> None:
+    live, ended = (stage.store.add_job(name, Task()).id for name in "ab")
+    stage.store.set_job_status(ended, JobStatus.SUCCEEDED)
+    stage.put_cluster("of-a-live-job", job_id=live)
+    stage.put_cluster("of-an-ended-job", job_id=ended)
+    stage.put_cluster("mine")
+    stage.put_cluster("going", ClusterStatus.TERMINATING)
+    stage.put_cluster("coming", ClusterStatus.INIT, created_s=START_S - UP_S_MAX)
+    stage.put_cluster("cut-short", ClusterStatus.INIT, created_s=START_S - UP_S_MAX - 1.0)
+    stage.put_cluster("job-coming", ClusterStatus.INIT, created_s=START_S - UP_S_MAX - 1.0, job_id=live)
+    expected = ["cut-short", "going", "of-an-ended-job"]
+    assert stage.find() == ([], expected)
+    assert stage.collect() == 3 and stage.downed == expected
+
+
+def test_an_open_intent_without_a_cluster_is_a_start_that_was_cut_short_long_ago(stage: Stage) -> None:
+    stage.put_intent("no-record", "t1")
+    stage.put_intent("coming", "t2")
+    stage.put_cluster("coming", ClusterStatus.INIT, created_s=START_S)
+    stage.put_intent("up", "t3")
+    stage.put_cluster("up")
+    stage.put_intent("of-a-job", "t4")
+    stage.put_cluster("of-a-job", ClusterStatus.INIT, job_id=stage.store.add_job("j", Task()).id)
+    stage.clock.time_s += UP_S_MAX
+    assert stage.find()[1] == []
+    stage.clock.time_s += 1.0
+    assert stage.find()[1] == ["coming", "no-record"]
+
+
+def test_what_this_process_brings_up_is_spared_for_as_long_as_it_does(stage: Stage) -> None:
+    stage.put_cluster("a", ClusterStatus.INIT, created_s=START_S - 2 * UP_S_MAX)
+    with stage.collector.spare("a"):
+        with stage.collector.spare("a"):
+            assert stage.find()[1] == []
+        assert stage.find()[1] == [], "the outer one still does"
+    assert stage.find()[1] == ["a"]
+
+
+@pytest.mark.parametrize("status", [ClusterStatus.UP, ClusterStatus.STOPPED])
+def test_a_gang_that_was_asked_for_and_not_needed_is_given_back(stage: Stage, status: ClusterStatus) -> None:
+    stage.put_cluster("c", status)
+    stage.put_intent("c", "t")
+    stage.put_intent("c", "elsewhere", cloud="one that is not set up here")
+    with stage.collector.spare_gang("c"):
+        assert stage.collect() == 0, "its node is being replaced"
+    stage.returning.add("t")
+    assert stage.collect() == 0, "this process is at it"
+    stage.returning.clear()
+    stage.cloud.nodes = (NODE,)
+    assert stage.find() == (["n"], []), "its open intent saves it no longer"
+    stage.cloud.nodes = ()
+    assert stage.collect() == 1 and stage.buried == ["t"]
+
+
+def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Stage) -> None:
+    stage.failure = TransientError("not now")
+    stage.cloud.nodes = (NODE,)
+    stage.put_cluster("going", ClusterStatus.TERMINATING)
+    stage.put_cluster("up")
+    stage.put_intent("up", "t2")
+    assert stage.collect() == 1 and (stage.downed, stage.buried) == ([], [])
+
+
+# -- what clusters leave behind besides nodes -----------------------------------------------------------------------
+
+
+class Sweeping(Cloud):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[frozenset[str]] = []
+
+    async def sweep(self, owner: str, keep: frozenset[str]) -> int:
+        self.kept.append(keep)
+        if self.failure:
+            raise self.failure
+        return 2
+
+
+def test_leftovers_are_swept_when_a_cluster_has_gone_and_once_an_hour(stage: Stage) -> None:
+    cloud = Sweeping()
+    clouds: Any = {"plain": Cloud(), "simulated": cloud}
+    leftovers = Leftovers(clouds, stage.store, clock=stage.clock, owner="me")
+
+    def sweep() -> int:
+        return asyncio.run(leftovers.sweep())
+
+    stage.put_cluster("a")
+    stage.put_intent("b", "t")
+    assert sweep() == 2 and cloud.kept == [{"a", "b"}]
+    assert sweep() == 0, "nothing has gone"
+    stage.put_cluster("c")
+    assert sweep() == 0
+    stage.store.delete_cluster("a")
+    assert sweep() == 2 and cloud.kept[-1] == {"b", "c"}
+    stage.clock.time_s += SWEEP_EVERY_S - 1.0
+    assert sweep() == 0
+    stage.clock.time_s += 1.0
+    assert sweep() == 2
+    stage.store.close_intent("t", "terminated")
+    cloud.failure = TransientError("not now")
+    assert sweep() == 0 and len(cloud.kept) == 4
+    cloud.failure = None
+    assert sweep() == 2 and cloud.kept[-1] == {"c"}, "what failed is swept at the next occasion"

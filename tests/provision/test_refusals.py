@@ -1,0 +1,138 @@
+"""What each kind of refusal closes, for how long, and for whom; and the budget of failed calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
+from broker.provision.refusals import FAILURE_REFILL_S, FAILURES_MAX, PROBE_S, RefusalMemory
+from broker.state.store import Refusal, Store
+from broker.types import Placement
+from tests.simulation.world import make_offer
+from tests.state.test_rows import Hands
+
+OFFER = make_offer("east1a")
+PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
+OTHER_ZONE = replace(PLACEMENT, offer=replace(OFFER, zone="east1b"))
+OTHER_REGION = replace(PLACEMENT, offer=replace(OFFER, region="west1", zone="west1a"))
+ON_DEMAND = replace(PLACEMENT, is_spot=False)
+OTHER_KIND = replace(PLACEMENT, offer=replace(OFFER, instance_type="another"))
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Hands) -> Store:
+    return Store(tmp_path / "state.db", clock=clock)
+
+
+@pytest.fixture
+def memory(store: Store) -> RefusalMemory:
+    return RefusalMemory(store)
+
+
+def refuse(memory: RefusalMemory, error: CloudError, *, is_region_wide: bool = False) -> Refusal:
+    memory.refuse(PLACEMENT, error, is_region_wide=is_region_wide)
+    (found,) = memory.list_active()
+    return found
+
+
+def covers(memory: RefusalMemory, *placements: Placement) -> list[bool]:
+    active = memory.list_active()
+    return [bool(memory.list_covering(each, active)) for each in placements]
+
+
+EVERYWHERE = (PLACEMENT, OTHER_ZONE, OTHER_REGION, ON_DEMAND, OTHER_KIND)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_region_wide", "closed", "lasts_s", "reask_s"),
+    [
+        (CapacityError("full", scope="zone"), False, (True, False, False), 600.0, 30.0),
+        (CapacityError("full", scope="region"), False, (True, True, False), 600.0, 30.0),
+        (CapacityError("full", scope="cloud"), False, (True, True, True), 600.0, 30.0),
+        (QuotaError("no quota"), False, (True, True, False), 3600.0, 3600.0),
+        (ThrottledError("slow down"), False, (True, True, False), 60.0, 30.0),
+        (TransientError("no answer"), False, (True, False, False), 60.0, 30.0),
+        (TransientError("no answer"), True, (True, True, False), 60.0, 30.0),
+        (CapacityError("full", scope="zone"), True, (True, False, False), 600.0, 30.0),
+    ],
+)
+def test_each_kind_of_refusal_closes_its_own_scope(
+    memory: RefusalMemory,
+    clock: Hands,
+    error: CloudError,
+    is_region_wide: bool,
+    closed: tuple[bool, bool, bool],
+    lasts_s: float,
+    reask_s: float,
+) -> None:
+    found = refuse(memory, error, is_region_wide=is_region_wide)
+    assert covers(memory, *EVERYWHERE) == [*closed, False, False]
+    assert (found.expires_s - clock.now_s(), found.reask_s - clock.now_s()) == (lasts_s, reask_s)
+    assert found.reason == error.message
+
+
+def test_what_mends_a_refusal_is_kept_with_it(memory: RefusalMemory) -> None:
+    assert refuse(memory, QuotaError("no quota", hints=("ask for more",))).hints == ("ask for more",)
+
+
+def test_refusals_hold_twice_as_long_up_to_four_hours_and_full_places_are_reasked_within_two_minutes(
+    memory: RefusalMemory, clock: Hands
+) -> None:
+    held, pauses = [], []
+    for _ in range(7):
+        found = refuse(memory, CapacityError("full", scope="zone"))
+        held.append(found.expires_s - clock.now_s())
+        pauses.append(memory.measure_reask_s(PLACEMENT))
+        clock.time_s = found.expires_s
+    assert held == [600.0, 1200.0, 2400.0, 4800.0, 9600.0, 14400.0, 14400.0]
+    assert pauses == [30.0, 45.0, 67.5, 101.25, 120.0, 120.0, 120.0]
+
+
+def test_all_zones_that_were_asked_as_one_are_refused(memory: RefusalMemory) -> None:
+    memory.refuse(replace(PLACEMENT, other_zones=("east1b",)), CapacityError("full", scope="zone"))
+    assert covers(memory, PLACEMENT, OTHER_ZONE) == [True, True]
+    assert len(memory.list_active()) == 2
+
+
+def test_one_with_nowhere_else_to_go_waits_for_the_last_of_its_zones(memory: RefusalMemory, clock: Hands) -> None:
+    both = replace(PLACEMENT, other_zones=("east1b",))
+    assert memory.measure_reask_s(both) == 0.0
+    memory.refuse(PLACEMENT, CapacityError("full", scope="zone"))
+    clock.time_s += 10.0
+    memory.refuse(OTHER_ZONE, CapacityError("full", scope="zone"))
+    assert [memory.measure_reask_s(each) for each in (PLACEMENT, OTHER_ZONE, both)] == [20.0, 30.0, 30.0]
+    clock.time_s += 25.0
+    assert [memory.measure_reask_s(each) for each in (PLACEMENT, OTHER_ZONE, both)] == [0.0, 5.0, 5.0]
+
+
+def test_others_wait_for_the_one_that_probes_and_a_success_frees_them(memory: RefusalMemory, clock: Hands) -> None:
+    memory.refuse(PLACEMENT, CapacityError("full", scope="zone"))
+    clock.time_s += 600.0
+    assert covers(memory, PLACEMENT) == [False]
+    memory.begin(replace(OTHER_ZONE, other_zones=("east1a",)))
+    assert covers(memory, PLACEMENT) == [True]
+    assert memory.measure_reask_s(PLACEMENT) == PROBE_S == 120.0
+    memory.forgive(PLACEMENT)
+    assert covers(memory, PLACEMENT) == [False]
+
+
+def test_sixty_failures_are_free_and_then_one_every_two_seconds(memory: RefusalMemory, clock: Hands) -> None:
+    for _ in range(int(FAILURES_MAX)):
+        assert memory.measure_wait_s("x") == 0.0
+        memory.note_failed_call("x")
+    assert memory.measure_wait_s("x") == FAILURE_REFILL_S == 2.0
+    assert memory.measure_wait_s("y") == 0.0
+    clock.time_s += 2.0
+    assert memory.measure_wait_s("x") == 0.0
+    memory.note_failed_call("x")
+    assert memory.measure_wait_s("x") == 2.0
+    assert FAILURES_MAX == 60.0 and not math.isinf(memory.measure_wait_s("x"))

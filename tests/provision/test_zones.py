@@ -1,0 +1,109 @@
+"""Neighbours of a plan that differ in the zone only are asked for as one, where the cloud can look in several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from broker.provision.backoff import draw_backoff_s
+from broker.provision.zones import find_landed, join_zones, split_zones, unite_zones
+from broker.types import Estimate, MachineSpec, Node, NodeState, Offer, Placement, Resources, Task
+from tests.simulation.world import make_offer
+
+
+class Searching:
+    """A cloud that can look in several zones."""
+
+    name = "simulated"
+
+    def __init__(self, *, is_worth: bool = True) -> None:
+        self.is_worth = is_worth
+        self.asked: list[int] = []
+
+    def is_search_worth(self, spec: MachineSpec, *, zone_count: int) -> bool:
+        self.asked.append(zone_count)
+        return self.is_worth
+
+
+def make_estimate(zone: str | None, *, region: str = "east1", usd: float = 1.0, kind: str = "big") -> Estimate:
+    offer: Offer = replace(make_offer("east1a"), zone=zone, region=region, spot_usd_hour=usd, instance_type=kind)
+    return Estimate(placement=Placement(offer=offer, is_spot=True, node_count=2), preemptions_per_hour=0.1)
+
+
+A, B, C = (make_estimate(f"east1{letter}") for letter in "abc")
+
+
+def join(
+    estimates: Sequence[Estimate], *, cloud: Any = None, task: Task | None = None
+) -> list[tuple[str | None, tuple[str, ...]]]:
+    clouds: Mapping[str, Any] = {"simulated": cloud or Searching()}
+    found = join_zones(estimates, task or Task(), clouds, lambda placement: MachineSpec())
+    return [(each.offer.zone, each.other_zones) for each in found]
+
+
+def test_the_test_cloud_is_one_that_searches() -> None:
+    from broker.clouds.base import SearchesZones
+
+    assert isinstance(Searching(), SearchesZones) and A.placement.offer.cloud == "simulated"
+
+
+def test_neighbours_that_are_equal_but_for_the_zone_are_one() -> None:
+    cloud = Searching()
+    assert join([A, B, C], cloud=cloud) == [("east1a", ("east1b", "east1c"))]
+    assert cloud.asked == [3]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_estimate("east1b", usd=1.1),
+        make_estimate("west1b", region="west1"),
+        make_estimate("east1b", kind="small"),
+        make_estimate(None),
+        replace(B, preemptions_per_hour=0.2),
+    ],
+)
+def test_what_differs_in_more_is_asked_for_alone_and_the_order_is_kept(other: Estimate) -> None:
+    zone = other.placement.offer.zone
+    assert join([A, other, C]) == [("east1a", ()), (zone, ()), ("east1c", ())]
+    assert join([other, A, B]) == [(zone, ()), ("east1a", ("east1b",))]
+
+
+def test_zones_are_not_joined_where_the_cloud_cannot_or_it_is_not_worth_it_or_the_user_listed_them() -> None:
+    apart = [("east1a", ()), ("east1b", ())]
+    assert join([A, B], cloud=object()) == apart
+    assert join([A, B], cloud=Searching(is_worth=False)) == apart
+    listed = Task(resources=(Resources(zone="east1a"), Resources(zone="east1b")))
+    assert join([A, B], task=listed) == apart
+    assert join([]) == []
+
+
+def test_zones_are_split_best_first_and_united_again() -> None:
+    first, second, third = (each.placement for each in (A, B, C))
+    united = unite_zones([first, second, third])
+    assert united == replace(first, other_zones=("east1b", "east1c"))
+    assert list(split_zones(united)) == [first, second, third]
+    assert split_zones(first) == [first] and unite_zones([second]) == second
+
+
+def test_a_gang_is_found_in_the_zone_where_its_nodes_stand() -> None:
+    united = unite_zones([A.placement, B.placement])
+
+    def land(zone: str) -> Placement:
+        node = Node(
+            id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, zone=zone
+        )  # fmt: skip
+        return find_landed(united, [node])
+
+    assert (land("east1a"), land("east1b"), land("elsewhere")) == (A.placement, B.placement, united)
+
+
+def test_waits_grow_with_each_try_up_to_a_cap_and_are_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[float, float]] = []
+    monkeypatch.setattr("random.uniform", lambda low, high: bounds.append((low, high)) or high)
+    assert [draw_backoff_s(tries) for tries in (0, 1, 2, 10)] == [1.0, 2.0, 4.0, 30.0]
+    assert draw_backoff_s(3, base_s=0.5, cap_s=3.0) == 3.0
+    assert {low for low, _ in bounds} == {0.05}

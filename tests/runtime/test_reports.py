@@ -1,0 +1,153 @@
+"""What nodes' agents answer becomes one report of a gang; what a program writes about itself is not trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.errors import TransientError
+from broker.runtime.base import Completed
+from broker.runtime.gang import AGENT_FILES, Gang, list_live, pack_agent, parse_progress, sort_nodes
+from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Progress, RunStatus
+from tests.simulation.world import make_offer
+
+
+class Agents:
+    """A transport whose agents say what they are told to; None: no answer."""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        self.answers = answers
+        self.asked: list[tuple[int, str, Any]] = []
+
+    async def run(
+        self, node: Node, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", **_: object
+    ) -> Completed:
+        self.asked.append((node.rank, argv[-1], json.loads(stdin)))
+        answer = self.answers[node.rank]
+        if answer is None:
+            raise TransientError("no way there")
+        if isinstance(answer, str):
+            return Completed(returncode=1, stdout=b"", stderr=answer.encode())
+        return Completed(returncode=0, stdout=json.dumps(answer).encode(), stderr=b"")
+
+
+def make_cluster(*states: NodeState) -> Cluster:
+    nodes = tuple(
+        Node(id=f"n{rank}", cloud="x", owner="me", cluster="c", attempt=1, rank=rank, state=state)
+        for rank, state in enumerate(states)
+    )
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=len(nodes))
+    return Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes[::-1])
+
+
+TWO = make_cluster(NodeState.RUNNING, NodeState.RUNNING)
+
+
+def make_run(status: str = "RUNNING", **fields: Any) -> dict[str, Any]:
+    run = {
+        "id": 1, "name": "j", "status": status, "returncode": None, "started_s": 5.0, "ended_s": None, "reason": "",
+        "progress": None,
+    }  # fmt: skip
+    return {"runs": [{**run, **fields}], "idle_s": 90.0, "is_advised": False}
+
+
+def open_gang(*answers: Any) -> tuple[Gang, Agents]:
+    agents = Agents(answers)
+    return Gang(agents, clock=SystemClock()), agents  # type: ignore[arg-type]
+
+
+def test_the_head_speaks_for_the_gang_with_its_progress() -> None:
+    progress = {"step": 3, "total": 9}
+    gang, agents = open_gang(
+        make_run("FAILED", returncode=7, reason="preempted", progress=progress), {**make_run(), "is_advised": True}
+    )
+    report = asyncio.run(gang.poll(TWO, 1))
+    assert (report.status, report.returncode, report.reason, report.run_id) == (RunStatus.FAILED, 7, "preempted", 1)
+    assert report.statuses == (RunStatus.FAILED, RunStatus.RUNNING)
+    assert (report.unreachable, report.advised) == ((), (1,))
+    assert report.progress == Progress(step=3, total=9)
+    assert sorted(agents.asked) == [(0, "status", {"run_id": 1}), (1, "status", {"run_id": 1})]
+
+
+def test_where_the_head_is_silent_another_speaks_and_tells_no_progress() -> None:
+    gang, _ = open_gang(None, make_run("FAILED", returncode=3, progress={"step": 8}))
+    report = asyncio.run(gang.poll(TWO, 1))
+    assert (report.status, report.returncode, report.unreachable, report.progress) == (RunStatus.FAILED, 3, (0,), None)
+    assert report.statuses == (None, RunStatus.FAILED)
+
+
+def test_a_run_that_no_agent_knows_of_yet_is_being_set_up() -> None:
+    gang, _ = open_gang({"runs": [], "is_advised": False}, {"runs": [], "is_advised": False})
+    report = asyncio.run(gang.poll(TWO, 1))
+    assert (report.status, report.statuses, report.unreachable) == (RunStatus.SETTING_UP, (None, None), ())
+
+
+def test_nodes_that_are_confirmed_gone_are_not_asked() -> None:
+    cluster = make_cluster(NodeState.RUNNING, NodeState.TERMINATED)
+    gang, agents = open_gang(make_run(), None)
+    report = asyncio.run(gang.poll(cluster, 1))
+    assert report.unreachable == () and [rank for rank, *_ in agents.asked] == [0]
+    assert [node.rank for node in list_live(cluster.nodes)] == [0]
+    assert [node.rank for node in sort_nodes(cluster)] == [0, 1]
+
+
+def test_every_node_hears_a_request_though_one_fails_which_is_then_raised() -> None:
+    gang, agents = open_gang("first line\nout of room " + "x" * 500, make_run())
+    with pytest.raises(TransientError, match=r"`n0` failed at `cancel`: out of room x+$") as caught:
+        asyncio.run(gang.cancel(TWO, 4))
+    assert len(caught.value.message) < 300
+    assert sorted(agents.asked) == [(0, "cancel", {"run_id": 4}), (1, "cancel", {"run_id": 4})]
+
+
+def test_leases_and_autostop_go_to_all_nodes() -> None:
+    gang, agents = open_gang({}, {})
+    asyncio.run(gang.renew_lease(TWO, lease_s=900.0))
+    asyncio.run(gang.set_autostop(TWO, Autostop(idle_minutes=5, is_down=True)))
+    asyncio.run(gang.set_autostop(TWO, None))
+    head = [(verb, request) for rank, verb, request in agents.asked if rank == 0]
+    assert head == [
+        ("lease", {"lease_s": 900.0}), ("autostop", {"idle_minutes": 5, "is_down": True}), ("autostop", {}),
+    ]  # fmt: skip
+    assert len(agents.asked) == 6
+
+
+def test_the_head_is_asked_how_long_it_is_idle_and_what_it_ran() -> None:
+    gang, _ = open_gang(make_run("SUCCEEDED", ended_s=9.0, returncode=0), None)
+    assert asyncio.run(gang.idle_minutes(TWO)) == 1.5
+    (run,) = asyncio.run(gang.list_runs(TWO))
+    assert (run.id, run.cluster, run.name, run.status) == (1, "c", "j", RunStatus.SUCCEEDED)
+    assert (run.started_s, run.ended_s, run.returncode) == (5.0, 9.0, 0)
+    silent, _ = open_gang(None, make_run())
+    assert asyncio.run(silent.idle_minutes(TWO)) is None
+
+
+def test_a_program_that_writes_nonsense_about_itself_has_only_what_makes_sense() -> None:
+    assert parse_progress(None) is None
+    assert parse_progress({}) == Progress()
+    line = {"step": 3.9, "total": "9", "loss": 1, "tokens_per_s": True, "checkpoint_step": None, "time": 5}
+    assert parse_progress(line) == Progress(step=3, loss=1.0, time_s=5.0)
+    assert parse_progress({"step": 2**63, "total": -(2.0**63), "checkpoint_step": 2**62}) == Progress(
+        checkpoint_step=2**62
+    )
+    full = {"step": 3, "total": 9, "loss": 0.5, "tokens_per_s": 7, "checkpoint_step": 2, "time_s": 6, "time": 5}
+    assert parse_progress(full) == Progress(
+        step=3, total=9, loss=0.5, tokens_per_s=7.0, checkpoint_step=2, time_s=6.0
+    )  # fmt: skip
+
+
+def test_the_packed_agent_is_all_its_files_and_the_digest_is_of_them() -> None:
+    digest, data = pack_agent()
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        assert tuple(archive.getnames()) == AGENT_FILES
+        for name in AGENT_FILES:
+            member = archive.extractfile(name)
+            assert member is not None and b"from __future__ import annotations" in member.read()
+    assert digest == hashlib.sha256(data).hexdigest()

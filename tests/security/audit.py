@@ -1,0 +1,130 @@
+"""`make audit`: bandit over broker and trainers, and pip-audit over what is installed.
+
+Each finding of bandit is in `ACCEPTED` with its reason, or fails; so does a reason whose finding is gone. pip-audit
+fails on a known vulnerability. Where its service cannot be reached, or knows none of the packages, that is said and
+passes: a machine without network must be able to build.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Rules of bandit that say nothing about this code, each with why.
+TURNED_OFF = {
+    "B101": "asserts state promises between our own functions; nothing that comes from outside is checked by one",
+    "B404": "importing subprocess is no fault by itself; calls are looked at",
+    "B603": "no call goes through a shell (ruff's S602 holds that), and arguments are lists",
+    "B606": "replacing this process by another, with a list of arguments, is what `broker ssh` and the launcher do",
+    "B607": "ssh, docker and the like are found by PATH, as users set it",
+    "B311": "random numbers spread retries and make up markets; keys and ids come from `secrets` and `os.urandom`",
+}
+_SQL = "the text is made of constants of ours; every value is bound"
+_HTTPS = "the URL is a constant or was checked to be https, or is a cloud's metadata service"
+_NAMES = "the name of a variable, tag or field, not its value"
+# (rule, file) -> how many findings are accepted there at most, and why.
+ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
+    ("B608", "broker/catalog/book.py"): (5, _SQL),
+    ("B608", "broker/catalog/history.py"): (1, _SQL),
+    ("B608", "broker/catalog/places.py"): (3, _SQL),
+    ("B608", "broker/state/clusters.py"): (2, _SQL),
+    ("B608", "broker/state/events.py"): (5, _SQL),
+    ("B310", "broker/catalog/fetching.py"): (1, _HTTPS),
+    ("B310", "broker/clouds/aws/network.py"): (1, _HTTPS),
+    ("B310", "broker/clouds/gcp/callers.py"): (1, _HTTPS),
+    ("B310", "broker/runtime/agent_bucket.py"): (2, _HTTPS),
+    ("B310", "broker/storage/s3.py"): (1, _HTTPS),
+    ("B310", "trainers/buckets.py"): (1, _HTTPS),
+    ("B105", "broker/clouds/aws/tags.py"): (1, _NAMES),
+    ("B105", "broker/runtime/agent_bucket.py"): (2, _NAMES),
+    ("B105", "broker/storage/node_mount.py"): (1, _NAMES),
+    ("B105", "trainers/wire.py"): (1, _NAMES),
+    ("B104", "broker/runtime/agent_link.py"): (1, "compared with, to warn; the peer must authenticate all the same"),
+    ("B104", "trainers/launch.py"): (1, "compared with, to warn; the peer must authenticate all the same"),
+    ("B108", "broker/clouds/local.py"): (1, "the folder below it must be ours with mode 0700, or is refused"),
+    ("B108", "broker/runtime/transports/ssh_options.py"): (1, "as in clouds/local.py: ours with mode 0700, or refused"),
+    ("B605", "broker/clouds/local_machine.py"): (1, "a constant command, on systems without /proc"),
+    ("B406", "broker/cli/svg.py"): (1, "escapes text that we write; no XML is read"),
+}
+UNREACHED = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "NameResolutionError", "ServiceError", "HTTPError")
+
+
+def main() -> int:
+    problems = [*check_code(run_bandit()), *check_packages(*run_pip_audit())]
+    for each in problems:
+        print(f"error: {each}")
+    return int(bool(problems))
+
+
+def run_bandit() -> list[dict[str, Any]]:
+    command = [
+        sys.executable,
+        "-m",
+        "bandit",
+        "-q",
+        "-r",
+        "broker",
+        "trainers",
+        "-f",
+        "json",
+        "-s",
+        ",".join(TURNED_OFF),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert not report["errors"], report["errors"]
+    results: list[dict[str, Any]] = report["results"]
+    return results
+
+
+def check_code(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is found and not accepted, and what is accepted and not found."""
+    found = Counter((each["test_id"], each["filename"]) for each in results)
+    problems = []
+    for key in sorted({*found, *ACCEPTED}):
+        accepted = ACCEPTED.get(key, (0, ""))[0]
+        if found[key] > accepted:
+            lines = [each for each in results if (each["test_id"], each["filename"]) == key]
+            places = ", ".join(f"{key[1]}:{each['line_number']}" for each in lines)
+            problems.append(f"{key[0]} {lines[0]['issue_text']} ({places}); {accepted} of {found[key]} have a reason")
+        elif not found[key]:
+            problems.append(f"{key[0]} in {key[1]}: {accepted} are accepted and none is found; mend `ACCEPTED`")
+    if not problems:
+        print(f"bandit: {found.total()} findings, each with its reason")
+    return problems
+
+
+def run_pip_audit() -> tuple[str, str]:
+    """Of this environment, the project itself left out: its stdout and stderr."""
+    command = [sys.executable, "-m", "pip_audit", "-f", "json", "--progress-spinner", "off", "--skip-editable"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout, done.stderr
+
+
+def check_packages(stdout: str, stderr: str) -> list[str]:
+    """Known vulnerabilities; [] with a word where the service was not there to ask."""
+    try:
+        packages = json.loads(stdout)["dependencies"]
+    except (ValueError, KeyError):
+        if any(each in stderr for each in UNREACHED):
+            print(f"pip-audit: left out, its service cannot be reached: {stderr.strip().splitlines()[-1][:200]}")
+            return []
+        return [f"pip-audit did not work: {stderr.strip()[-500:]}"]
+    known = [each for each in packages if "vulns" in each]
+    if not known:
+        print(f"pip-audit: left out, its service knows none of the {len(packages)} packages")
+        return []
+    print(f"pip-audit: {len(known)} of {len(packages)} packages looked up")
+    return [
+        f"{each['name']} {each['version']}: {vulnerability['id']}, mended in {vulnerability['fix_versions'] or 'none'}"
+        for each in known
+        for vulnerability in each["vulns"]
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

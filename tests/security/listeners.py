@@ -1,0 +1,172 @@
+"""Every socket that listens for us: where, who may speak, and what all others can do. SECURITY.md shows this table."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ANY = ("0.0.0.0", "::")
+_LISTENS, _ACCEPTS = "0A", 0x10000  # TCP_LISTEN of linux/tcp_states.h, __SO_ACCEPTCON of linux/net.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """`process` is a pattern of the command line, `address` one of what is listened on."""
+
+    name: str
+    process: str
+    address: str
+    where: str
+    authentication: str
+    stranger: str
+    code: str
+
+
+DECLARED = (
+    Declared(
+        name="gang coordinator",
+        process=r"agent\.py _run ",
+        address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
+        where="the gang's interface on the first node (a loopback address on the local cloud), a port of the kernel's",
+        authentication="mutual TLS 1.2 or newer with a certificate made for each run",
+        stranger="nothing: the handshake fails before a line is read; 256 open handshakes at most, 15 s each",
+        code="`broker/runtime/agent_gang.py`, `agent_link.py`, `agent_wire.py`",
+    ),
+    Declared(
+        name="elastic rendezvous",
+        process=r"trainers\.launch|--elastic|trainers\.\w+",
+        address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
+        where="the gang's interface on the first node, `BROKER_MASTER_PORT`; only of elastic runs",
+        authentication="the same credential of the run; on one machine without broker, a secret of that run",
+        stranger="nothing: the handshake fails before a line is read; 512 open handshakes at most",
+        code="`trainers/rendezvous_server.py`, `trainers/wire.py`",
+    ),
+    Declared(
+        name="torch's store and process groups",
+        process=r"python",
+        address=r"tcp:.+",
+        where="the program's own: torch's store listens on all interfaces at `BROKER_MASTER_PORT`, gloo and NCCL on "
+        "the interface they choose",
+        authentication="none; torch offers none",
+        stranger="whoever reaches the port can read and break the training: the firewall lets in the gang's nodes only",
+        code="torch; `broker/clouds/aws/network.py`, `broker/clouds/gcp/firewall.py`",
+    ),
+    Declared(
+        name="machine of the local cloud",
+        process=r"local_machine\.py",
+        address=r"unix:.*/broker-\d+/[0-9a-f]{16}\.sock",
+        where="a Unix socket in a folder of mode 0700 of this user",
+        authentication="file permissions",
+        stranger="nothing: other users cannot open the folder",
+        code="`broker/clouds/local_machine.py`",
+    ),
+    Declared(
+        name="kept ssh connection",
+        process=r"ssh",
+        address=r"unix:.*/broker-ssh-\d+/ssh-[0-9a-f]{16}(\.\w+)?",
+        where="a Unix socket of the system's OpenSSH in a folder of mode 0700 of this user",
+        authentication="file permissions",
+        stranger="nothing: other users cannot open the folder",
+        code="`broker/runtime/transports/ssh.py`, `ssh_options.py`",
+    ),
+    Declared(
+        name="sshd of a node",
+        process=r"sshd",
+        address=r"tcp:.+",
+        where="port 22 of a cloud node; the security group admits this machine's address and the gang",
+        authentication="an Ed25519 key made for each cluster; the host key is made by us and pinned",
+        stranger="nothing but OpenSSH's own handshake; passwords are off",
+        code="`broker/runtime/keys.py`, `bootstrap.py`",
+    ),
+)
+OUTSIDE = "torch's store and process groups"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A listening socket: `address` is `tcp:HOST:PORT` or `unix:PATH`."""
+
+    pid: int
+    command: str
+    address: str
+
+    @property
+    def is_wide(self) -> bool:
+        return self.address.startswith(("tcp:0.0.0.0:", "tcp:[::]:"))
+
+
+def list_listeners(processes: Iterable[int]) -> list[Found]:
+    """What these processes listen on, from /proc."""
+    addresses = {**_read_tcp("tcp"), **_read_tcp("tcp6"), **_read_unix()}
+    found = []
+    for pid in processes:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            held = set(_list_held(pid))
+        except OSError:
+            continue  # it has ended meanwhile
+        inodes = {each.removeprefix("socket:[").removesuffix("]") for each in held if each.startswith("socket:[")}
+        found += [
+            Found(pid=pid, command=command, address=addresses[inode]) for inode in sorted(inodes & set(addresses))
+        ]
+    return found
+
+
+def _list_held(pid: int) -> Iterator[str]:
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield path.readlink().name
+
+
+def _read_tcp(name: str) -> dict[str, str]:
+    """Inode -> address of the listening ones."""
+    found = {}
+    for line in _read_lines(Path("/proc/net") / name):
+        words = line.split()
+        if words[3] == _LISTENS:
+            host, port = words[1].split(":")
+            found[words[9]] = f"tcp:{_parse_host(host)}:{int(port, 16)}"
+    return found
+
+
+def _parse_host(text: str) -> str:
+    import ipaddress
+
+    words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]  # of a little-endian CPU
+    address = ipaddress.ip_address(b"".join(words))
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _read_unix() -> dict[str, str]:
+    found = {}
+    for line in _read_lines(Path("/proc/net/unix")):
+        words = line.split(maxsplit=7)
+        if int(words[3], 16) & _ACCEPTS:
+            found[words[6]] = f"unix:{words[7].strip() if len(words) > 7 else ''}"
+    return found
+
+
+def _read_lines(path: Path) -> Iterator[str]:
+    return iter(path.read_text().splitlines()[1:] if path.exists() else [])
+
+
+def find_declared(found: Found, *, ours: bool = True) -> Declared | None:
+    """The row of the table that a listener is; with `ours` not one of torch's, which takes any address."""
+    for each in DECLARED:
+        if each.name == OUTSIDE and ours:
+            continue
+        if re.search(each.process, found.command) and re.fullmatch(each.address, found.address):
+            return each
+    return None
+
+
+def write_table() -> str:
+    """The table as SECURITY.md has it."""
+    lines = ["| listener | where | who may speak | what a stranger can do | code |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        f"| {each.name} | {each.where} | {each.authentication} | {each.stranger} | {each.code} |" for each in DECLARED
+    ]
+    return "\n".join(lines) + "\n"

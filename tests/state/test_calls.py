@@ -1,0 +1,62 @@
+"""Budgets of failed calls and learned paces: shared by all who open the file, a row for each cloud."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.provision.patience import learn
+from broker.state.calls import Pace
+from broker.state.store import Store
+from tests.state.test_rows import Hands
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Hands) -> Store:
+    return Store(tmp_path / "state.db", clock=clock)
+
+
+def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: Hands) -> None:
+    def wait_s(cloud: str = "x") -> float:
+        return store.measure_retry_wait_s(cloud, tokens_max=3.0, refill_s=2.0)
+
+    def fail(cloud: str = "x") -> None:
+        store.take_retry(cloud, tokens_max=3.0, refill_s=2.0)
+
+    assert wait_s() == 0.0
+    for _ in range(2):
+        fail()
+    assert wait_s() == 0.0, "a token is left"
+    fail()
+    assert (wait_s(), wait_s("y")) == (2.0, 0.0), "each cloud has its own"
+    fail()
+    assert wait_s() == 2.0, "never below none"
+    clock.time_s += 1.0
+    assert wait_s() == 1.0
+    clock.time_s += 1.0
+    assert wait_s() == 0.0
+    fail()
+    clock.time_s += 1000.0
+    for _ in range(3):
+        assert wait_s() == 0.0, "no more than the most come back"
+        fail()
+    assert wait_s() == 2.0
+    clock.time_s -= 500.0
+    assert wait_s() == 2.0, "a clock that was set back gives nothing and takes nothing"
+
+
+def test_paces_are_kept_by_cloud_and_answer(store: Store) -> None:
+    store.learn_pace("x", "created", lambda pace: learn(pace, 8.0))
+    store.learn_pace("x", "whole", lambda pace: learn(pace, 80.0))
+    store.learn_pace("y", "created", lambda pace: learn(pace, 2.0))
+    store.learn_pace("x", "created", lambda pace: learn(pace, 16.0))
+    assert store.get_pace("x", "created") == Pace(mean_s=9.0, deviation_s=5.0)
+    assert store.get_pace("x", "whole") == Pace(mean_s=80.0, deviation_s=40.0)
+    assert store.get_pace("y", "created") == Pace(mean_s=2.0, deviation_s=1.0)
+    assert store.get_pace("y", "whole") is None

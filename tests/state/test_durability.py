@@ -1,0 +1,146 @@
+"""What must survive a power cut is on the disk when a method returns, and what belongs together is one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.provision.patience import learn
+from broker.state.jobs import LogOffset
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    JobStatus,
+    Node,
+    NodeRequest,
+    NodeState,
+    Placement,
+    Progress,
+    Secret,
+    Task,
+)
+from tests.simulation.world import make_offer
+
+PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+NODE = Node(id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
+REQUEST = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
+ATTEMPT = Attempt(job_id=1, number=1, cluster="c", placement=PLACEMENT, started_s=0.0)
+CLUSTER = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=1)
+FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
+Deed = Callable[[Store], object]
+
+
+class Recording(Store):
+    """Notes how each commit is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.commits: list[int] = []
+        super().__init__(path, clock=SystemClock())
+
+    def _commit(self) -> None:
+        self.commits.append(int(self._rows("PRAGMA synchronous")[0][0]))
+        super()._commit()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Recording:
+    made = Recording(tmp_path / "state.db")
+    made.add_job("j", Task())
+    made.put_attempt(ATTEMPT)
+    made.put_cluster(CLUSTER)
+    made.put_intent(REQUEST)
+    made.record_node(NODE)
+    made.add_refusal("simulated", "", None, "", True, 100.0, "full")
+    made.commits.clear()
+    return made
+
+
+DURABLE: dict[str, Deed] = {
+    "add_job": lambda store: store.add_job("k", Task(secrets={"A": Secret(value="1")}), "r"),
+    "set_job_status": lambda store: store.set_job_status(1, JobStatus.SUCCEEDED),
+    "request_cancel": lambda store: store.request_cancel(1),
+    "put_attempt": lambda store: store.put_attempt(ATTEMPT),
+    "put_cluster": lambda store: store.put_cluster(CLUSTER),
+    "delete_cluster": lambda store: store.delete_cluster("c"),
+    "next_run_id": lambda store: store.next_run_id("c"),
+    "put_intent": lambda store: store.put_intent(REQUEST),
+    "note_intent_account": lambda store: store.note_intent_account("t", "an account"),
+    "note_made_nodes": lambda store: store.note_made_nodes("t", [NODE]),
+    "close_intent": lambda store: store.close_intent("t", "up"),
+    "record_node": lambda store: store.record_node(NODE),
+    "close_bill": lambda store: store.close_bill(NODE),
+    "reopen_bill": lambda store: store.reopen_bill(NODE),
+    "add_event": lambda store: store.add_event("kind", "words"),
+    "compact": lambda store: store.compact(),
+    "lead": lambda store: store.lead(),
+    "resign": lambda store: store.resign(),
+    "add_refusal": lambda store: store.add_refusal("x", "", None, "", True, 1.0, "full"),
+    "forgive": lambda store: store.forgive(PLACEMENT),
+    "begin_probe": lambda store: store.begin_probe(PLACEMENT, lasts_s=1.0),
+}
+# What is seen again anyway: waiting for the disk would cost more than it is worth.
+NOT_DURABLE: dict[str, Deed] = {
+    "set_progress": lambda store: store.set_progress(1, Progress(step=1)),
+    "set_log_offset": lambda store: store.set_log_offset(1, LogOffset(attempt=1)),
+    "beat": lambda store: store.beat(),
+    "is_intent_open": lambda store: store.is_intent_open("t"),
+    "learn_pace": lambda store: store.learn_pace("x", "created", lambda pace: learn(pace, 1.0)),
+    "take_retry": lambda store: store.take_retry("x", tokens_max=5.0, refill_s=1.0),
+}
+
+
+@pytest.mark.parametrize("name", DURABLE)
+def test_it_is_one_commit_and_on_the_disk(store: Recording, name: str) -> None:
+    for _ in range(2):
+        DURABLE[name](store)
+        assert store.commits == [FULL]
+        store.commits.clear()
+        store.beat()  # and the next one is durable again after one that is not
+        store.commits.clear()
+
+
+@pytest.mark.parametrize("name", NOT_DURABLE)
+def test_it_is_one_commit_and_may_be_lost_in_a_power_cut(store: Recording, name: str) -> None:
+    NOT_DURABLE[name](store)
+    assert store.commits == [NORMAL]
+
+
+def test_a_transaction_is_durable_unless_said_and_its_parts_are_one_commit(store: Recording) -> None:
+    with store.transaction():
+        store.set_progress(1, Progress(step=2))
+        store.put_intent(REQUEST)
+        store.beat()
+    assert store.commits == [FULL]
+
+
+def test_a_file_that_was_just_opened_is_durable(tmp_path: Path) -> None:
+    opened = Recording(tmp_path / "new.db")
+    assert opened.commits == [FULL], "its tables are made in one commit"
+    assert opened._rows("PRAGMA journal_mode")[0][0] == "wal"
+    assert Recording(tmp_path / "new.db").commits == [], "there is nothing to migrate"
+
+
+def test_reading_writes_nothing(store: Recording) -> None:
+    store.get_job(1), store.list_jobs(), store.list_job_lines(), store.list_clusters(), store.list_open_intents()
+    store.list_bills(), store.spend_usd(now_s=1.0), store.active_refusals(0.0), store.list_events()
+    assert store.commits == []
+
+
+@pytest.mark.parametrize("name", [name for name in DURABLE if name not in ("forgive",)])
+def test_what_fails_at_its_commit_leaves_nothing(store: Recording, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump() -> list[str]:
+        return list(store._connection.iterdump())
+
+    def fail() -> None:
+        raise ValueError("power")
+
+    before = dump()
+    monkeypatch.setattr(store, "_commit", fail)
+    with pytest.raises(ValueError):
+        DURABLE[name](store)
+    assert dump() == before

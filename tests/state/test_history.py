@@ -1,0 +1,109 @@
+"""Stays of our own spot machines become evidence about places, and fade."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.spot.spells import NOTHING_SEEN
+from broker.state.history import HALF_LIFE_DAYS, SPELL_DAYS, SpotStay, gather_spells, weigh_stays
+from broker.state.store import Store
+from broker.types import Attempt, Placement, Task
+from tests.simulation.world import make_offer
+from tests.state.test_rows import START_S, Hands
+
+OFFER = make_offer("east1a")
+PLACE = (OFFER.cloud, OFFER.region, OFFER.zone, OFFER.instance_type)
+SPOT = Placement(offer=OFFER, is_spot=True, node_count=2)
+HOUR_S, DAY_S = 3600.0, 86400.0
+NOW_S = START_S
+STAY = SpotStay(place=PLACE, node_count=2, begin_s=NOW_S - 3 * HOUR_S, end_s=NOW_S, is_preempted=True)
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Hands) -> Store:
+    made = Store(tmp_path / "state.db", clock=clock)
+    made.add_job("j", Task())
+    return made
+
+
+def put(
+    store: Store, number: int, *, placement: Placement = SPOT, started_s: float = NOW_S - HOUR_S, **ends: object
+) -> None:
+    attempt = Attempt(job_id=1, number=number, cluster="c", placement=placement, started_s=started_s)
+    store.put_attempt(replace(attempt, **ends))  # type: ignore[arg-type]
+
+
+def test_stays_are_those_on_spot_newest_first_and_end_when_the_nodes_were_lost(store: Store) -> None:
+    put(store, 1, outcome="preempted: node 0 gone", lost_s=NOW_S - 30.0, ended_s=NOW_S - 10.0)
+    put(store, 2, outcome="moved", ended_s=NOW_S - 20.0)
+    put(store, 3)
+    put(store, 4, placement=replace(SPOT, is_spot=False))
+    put(store, 5, started_s=NOW_S - 91 * DAY_S)
+    put(store, 6, outcome="preempted: its cluster was taken down", ended_s=NOW_S - 5.0)
+    found = store.list_spot_stays()
+    assert [(stay.end_s - NOW_S, stay.is_preempted, stay.is_over) for stay in found] == [
+        (-5.0, False, True),
+        (0.0, False, False),
+        (-20.0, False, True),
+        (-30.0, True, True),
+    ]
+    assert {(stay.place, stay.node_count, stay.begin_s) for stay in found} == {(PLACE, 2, NOW_S - HOUR_S)}
+
+
+def test_a_stay_weighs_its_node_hours_and_half_as_much_two_weeks_later() -> None:
+    fresh = weigh_stays([STAY], now_s=NOW_S)[PLACE]
+    assert (fresh.preemptions, fresh.node_hours) == (1.0, 6.0)
+    old = weigh_stays([STAY], now_s=NOW_S + HALF_LIFE_DAYS * DAY_S)[PLACE]
+    assert (old.preemptions, old.node_hours) == (pytest.approx(0.5), pytest.approx(3.0))
+    both = weigh_stays([STAY, replace(STAY, is_preempted=False)], now_s=NOW_S)[PLACE]
+    assert (both.preemptions, both.node_hours) == (1.0, 12.0)
+    ahead = weigh_stays([STAY], now_s=NOW_S - DAY_S)[PLACE]
+    assert ahead.node_hours == 6.0, "a clock that was set back makes nothing weigh more"
+    assert HALF_LIFE_DAYS == 14.0
+
+
+def test_a_stay_of_no_length_weighs_nothing() -> None:
+    backwards = replace(STAY, begin_s=NOW_S + HOUR_S)
+    assert backwards.hours == 0.0
+    assert weigh_stays([backwards], now_s=NOW_S)[PLACE].node_hours == 0.0
+
+
+def test_spells_are_of_stays_that_ended_within_a_week() -> None:
+    found = gather_spells([STAY], now_s=NOW_S)[PLACE]
+    assert found == NOTHING_SEEN + NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=True)
+    left = gather_spells([replace(STAY, is_preempted=False)], now_s=NOW_S)[PLACE]
+    assert left == NOTHING_SEEN + NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=False)
+    faded = gather_spells([STAY], now_s=NOW_S + 5 * HOUR_S)[PLACE]
+    assert faded == NOTHING_SEEN + NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=True).fade(5.0)
+    edge_s = NOW_S + SPELL_DAYS * DAY_S
+    assert gather_spells([STAY], now_s=edge_s) and not gather_spells([STAY], now_s=edge_s + 1.0)
+    assert not gather_spells([replace(STAY, is_over=False)], now_s=NOW_S)
+    assert not gather_spells([replace(STAY, begin_s=NOW_S)], now_s=NOW_S)
+
+
+def test_spells_of_one_place_add_up() -> None:
+    one = NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=True)
+    assert gather_spells([STAY, STAY], now_s=NOW_S)[PLACE] == NOTHING_SEEN + one + one
+
+
+def test_evidence_is_read_again_once_it_is_too_old_and_when_the_clock_was_set_back(store: Store, clock: Hands) -> None:
+    assert store.read_spot_history(age_s_max=60.0) == {}
+    put(store, 1)
+    assert store.read_spot_history(age_s_max=60.0) == {}
+    assert list(store.read_spot_history()) == [PLACE]
+    put(store, 2, placement=replace(SPOT, offer=replace(OFFER, zone="east1b")))
+    clock.time_s += 59.0
+    assert len(store.read_spot_history(age_s_max=60.0)) == 1
+    clock.time_s += 1.0
+    assert len(store.read_spot_history(age_s_max=60.0)) == 2
+    put(store, 3, placement=replace(SPOT, offer=replace(OFFER, zone="east1c")))
+    clock.time_s -= 3600.0
+    assert len(store.read_spot_history(age_s_max=60.0)) == 3

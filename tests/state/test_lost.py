@@ -1,0 +1,233 @@
+"""A state file that is lost, emptied or replaced is an error with a way back, and copies are that way."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from broker.clock import SystemClock
+from broker.config import load_config
+from broker.errors import StateError
+from broker.state.copies import COPIES_MAX, list_copies
+from broker.state.restoring import find_copy, reset, restore
+from broker.state.schema import MIGRATIONS
+from broker.state.store import Store
+from broker.types import JobStatus, Secret, Task
+from tests.state.test_retention import Hands
+
+CLOCK = SystemClock()
+OWNER = "0123456789ab"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store with one job in it, closed."""
+    path = tmp_path / "home" / "state.db"
+    with closing(Store(path, clock=CLOCK, owner=OWNER)) as store:
+        store.add_job("train", Task())
+    return path
+
+
+def open_store(path: Path, owner: str | None = OWNER) -> Store:
+    return Store(path, clock=CLOCK, owner=owner)
+
+
+def remove(path: Path) -> None:
+    for each in path.parent.glob("state.db*"):
+        each.unlink()
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty"])
+def test_a_lost_state_file_is_no_fresh_start(path: Path, damage: str) -> None:
+    remove(path)
+    if damage == "empty":
+        path.touch()
+    with pytest.raises(StateError, match=f"is {damage}") as caught:
+        open_store(path)
+    assert caught.value.exit_code == 4
+    assert any("broker state restore" in hint for hint in caught.value.hints)
+    assert any("broker state reset" in hint for hint in caught.value.hints)
+    assert path.exists() is (damage == "empty"), "looking makes nothing"
+
+
+def test_the_error_names_the_newest_copy_and_its_date(path: Path) -> None:
+    store = open_store(path)
+    copy = list_copies(store.copy().parent.parent / "state.db")[0]
+    store.close()
+    remove(path)
+    with pytest.raises(StateError) as caught:
+        open_store(path)
+    import time
+
+    assert time.strftime("%Y-%m-%d", time.localtime(copy.time_s)) in caught.value.hints[0]
+
+
+def test_another_database_in_its_place_is_refused(path: Path, tmp_path: Path) -> None:
+    Store(tmp_path / "other.db", clock=CLOCK).close()
+    remove(path)
+    (tmp_path / "other.db").rename(path)
+    with pytest.raises(StateError, match="another file was put in its place"):
+        open_store(path)
+
+
+def test_a_store_from_before_gets_its_guard_and_its_columns(tmp_path: Path) -> None:
+    """As the last schema without them wrote it."""
+    path = tmp_path / "state.db"
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in (each for group in MIGRATIONS[:-1] for each in group):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version={len(MIGRATIONS) - 1}")
+        connection.execute(
+            "INSERT INTO jobs (name, status, task, secret_names, submitted_s) "
+            "VALUES ('old', 'PENDING', '{}', '[]', 1.0)"
+        )
+        connection.commit()
+    store = open_store(path)
+    (job,) = store.list_jobs()
+    assert (job.uid, job.stem, job.folder, job.name_cluster(2)) == ("", "job-1", "job-1", "job-1-2")
+    assert len(store.lineage) == 16 and store.salt == ""
+    guard = json.loads((tmp_path / "state.guard").read_text())
+    assert guard["lineage"] == store.lineage and guard["owner"] == OWNER
+    assert len(list_copies(path)) == 1, "one was written before the migration"
+    new = store.add_job("new", Task())
+    assert len(new.uid) == 5 and new.name_cluster(1) == f"job-2-{new.uid}-1"
+
+
+def test_guard_and_copies_are_for_their_owner_alone(path: Path) -> None:
+    store = open_store(path)
+    copy = store.copy()
+    assert copy.stat().st_mode & 0o777 == 0o600 and copy.parent.stat().st_mode & 0o777 == 0o700
+    assert path.with_name("state.guard").stat().st_mode & 0o777 == 0o600
+    assert not list(copy.parent.glob(".new-*"))
+
+
+def test_a_copy_a_day_and_the_newest_seven(tmp_path: Path) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    for _ in range(20):
+        clock.time_s += 43200.0
+        store.copy_if_due()
+    copies = list_copies(store.path)
+    assert len(copies) == COPIES_MAX
+    assert {a.time_s - b.time_s for a, b in pairwise(copies)} == {86400.0}
+
+
+def test_a_copy_that_fails_leaves_the_older_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(path)
+    store.copy()
+    monkeypatch.setattr("broker.state.copies.sync_file", fail_for_lack_of_space)
+    with pytest.raises(StateError, match="No space left"):
+        store.copy()
+    assert len(list_copies(path)) == 1 and not list((path.parent / "backups").glob(".new-*"))
+
+
+def fail_for_lack_of_space(path: Path) -> None:
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_restore_brings_back_what_was_and_keeps_the_present_file(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        store.copy()
+        store.add_job("later", Task())
+        store.set_job_status(1, JobStatus.SUCCEEDED)
+    aside = restore(path, find_copy(path, None), clock=CLOCK, owner=OWNER)
+    with closing(open_store(path)) as store:
+        (job,) = store.list_jobs()
+        assert job.status is JobStatus.PENDING and store.restored_s > 0 and store.salt
+        assert [event.kind for event in store.list_events()] == ["restored"]
+    assert aside is not None and sqlite3.connect(aside).execute("SELECT count(*) FROM jobs").fetchone()[0] == 2
+    assert not list(path.parent.glob(".restoring-*"))
+
+
+def test_each_restore_skips_more_attempt_numbers_also_over_a_reset(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        copy = store.copy()
+    firsts = []
+    for turn in range(3):
+        if turn == 2:
+            reset(path, clock=CLOCK, owner=OWNER)
+        restore(path, copy, clock=CLOCK, owner=OWNER)
+        with closing(open_store(path)) as store:
+            (job,) = store.list_jobs()
+            firsts.append(job.first_attempt)
+    assert firsts == [1001, 2001, 3001]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 1000], ids=["empty", "garbage"])
+def test_what_is_no_database_is_not_restored(path: Path, tmp_path: Path, content: bytes) -> None:
+    bad = tmp_path / "bad.db"
+    bad.write_bytes(content)
+    before = path.read_bytes()
+    with pytest.raises(StateError, match="copy"):
+        restore(path, bad, clock=CLOCK, owner=OWNER)
+    assert path.read_bytes() == before
+
+
+def test_restore_is_refused_while_another_command_has_the_store_open(path: Path) -> None:
+    store = open_store(path)
+    copy = store.copy()
+    with pytest.raises(StateError, match="another broker command"):
+        restore(path, copy, clock=CLOCK, owner=OWNER)
+    assert store.count_jobs() == 1
+
+
+def test_names_after_a_reset_are_new_though_ids_begin_again(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        old, old_lineage = store.list_jobs()[0], store.lineage
+    aside = reset(path, clock=CLOCK, owner=OWNER)
+    with closing(open_store(path)) as store:
+        new = store.add_job("train", Task(secrets={"KEY": Secret(value="v")}))
+        assert (new.id, store.lineage != old_lineage) == (old.id, True)
+        assert new.folder != old.folder and new.name_cluster(1) != old.name_cluster(1)
+    assert aside is not None and aside.exists()
+
+
+def test_a_retry_keeps_the_first_folder_under_a_name_of_its_own(path: Path) -> None:
+    store = open_store(path)
+    store.set_job_status(1, JobStatus.FAILED)
+    first = store.get_job(1)
+    again = store.add_job("train", Task(), resumes=first)
+    assert first is not None and again.folder == first.folder and again.name_cluster(2) != first.name_cluster(2)
+
+
+# -- the owner file ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [None, b"", b"  \n", b"\x00\x01", b"two words", b"\xff\xfe"])
+def test_a_lost_or_damaged_owner_is_an_error_beside_a_store_that_has_one(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (path.parent / "owner").write_bytes(content)
+    with pytest.raises(StateError) as caught:
+        load_config(path.parent)
+    assert any("broker state restore --owner" in hint for hint in caught.value.hints)
+    assert content is not None or not (path.parent / "owner").exists(), "none is drawn"
+
+
+def test_another_owner_than_the_stores_is_an_error(path: Path) -> None:
+    (path.parent / "owner").write_text("ba9876543210")
+    with pytest.raises(StateError, match="belongs to"):
+        load_config(path.parent)
+    with pytest.raises(StateError, match="belongs to"):
+        open_store(path, owner="ba9876543210")
+
+
+def test_the_first_start_draws_an_owner_once(tmp_path: Path) -> None:
+    first = load_config(tmp_path / "home")
+    assert load_config(tmp_path / "home") == first and len(first.owner) == 12
+
+
+def test_a_damaged_guard_is_written_again_from_the_store(path: Path) -> None:
+    guard = path.with_name("state.guard")
+    whole = guard.read_text()
+    guard.write_text(whole[:20])
+    open_store(path).close()
+    assert json.loads(guard.read_text())["lineage"] == json.loads(whole)["lineage"]
+    guard.write_text("garbage")
+    remove(path)
+    with pytest.raises(StateError, match="missing"):
+        open_store(path)

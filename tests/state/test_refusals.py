@@ -1,0 +1,123 @@
+"""Refusals: what they cover, how long they hold, who may ask meanwhile, and what ends them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.state.events import FORGIVEN_AFTER_S, Refusal
+from broker.state.store import Store
+from broker.types import Placement
+from tests.simulation.world import make_offer
+from tests.state.test_rows import START_S, Hands
+
+OFFER = make_offer("east1a")
+PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Hands) -> Store:
+    return Store(tmp_path / "state.db", clock=clock)
+
+
+def make(**fields: object) -> Refusal:
+    whole = Refusal(
+        cloud=OFFER.cloud, region=OFFER.region, zone=OFFER.zone or "", instance_type=OFFER.instance_type,
+        is_spot=True, expires_s=1.0, reason="full",
+    )  # fmt: skip
+    return replace(whole, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["region", "zone", "instance_type"])
+def test_an_empty_part_covers_all_and_another_covers_nothing(name: str) -> None:
+    assert make().covers(PLACEMENT) and make(**{name: ""}).covers(PLACEMENT)
+    assert not make(**{name: "another"}).covers(PLACEMENT)
+    assert not make(cloud="").covers(PLACEMENT) and not make(is_spot=False).covers(PLACEMENT)
+    nowhere = replace(PLACEMENT, offer=replace(OFFER, zone=None))
+    assert make(zone="").covers(nowhere) and not make().covers(nowhere)
+
+
+def refuse(store: Store, lasts_s: float = 100.0, zone: str | None = "east1a", **more: object) -> Refusal:
+    store.add_refusal(
+        OFFER.cloud, OFFER.region, zone, OFFER.instance_type, True, lasts_s, "full", **more  # type: ignore[arg-type]
+    )  # fmt: skip
+    return next(each for each in store.active_refusals(store.clock.now_s()) if each.zone == (zone or ""))
+
+
+def test_what_is_said_of_a_refusal_comes_back(store: Store) -> None:
+    found = refuse(store, hints=("ask for more", "or less"), reask_after_s=30.0)
+    assert found == make(expires_s=START_S + 100.0, reask_s=START_S + 30.0, hints=("ask for more", "or less"))
+    assert refuse(store, zone=None).hints == ()
+    assert [each.zone for each in store.active_refusals(START_S + 99.0)] == ["east1a", ""]
+    assert store.active_refusals(START_S + 100.0) == []
+
+
+def test_without_a_most_a_refusal_never_grows(store: Store, clock: Hands) -> None:
+    for _ in range(3):
+        assert refuse(store).expires_s == clock.now_s() + 100.0
+        clock.time_s += 100.0
+
+
+def test_a_most_that_is_less_than_asked_for_shortens_nothing(store: Store) -> None:
+    assert refuse(store, lasts_s_max=10.0).expires_s == START_S + 100.0
+
+
+def test_one_who_has_nowhere_else_to_go_may_ask_again_later_each_time(store: Store, clock: Hands) -> None:
+    pauses = []
+    for _ in range(5):
+        found = refuse(store, 600.0, lasts_s_max=9999.0, reask_after_s=30.0, reask_after_s_max=100.0)
+        pauses.append(found.reask_s - clock.now_s())
+        clock.time_s = found.reask_s
+    assert pauses == [30.0, 45.0, 67.5, 100.0, 100.0]
+    assert refuse(store, 5.0, zone="b", reask_after_s=30.0).reask_s == clock.now_s() + 5.0, "it has ended by then"
+
+
+def test_answers_to_what_was_asked_before_the_refusal_was_known_count_with_it(store: Store, clock: Hands) -> None:
+    more = {"lasts_s_max": 9999.0, "reask_after_s": 30.0}
+    refuse(store, **more)
+    clock.time_s += 29.9
+    assert refuse(store, **more).expires_s == clock.now_s() + 100.0
+    clock.time_s += 30.0
+    assert refuse(store, **more).expires_s == clock.now_s() + 200.0
+
+
+def test_a_refusal_long_after_the_last_one_is_the_first_again(store: Store, clock: Hands) -> None:
+    refuse(store, lasts_s_max=9999.0)
+    clock.time_s += 100.0 + FORGIVEN_AFTER_S - 1.0
+    assert refuse(store, lasts_s_max=9999.0).expires_s == clock.now_s() + 200.0
+    clock.time_s += 200.0 + FORGIVEN_AFTER_S
+    assert refuse(store, lasts_s_max=9999.0).expires_s == clock.now_s() + 100.0
+
+
+def test_a_probe_holds_all_others_up_as_long_as_it_lasts(store: Store, clock: Hands) -> None:
+    store.begin_probe(PLACEMENT, lasts_s=50.0)
+    assert store.active_refusals(clock.now_s()) == [], "nothing to probe"
+    refuse(store)
+    refuse(store, zone="elsewhere")
+    clock.time_s += 100.0
+    assert store.active_refusals(clock.now_s()) == []
+    store.begin_probe(PLACEMENT, lasts_s=50.0)
+    (held,) = store.active_refusals(clock.now_s())
+    assert (held.zone, held.probed_until_s) == ("east1a", clock.now_s() + 50.0)
+    clock.time_s += 50.0
+    assert store.active_refusals(clock.now_s()) == []
+    clock.time_s += FORGIVEN_AFTER_S
+    store.begin_probe(PLACEMENT, lasts_s=50.0)
+    assert store.active_refusals(clock.now_s()) == [], "forgotten by then"
+
+
+def test_a_gang_that_came_up_forgives_its_place_and_what_is_wider_and_nothing_else(store: Store) -> None:
+    refuse(store)
+    refuse(store, zone=None)
+    refuse(store, zone="elsewhere")
+    store.forgive(replace(PLACEMENT, is_spot=False))
+    assert len(store.active_refusals(START_S)) == 3
+    store.forgive(PLACEMENT)
+    assert [each.zone for each in store.active_refusals(START_S)] == ["elsewhere"]

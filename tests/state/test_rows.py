@@ -1,0 +1,375 @@
+"""What each method writes is what the others read: jobs, clusters, intents, bills, run numbers, leaders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.errors import FencedError
+from broker.state.jobs import LogOffset, StepRange
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    Job,
+    JobStatus,
+    Node,
+    NodeRequest,
+    NodeState,
+    Placement,
+    Progress,
+    Secret,
+    Task,
+)
+from tests.simulation.world import make_offer
+
+PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+START_S = 1_800_000_000.0
+NODE = Node(
+    id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, usd_hour=2.0, created_s=0.0
+)
+
+
+class Hands:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.time_s = START_S
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.time_s += duration_s
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Hands) -> Store:
+    return Store(tmp_path / "state.db", clock=clock)
+
+
+def get(store: Store, job: Job) -> Job:
+    found = store.get_job(job.id)
+    assert found is not None
+    return found
+
+
+def make_attempt(job_id: int, number: int = 1, **fields: object) -> Attempt:
+    attempt = Attempt(job_id=job_id, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=START_S)
+    return replace(attempt, **fields)  # type: ignore[arg-type]
+
+
+# -- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_comes_back_as_it_was_put_and_as_it_went_on(store: Store, clock: Hands) -> None:
+    task = Task(name="train", run="true", envs={"A": "1"})
+    job = store.add_job("train", task, "r", needs=(3, 4), pipeline="p", hedge=5)
+    assert job == Job(
+        id=job.id, name="train", status=JobStatus.PENDING, task=task, submitted_s=START_S,
+        needs=(3, 4), pipeline="p", hedge=5,
+    )  # fmt: skip
+    attempt, progress = make_attempt(job.id), Progress(step=3, total=9, loss=0.5, checkpoint_step=2)
+    store.put_attempt(attempt)
+    store.set_progress(job.id, progress)
+    clock.time_s += 10.0
+    store.set_job_status(job.id, JobStatus.RUNNING)
+    running = replace(job, status=JobStatus.RUNNING, attempts=(attempt,), progress=progress)
+    assert get(store, job) == running == store.list_jobs()[0]
+    store.request_cancel(job.id)
+    assert get(store, job).cancel_requested and store.is_cancel_requested(job.id)
+    assert store.set_job_status(job.id, JobStatus.FAILED, "code 3")
+    ended = get(store, job)
+    assert (ended.ended_s, ended.failure, ended.status) == (START_S + 10.0, "code 3", JobStatus.FAILED)
+
+
+def test_a_live_status_has_no_end_and_only_live_jobs_can_be_cancelled(store: Store) -> None:
+    job = store.add_job("j", Task())
+    assert store.set_job_status(job.id, JobStatus.RECOVERING)
+    assert get(store, job).ended_s is None and not get(store, job).cancel_requested
+    assert store.request_cancel(job.id) and not store.request_cancel(99)
+    assert not store.is_cancel_requested(99)
+
+
+def test_a_retry_goes_on_with_the_first_jobs_name_of_checkpoints_and_attempt_numbers(store: Store) -> None:
+    first = store.add_job("j", Task())
+    store.put_attempt(make_attempt(first.id))
+    second = store.add_job("j", Task(), resumes=get(store, first))
+    store.put_attempt(make_attempt(second.id, 2))
+    third = store.add_job("j", Task(), resumes=get(store, second))
+    assert (first.resumes, first.first_attempt, first.hedge) == (None, 1, 2)
+    assert (second.resumes, second.first_attempt) == (first.id, 2)
+    assert (third.resumes, third.first_attempt) == (first.id, 3)
+
+
+def test_requests_are_found_by_their_id_alone(store: Store) -> None:
+    one, two = store.add_job("a", Task(), "r1"), store.add_job("a", Task(), "r2")
+    assert one.id != two.id != store.add_job("a", Task()).id != store.add_job("a", Task()).id
+    found = store.find_request("r2")
+    assert found is not None and found.id == two.id
+    assert store.find_request("r3") is None and store.find_request(None) is None and store.find_request("") is None
+
+
+def test_live_and_unfinished_jobs(store: Store) -> None:
+    live, ended, open_attempt, has_cluster, _ = (store.add_job(name, Task()) for name in "abcde")
+    store.put_attempt(make_attempt(live.id))
+    store.put_attempt(make_attempt(open_attempt.id))
+    store.put_attempt(make_attempt(has_cluster.id, ended_s=START_S + 1.0))
+    store.put_attempt(make_attempt(ended.id, ended_s=START_S + 1.0))
+    store.put_cluster(make_cluster("c", job_id=has_cluster.id))
+    store.put_cluster(make_cluster("mine"))
+    for job in (ended, open_attempt, has_cluster):
+        store.set_job_status(job.id, JobStatus.SUCCEEDED)
+    assert store.list_live_job_ids() == [1, 5]
+    assert store.list_unfinished_job_ids() == [1, 3, 4, 5]
+    assert store.count_jobs() == 5
+
+
+def test_a_list_shows_the_newest_and_every_live_one(store: Store, clock: Hands) -> None:
+    for name in "abcde":
+        store.add_job(name, Task())
+        clock.time_s += 1.0
+    store.put_attempt(make_attempt(2, 1, running_s=START_S))
+    store.put_attempt(make_attempt(2, 2))
+    store.set_progress(2, Progress(step=7, total=9))
+    for job_id in (1, 3, 4):
+        store.set_job_status(job_id, JobStatus.SUCCEEDED)
+    assert [line.id for line in store.list_job_lines()] == [5, 4, 3, 2, 1]
+    assert [line.id for line in store.list_job_lines(2)] == [5, 4, 2]
+    line = next(each for each in store.list_job_lines() if each.id == 2)
+    assert (line.name, line.status, line.step, line.total, line.starts) == ("b", JobStatus.PENDING, 7, 9, 1)
+    assert (line.submitted_s, line.ended_s) == (START_S + 1.0, None)
+    assert store.list_job_lines(1)[1].ended_s is None
+
+
+def test_steps_are_kept_for_the_newest_attempt_and_never_go_back(store: Store) -> None:
+    job = store.add_job("j", Task())
+    store.set_progress(job.id, Progress(step=1))
+    assert store.list_steps(job.id) == {}, "no attempt has begun"
+    store.put_attempt(make_attempt(job.id, 1))
+    store.set_progress(job.id, Progress(step=5, checkpoint_step=4))
+    store.set_progress(job.id, Progress(step=3))
+    store.put_attempt(make_attempt(job.id, 2))
+    store.set_progress(job.id, Progress(step=4))
+    assert store.list_steps(job.id) == {
+        1: StepRange(first_step=5, last_step=5, checkpoint_step=4),
+        2: StepRange(first_step=4, last_step=4, checkpoint_step=None),
+    }
+
+
+def test_log_offsets_are_kept_by_job(store: Store) -> None:
+    assert store.get_log_offset(1) == LogOffset() == LogOffset(attempt=0, source_bytes=0, file_bytes=0)
+    store.set_log_offset(1, LogOffset(attempt=2, source_bytes=30, file_bytes=40))
+    store.set_log_offset(1, LogOffset(attempt=3, source_bytes=31, file_bytes=41))
+    assert store.get_log_offset(1) == LogOffset(attempt=3, source_bytes=31, file_bytes=41)
+    assert store.get_log_offset(2) == LogOffset()
+
+
+def test_secrets_live_as_long_as_their_job(store: Store) -> None:
+    job = store.add_job("j", Task(secrets={"A": Secret(value="1"), "B": Secret(value="2")}))
+    store.set_job_status(job.id, JobStatus.RUNNING)
+    assert {name: each.value for name, each in get(store, job).task.secrets.items()} == {"A": "1", "B": "2"}
+    store.set_job_status(job.id, JobStatus.CANCELLED)
+    assert {name: each.value for name, each in get(store, job).task.secrets.items()} == {"A": "", "B": ""}
+
+
+# -- clusters and intents -------------------------------------------------------------------------------------------
+
+
+def make_cluster(name: str, job_id: int | None = None) -> Cluster:
+    return Cluster(
+        name=name, status=ClusterStatus.UP, placement=PLACEMENT, attempt=1, nodes=(NODE,), created_s=5.0, job_id=job_id
+    )
+
+
+def test_clusters_come_back_by_name_and_go_with_their_run_numbers(store: Store) -> None:
+    one, two = make_cluster("b"), make_cluster("a", job_id=4)
+    store.put_cluster(one)
+    store.put_cluster(two)
+    assert (store.get_cluster("b"), store.get_cluster("x")) == (one, None)
+    assert list(store.list_clusters()) == [two, one]
+    store.put_cluster(replace(one, status=ClusterStatus.TERMINATING))
+    found = store.get_cluster("b")
+    assert found is not None and found.status is ClusterStatus.TERMINATING
+    assert (store.next_run_id("a"), store.next_run_id("b"), store.next_run_id("b")) == (1, 1, 2)
+    store.delete_cluster("b")
+    assert list(store.list_clusters()) == [two]
+    assert (store.newest_run_id("a"), store.newest_run_id("b")) == (1, 0)
+
+
+def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Store, clock: Hands) -> None:
+    requests = [
+        NodeRequest(owner="me", cluster=cluster, attempt=1, token=token, placement=PLACEMENT)
+        for cluster, token in (("c", "t1"), ("c", "t2"), ("d", "t3"))
+    ]
+    for request in requests:
+        store.put_intent(request)
+        clock.time_s += 1.0
+    store.put_intent(replace(requests[0], attempt=9))
+    opened = store.list_open_intents()
+    assert [(each.request, each.created_s) for each in opened] == [
+        (request, START_S + index) for index, request in enumerate(requests)
+    ]
+    store.close_intent("t1", "up")
+    assert [store.is_intent_open(token) for token in ("t1", "t2", "t3", "t4")] == [False, True, True, False]
+    assert [each.request.token for each in store.list_open_intents("c")] == ["t2"]
+    assert [each.request.token for each in store.list_open_intents()] == ["t2", "t3"]
+    assert store.list_tokens("c") == {"t1", "t2"}
+    assert (store.count_closed_intents("c"), store.count_closed_intents("d")) == (1, 0)
+
+
+def test_the_first_outcome_of_an_intent_stands(store: Store) -> None:
+    store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT))
+    store.close_intent("t", "up")
+    store.close_intent("t", "terminated")
+    assert [row[0] for row in store._rows("SELECT outcome FROM intents")] == ["up"]
+
+
+def test_an_intent_keeps_the_account_and_the_nodes_that_were_made_for_it(store: Store) -> None:
+    requests = [
+        NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT) for token in ("t1", "t2")
+    ]
+    for request in requests:
+        store.put_intent(request)
+    assert (store.get_request("t2"), store.get_request("t3")) == (requests[1], None)
+    assert not store.list_made_nodes("t1") and not store.list_made_nodes("t3")
+    store.note_intent_account("t1", "an account")
+    store.note_made_nodes("t1", [NODE])
+    assert store.get_request("t1") == replace(requests[0], account="an account")
+    assert (list(store.list_made_nodes("t1")), list(store.list_made_nodes("t2"))) == ([NODE], [])
+    assert store.get_request("t2") == requests[1]
+
+
+def test_cancels_that_were_asked_for_are_listed_while_their_job_lives(store: Store) -> None:
+    for name in "abc":
+        store.add_job(name, Task())
+    for job_id in (2, 3):
+        store.request_cancel(job_id)
+    store.set_job_status(3, JobStatus.CANCELLED)
+    assert store.list_cancel_requested_ids() == [2]
+
+
+# -- bills ----------------------------------------------------------------------------------------------------------
+
+
+def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
+    store.put_cluster(make_cluster("c", job_id=7))
+    store.record_node(NODE)
+    store.record_node(replace(NODE, id="m", ended_s=1800.0))
+    store.record_node(replace(NODE, id="o", cluster="d", usd_hour=1.0))
+    assert store.spend_usd(cluster="c", now_s=3600.0) == pytest.approx(3.0)
+    assert store.spend_usd(job_id=7, now_s=3600.0) == pytest.approx(3.0)
+    assert store.spend_usd(cluster="d", job_id=7, now_s=3600.0) == 0.0
+    assert store.spend_usd(now_s=3600.0) == pytest.approx(4.0)
+    assert store.spend_usd(now_s=-5.0) == 0.5 * 2.0, "a node from ahead of a clock that was set back costs nothing"
+    assert store.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
+    assert [(bill.node, bill.job_id, bill.ended_s) for bill in store.list_bills()] == [
+        ("n", 7, None), ("m", 7, 1800.0), ("o", None, None),
+    ]  # fmt: skip
+
+
+def test_a_bill_ends_once_and_starts_anew_after_a_stop(store: Store, clock: Hands) -> None:
+    store.record_node(replace(NODE, created_s=START_S))
+    clock.time_s += 3600.0
+    store.close_bill(NODE)
+    clock.time_s += 3600.0
+    store.close_bill(NODE)
+    assert store.spend_usd(now_s=clock.time_s) == pytest.approx(2.0), "it stands still since the first time"
+    store.reopen_bill(NODE)
+    store.reopen_bill(NODE)
+    stopped = replace(NODE, state=NodeState.STOPPED, created_s=START_S, ended_s=START_S + 3600.0)
+    store.record_node(stopped)
+    clock.time_s += 1800.0
+    assert store.spend_usd(now_s=clock.time_s) == pytest.approx(3.0), "what is listed of before does not close it"
+    store.record_node(replace(stopped, state=NodeState.TERMINATED, ended_s=clock.time_s))
+    clock.time_s += 1800.0
+    assert store.spend_usd(now_s=clock.time_s) == pytest.approx(3.0)
+    assert len(store.list_bills()) == 2
+
+
+def test_what_is_done_to_one_bill_leaves_those_of_other_nodes_and_clouds(store: Store, clock: Hands) -> None:
+    others = [replace(NODE, id="m"), replace(NODE, cloud="y")]
+    for node in (NODE, *others):
+        store.record_node(node)
+    clock.time_s = 3600.0
+    store.close_bill(NODE)
+    assert [bill.ended_s for bill in store.list_bills()] == [3600.0, None, None]
+    for node in others:
+        store.close_bill(node)
+    clock.time_s = 7200.0
+    store.reopen_bill(NODE)
+    opened = [bill for bill in store.list_bills() if bill.ended_s is None]
+    assert [(bill.cloud, bill.node, bill.created_s) for bill in opened] == [("x", "n", 7200.0)]
+    assert sorted((bill.cloud, bill.node) for bill in store.list_bills())[1:] == [
+        ("x", "n"),
+        ("x", "n@0.0"),
+        ("y", "n"),
+    ]
+
+
+def test_a_terminated_node_ends_its_bill_even_before_it_was_opened_anew(store: Store, clock: Hands) -> None:
+    store.record_node(replace(NODE, created_s=START_S))
+    store.record_node(replace(NODE, state=NodeState.TERMINATED, ended_s=START_S - 60.0))
+    assert store.spend_usd(now_s=START_S + 3600.0) == 0.0
+
+
+def test_a_node_takes_its_job_from_its_cluster_whenever_that_is_known_first(store: Store) -> None:
+    store.record_node(NODE)
+    store.put_cluster(make_cluster("c", job_id=7))
+    store.record_node(replace(NODE, usd_hour=4.0))
+    store.delete_cluster("c")
+    store.record_node(replace(NODE, usd_hour=4.0))
+    (bill,) = store.list_bills()
+    assert (bill.job_id, bill.usd_hour, bill.cloud, bill.cluster, bill.created_s) == (7, 4.0, "x", "c", 0.0)
+
+
+# -- leaders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_leader_fences_the_old_one_and_a_command_leads_nothing(tmp_path: Path, clock: Hands) -> None:
+    old, new, command = (Store(tmp_path / "state.db", clock=clock) for _ in range(3))
+    assert old.measure_beat_age_s() == START_S
+    assert (old.lead(), new.lead()) == (1, 2)
+    with pytest.raises(FencedError):
+        old.add_event("x", "late")
+    with pytest.raises(FencedError):
+        old.beat()
+    with pytest.raises(FencedError):
+        old.is_intent_open("t")
+    new.add_event("x", "in time")
+    command.add_event("x", "by a user")
+    assert [event.message for event in command.list_events()] == ["in time", "by a user"]
+    clock.time_s += 5.0
+    assert command.measure_beat_age_s() == 5.0
+    new.beat()
+    assert command.measure_beat_age_s() == 0.0
+    new.resign()
+    assert command.measure_beat_age_s() == clock.time_s
+    with pytest.raises(FencedError):
+        old.lead()
+    assert command.lead() == 3
+    new.add_event("x", "who resigned is a command again")
+
+
+# -- events ---------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_chosen_by_job_by_cluster_and_by_what_was_read_already(store: Store, clock: Hands) -> None:
+    store.add_event("a", "one", job_id=1)
+    clock.time_s += 1.0
+    store.add_event("b", "two", cluster="c")
+    store.add_event("b", "three", job_id=1, cluster="c")
+    assert [event.message for event in store.list_events(job_id=1)] == ["one", "three"]
+    assert [event.message for event in store.list_events(cluster="c")] == ["two", "three"]
+    assert [event.message for event in store.list_events(job_id=1, cluster="c")] == ["three"]
+    first, *others = store.list_events()
+    assert (first.kind, first.time_s, first.job_id, first.cluster) == ("a", START_S, 1, None)
+    assert store.list_events(after=first.id) == others
