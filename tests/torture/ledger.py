@@ -30,8 +30,9 @@ class JobRow:
 
     @property
     def folder(self) -> str:
-        """Of its checkpoints."""
-        return f"job-{self.resumes or self.id}-{self.uid}"
+        """Name of the folder of its checkpoints."""
+        number = self.resumes or self.id
+        return f"job-{number}-{self.uid}" if self.uid else f"job-{number}"
 
     @property
     def is_live(self) -> bool:
@@ -79,7 +80,6 @@ def _read(connection: sqlite3.Connection) -> View:
         attempts.setdefault(row["job_id"], []).append({**json.loads(row["body"]), "number": row["number"]})
     jobs = {
         row["id"]: JobRow(
-            uid=row["uid"],
             id=row["id"],
             name=row["name"],
             status=row["status"],
@@ -88,6 +88,7 @@ def _read(connection: sqlite3.Connection) -> View:
             resumes=row["resumes"],
             attempts=tuple(attempts.get(row["id"], ())),
             progress=str(row["progress"]),
+            uid=row["uid"],
         )
         for row in connection.execute("SELECT * FROM jobs ORDER BY id")
     }
