@@ -61,6 +61,7 @@ class Market:
 
     boot_s: float = 20.0
     boot_s_max: float = 40.0
+    list_s: float = 0.01  # that a list takes
     list_lag_s: float = 5.0  # a new node may be missing from lists for so long; below `settle_s`
     terminate_s: float = 3.0
     late_s: float = 4.0  # with the lag of lists, below `settle_s`
@@ -148,7 +149,7 @@ class SimulatedCloud:
         return [self._look(self._machines[node_id]) for node_id in known]
 
     async def list_nodes(self, owner: str) -> NodeList:
-        await self.clock.sleep(0.01)
+        await self.clock.sleep(self.market.list_s)
         self._maybe_fail("list", "")
         now_s = self.clock.now_s()
         if now_s < self._blank_until_s or self._draw("list:blank", self.faults.blank):

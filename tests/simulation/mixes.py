@@ -51,6 +51,7 @@ class Mix:
     points_between_kills: float = math.inf
     kill_every_s: float = math.inf
     stop_every_s: float = math.inf
+    stopped_s: float = 40.0  # of a scene's stop: long enough for another leader to take over
     sqlite_every_s: float = math.inf
     jump_every_s: float = math.inf
     command_every_s: float = math.inf

@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from broker.clouds.simulated import FaultRates, Market
-from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeState, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Resources, Task
 from tests.simulation import host, stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.universe import STOPPED_S, ZONES, Universe
+from tests.simulation.universe import ZONES, Universe
 
 MARKET = Market(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
 Act = Callable[[Universe], None]
@@ -101,7 +103,7 @@ def stop_leader(universe: Universe) -> None:
     """SIGSTOP for so long that another one takes over; then it goes on where it was."""
     for process in universe.processes:
         if process.store is not None and process.store._epoch is not None:
-            universe.stop(process, STOPPED_S)
+            universe.stop(process, universe.mix.stopped_s)
 
 
 def black_out(universe: Universe) -> None:
@@ -203,6 +205,14 @@ def expire_login(universe: Universe) -> None:
     universe.cloud.lock_out(50.0)
 
 
+def repeat_call(universe: Universe) -> None:
+    """The cloud makes the first job's nodes once more, minutes late, and nobody waits for them."""
+    rows = universe.read("SELECT body FROM intents WHERE outcome IS NOT NULL ORDER BY rowid")
+    if rows:
+        request = msgspec.json.decode(rows[0][0], type=NodeRequest)
+        universe.cloud._make_gang(request, universe.cloud.clock.now_s())
+
+
 async def act_out(universe: Universe, scene: Scene) -> None:
     """Acts in turn; without any program started within a while, they happen all the same."""
     universe.is_acting = True
@@ -241,6 +251,7 @@ def check_end(universe: Universe, scene: Scene) -> str:
 
 
 SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
+SLOW_LISTS = replace(MARKET, list_s=1.5)
 SLOW_BOOT = replace(MARKET, boot_s=30.0, boot_s_max=40.0)
 MIDDLE_BOOT = replace(MARKET, boot_s=12.0, boot_s_max=14.0)
 LONG_END = replace(MARKET, terminate_s=30.0)
@@ -262,6 +273,10 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="preemption", mix=make_mix(), acts=((5.0, preempt),)),
     Scene(name="two preemptions", mix=make_mix(make_job(nodes=1, steps=20)), acts=((4.0, preempt), (20.0, preempt))),
     Scene(name="cancel", mix=make_mix(), acts=((5.0, cancel),), ends=(*CANCELLED, JobStatus.SUCCEEDED)),
+    Scene(
+        name="three jobs and slow lists",
+        mix=make_mix(*(make_job(nodes=1, submit_s=0.5 + each) for each in range(3)), market=SLOW_LISTS),
+    ),
     Scene(
         name="cancel in recovery",
         mix=make_mix(),
@@ -340,14 +355,24 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
     Scene(
         name="a leader that sleeps while nodes boot",
-        mix=make_mix(make_job(nodes=1), market=SLOW_BOOT, is_doubled=True),
+        mix=make_mix(make_job(nodes=1), cloud=FaultRates(transient=0.5), market=SLOW_BOOT, is_doubled=True),
+        seed=4,
+    ),
+    Scene(
+        name="a call that is carried out again after its job, collected at once",
+        mix=make_mix(make_job(nodes=1), market=FAST, heal_s=200.0),
+        acts=((60.0, repeat_call), *((60.5 + 0.5 * count, collect) for count in range(30))),
     ),
     Scene(name="a laptop that sleeps", mix=make_mix(make_job(steps=800), heal_s=900.0), acts=((8.0, sleep),)),
     Scene(name="a power cut", mix=make_mix(power_every_s=1e9), acts=((6.5, cut_power),)),
     Scene(
         name="a disk that is full for a while", mix=make_mix(make_job(steps=60), heal_s=120.0), acts=((5.0, fill_disk),)
     ),
-    Scene(name="a login that expires under a program", mix=make_mix(make_job(steps=60)), acts=((5.0, expire_login),)),
+    Scene(
+        name="a login that expires under a program",
+        mix=make_mix(make_job(steps=150), heal_s=120.0),
+        acts=((5.0, expire_login),),
+    ),
     Scene(name="a login for another account", mix=make_mix(make_job(steps=400), heal_s=900.0), acts=LOGINS),
     Scene(
         name="a region that is silent",

@@ -41,7 +41,6 @@ ZONES = ("east1a", "east1b", "west1a", "north1a")
 TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
-STOPPED_S = 40.0  # long enough for another leader to take over
 
 
 class TrueClock:
@@ -145,7 +144,7 @@ class Universe:
         self.seed = seed
         self.mix = mix
         self.kill_at = kill_at  # the one deed or commit, of all, to be killed at
-        self.stop_at = stop_at  # as `kill_at`, but with SIGSTOP, for `STOPPED_S`
+        self.stop_at = stop_at  # as `kill_at`, but with SIGSTOP, for `Mix.stopped_s`
         self.random = Random(f"{seed}/world")
         self.loop = ShuffledLoop(Random(f"{seed}/order"))
         self.start_s = self.loop.time()
@@ -462,7 +461,7 @@ class Universe:
             return
         if self.points == self.stop_at:
             self.stop_at = None
-            self.stop(process, STOPPED_S)
+            self.stop(process, self.mix.stopped_s)
             return
         if self.is_healed:
             return

@@ -136,12 +136,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         plant=keeping.collector_ignores_age,
         letters="S3",
-        scene="collecting beside a call that comes late",
+        scene="a call that is carried out again after its job, collected at once",
         needs_collector=True,
     ),
     Mutant(plant=keeping.budget_per_attempt, letters="S9 S11", scene="budget over several attempts"),
     Mutant(plant=keeping.stopwatch_counts_suspended_time, letters="S5", scene="a laptop that sleeps"),
-    Mutant(plant=keeping.lister_shares_an_older_list, letters="S16", scene="two jobs at once"),
+    Mutant(plant=keeping.lister_shares_an_older_list, letters="S16", scene="three jobs and slow lists"),
     Mutant(
         plant=believing.list_of_another_account_believed, letters="S3 S4 S5 S10", scene="a login for another account"
     ),
