@@ -93,10 +93,11 @@ class Collector:
 
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
+        for node in lost:
+            self._store.record_node(node)  # first: what it has cost is known whoever is killed during the call
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
-                self._store.record_node(node)
                 self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
         return len(lost)
 
