@@ -31,6 +31,7 @@ from tests.simulation.starts import (
     check_s7_no_start_after_the_end,
     check_s15_needs_come_first,
     check_whole_gang,
+    note_moves,
 )
 from tests.simulation.turns import check_l1_late_gangs_go, check_s13_nobody_is_passed_over, note_search
 from tests.simulation.world import OWNER
@@ -112,6 +113,7 @@ def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
         row[0] in (JobStatus.CANCELLED, JobStatus.CANCELLING)
         or row[1]
         or run.cluster in universe.asked_down
+        or run.cluster in universe.memory.get("moved", ())
         or any(peer.state is NodeState.TERMINATED or peer.reason for peer in peers)
         or universe.gang.was_silent(run.ids, one_s=UNREACHABLE_S_MIN, all_s=GANG_UNREACHABLE_S_MIN)
         or universe.gang.is_hanging(run)
@@ -305,8 +307,9 @@ def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
     budget_usd = universe.budgets.get(run.job)
     if budget_usd is not None:
         usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600
-        spent_usd = universe.measure_recorded_usd(run.job) + usd_s * event.lease_s
-        if spent_usd > budget_usd + usd_s * LEASE_EVERY_S + 1e-9:
+        recorded_usd = universe.measure_recorded_usd(run.job)  # above the budget where the clocks differ
+        spent_usd = recorded_usd + usd_s * event.lease_s
+        if spent_usd > max(budget_usd, recorded_usd) + usd_s * LEASE_EVERY_S + 1e-9:
             raise Violation("L3", f"{run.cluster} may spend {spent_usd:.4f} USD alone; its budget is {budget_usd:g}")
 
 
@@ -353,6 +356,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     "search": (note_search,),
     "commit": (
         note_cancels,
+        note_moves,
         note_bills,
         check_s13_nobody_is_passed_over,
         check_s3_only_the_lost_are_collected,

@@ -148,6 +148,14 @@ def draw_jobs(random: Random) -> tuple[JobSpec, ...]:
     )
 
 
+def draw_goal(random: Random, steps: int, budget_usd: float | None) -> Goal | None:
+    """A deadline now and then: then a spot policy says where the job runs, and moves it."""
+    if random.random() < 0.15:
+        work_hours = steps / 3600
+        return Goal(work_hours=work_hours, deadline_hours=random.choice((2.0, 10.0)) * work_hours)
+    return Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None
+
+
 def draw_job(random: Random) -> JobSpec:
     recovery = JobRecovery(
         max_restarts_on_errors=random.choice((0, 0, 2)),
@@ -171,7 +179,7 @@ def draw_job(random: Random) -> JobSpec:
         run="python train.py",
         num_nodes=random.choice((1, 1, 2, 2, 3)),
         resources=(Resources(job_recovery=recovery),),
-        goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+        goal=draw_goal(random, steps, budget_usd),
         checkpoint=CheckpointSpec(to=random.choice((None, "s3://bucket"))),
         unattended_s=random.choice((None, 900.0, 900.0, 3600.0)),
     )

@@ -52,6 +52,7 @@ def make_job(
     submit_s: float = 0.5,
     hedge: int = 2,
     needs: tuple[int, ...] = (),
+    deadline_s: float | None = None,
     unattended_s: float | None = None,
     has_bucket: bool = False,
 ) -> JobSpec:
@@ -60,12 +61,18 @@ def make_job(
         run="python train.py",
         num_nodes=nodes,
         resources=(Resources(job_recovery=recovery),),
-        goal=Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None,
+        goal=make_goal(steps, budget_usd, deadline_s),
         checkpoint=CheckpointSpec(to="s3://bucket" if has_bucket else None),
         unattended_s=unattended_s,
     )
     program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks)
     return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge, needs=needs)
+
+
+def make_goal(steps: int, budget_usd: float | None, deadline_s: float | None) -> Goal | None:
+    if deadline_s is not None:
+        return Goal(work_hours=steps / 3600, deadline_hours=deadline_s / 3600, budget_usd=budget_usd)
+    return Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None
 
 
 def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: Market = MARKET, **more: object) -> Mix:
@@ -343,6 +350,10 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(name="head out of reach for a while", mix=make_mix(make_job(steps=60)), acts=((5.0, cut_off),)),
     Scene(name="node lost after success", mix=make_mix(poll_s=8.0), acts=((13.5, end_rank_1),)),
+    Scene(
+        name="a deadline and a policy that changes its mind",
+        mix=make_mix(make_job(nodes=1, steps=60, deadline_s=600.0), heal_s=120.0),
+    ),
     Scene(
         name="a pipeline",
         mix=make_mix(make_job(nodes=1), make_job(nodes=1, needs=(0,))),

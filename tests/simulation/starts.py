@@ -72,3 +72,15 @@ def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
         status = universe.read("SELECT status FROM jobs WHERE id = ?", (other,))[0][0]
         if status != JobStatus.SUCCEEDED:
             raise Violation("S15", f"{event.run.cluster} starts, and job {other}, which it needs, is {status}")
+
+
+def note_moves(universe: Universe, event: Event) -> None:
+    """A job that follows a deadline is moved to another place while it works."""
+    if "attempts" in event.written and universe.follows_deadline:
+        moved = universe.memory.setdefault("moved", set())
+        for (cluster,) in universe.read(
+            "SELECT json_extract(body, '$.cluster') FROM attempts WHERE json_extract(body, '$.outcome') LIKE 'moved%'"
+        ):
+            if cluster not in moved:
+                moved.add(cluster)
+                universe.note_fault("move", cluster)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from broker.jobs.deadline import follows_deadline
 from broker.jobs.order import order_plan
 from broker.types import Attempt, NodeRequest, Placement
 from tests.simulation.events import Event, Violation
@@ -160,6 +161,8 @@ def _find_passed_over(
     """The first place that should have been asked before this one; None: all is as it should be."""
     job_id = universe.get_job_id(cluster)
     searched_s = turns.searched_s.get(cluster, now_s)
+    if job_id is not None and follows_deadline(universe.tasks[job_id]):
+        return None  # where and when is the policy's to say
     if job_id is None or not universe.mix.is_clock_true or turns.poor_s >= searched_s - PROBE_S:
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:

@@ -8,32 +8,32 @@ import json
 import math
 import random as global_random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from broker.clouds.simulated import SimulatedCloud
 from broker.config import Config
 from broker.errors import BrokerError, NoOfferError, StateError
 from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
+from broker.jobs.deadline import follows_deadline
 from broker.provision.lifecycle import Provisioner
-from broker.provision.listing import Lister, Listing
-from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
+from broker.types import Estimate, Node, NodeState, Placement, Plan, Task
 from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
 from tests.simulation.events import TERMINAL, Event, Violation
+from tests.simulation.fickle import fickle_policy
 from tests.simulation.invariants import check_all
 from tests.simulation.left import SimulatedOutcomes
 from tests.simulation.machines import MachineGang, MachineRun
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import Crash, Process, ProcessClock, get_process
-from tests.simulation.records import IS_COLLECTOR
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.turns import note_unclear
+from tests.simulation.watched import TrueClock, WatchedCloud, WatchedProvisioner
 from tests.simulation.world import FOREIGN, OWNER, make_offer
 
 OWNERS = frozenset(("jobs", "clusters", "intents"))  # tables that say what is left to do, and whose a node is
@@ -41,92 +41,6 @@ ZONES = ("east1a", "east1b", "west1a", "north1a")
 TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
 L1_S = 300.0  # an unowned node is gone so long after the last fault
-
-
-class TrueClock:
-    """The cloud's: it never jumps."""
-
-    def __init__(self, loop: ShuffledLoop) -> None:
-        self._loop = loop
-
-    def now_s(self) -> float:
-        return self._loop.time()
-
-    async def sleep(self, duration_s: float) -> None:
-        await asyncio.sleep(duration_s)
-
-
-class WatchedCloud(SimulatedCloud):
-    """Tells the universe of each deed in the moment it is done, late ones too."""
-
-    universe: Universe
-
-    def create_nodes(self, request: NodeRequest) -> Coroutine[Any, Any, Sequence[Node]]:
-        self.universe.emit("ask", request=request)
-        return super().create_nodes(request)
-
-    def _make_gang(self, request: NodeRequest, now_s: float) -> list[str]:
-        self.universe.emit("create", request=request)
-        made = super()._make_gang(request, now_s)
-        self.universe.note_made(made)
-        self.universe.emit("created", request=request)
-        return made
-
-    def _end(self, machine: Any, *, after_s: float, reason: str) -> None:
-        if reason == "terminated" and machine.ending_s is None:
-            self.universe.emit("terminate", node=self._look(machine))
-        super()._end(machine, after_s=after_s, reason=reason)
-
-    def _find_login(self) -> str:
-        process = get_process()
-        return process.account if process is not None else self.account
-
-    def get_ending_s(self, node_id: str) -> float:
-        ending_s = self._machines[node_id].ending_s
-        return math.inf if ending_s is None else ending_s
-
-
-class WatchedLister(Lister):
-    """Tells the universe how old a list is that was asked for without an age."""
-
-    universe: Universe
-
-    async def list(self, cloud: Any, *, age_s_max: float = 0.0, **named: Any) -> Listing:
-        jumps, asked_s = self.universe.jumps, self._clock.now_s()
-        listing = await super().list(cloud, age_s_max=age_s_max, **named)
-        if not age_s_max and jumps == self.universe.jumps:
-            self.universe.check_list(asked_s - listing.asked_s)
-        return listing
-
-
-class WatchedProvisioner(Provisioner):
-    """Tells the universe of searches, of replacements under way, and of what the collector does."""
-
-    universe: Universe
-
-    def watch(self, universe: Universe) -> None:
-        self.universe = universe
-        self._lister.__class__ = WatchedLister
-        self._lister.universe = universe  # type: ignore[attr-defined]
-
-    async def up(self, name: str, *arguments: Any, **named: Any) -> Cluster:
-        self.universe.emit("search", name=name)
-        return await super().up(name, *arguments, **named)
-
-    async def replace_node(self, cluster: Cluster, *arguments: Any, **named: Any) -> Cluster:
-        replacing = self.universe.memory.setdefault("replacing", {})
-        replacing[cluster.name] = get_process()
-        try:
-            return await super().replace_node(cluster, *arguments, **named)
-        finally:
-            replacing.pop(cluster.name, None)
-
-    async def collect(self) -> int:
-        token = IS_COLLECTOR.set(True)
-        try:
-            return await super().collect()
-        finally:
-            IS_COLLECTOR.reset(token)
 
 
 class Universe:
@@ -184,6 +98,7 @@ class Universe:
         self.stuck: set[str] = set()  # clusters of which a create call got nowhere for a while
         self.requests: set[str] = set()
         self.retries = 0
+        self.follows_deadline = any(follows_deadline(spec.task) for spec in mix.jobs)
         self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
@@ -519,7 +434,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
     state = global_random.getstate()
     global_random.seed(universe.seed)  # the product's jitter
     try:
-        with pace(universe.mix.poll_s):
+        with pace(universe.mix.poll_s), fickle_policy(universe):
             universe.loop.run_until_complete(universe.loop.begin(story(universe), None))
     except (Violation, RuntimeError, AssertionError) as error:
         universe.fail(error)

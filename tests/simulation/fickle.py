@@ -1,0 +1,39 @@
+"""A spot policy that changes its mind: what it asks for must be carried out well, however little sense it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from broker.jobs import pilot
+from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
+
+if TYPE_CHECKING:
+    from tests.simulation.universe import Universe
+
+LOOK_S_MIN, LOOK_S_MAX = 4.0, 12.0  # the product's are for programs that run for hours
+SOON_HOURS = 5.0 / 3600
+
+
+@contextmanager
+def fickle_policy(universe: Universe) -> Iterator[None]:
+    """In place of the one that jobs with a deadline follow. In peace it stays where it is."""
+
+    def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
+        is_held = view.current is not None
+        drawn = 0.0 if universe.is_healed else universe.random.random()
+        if is_held and drawn < 0.6:
+            return Stay(hours=SOON_HOURS)
+        if drawn > 0.9:
+            return Wait(hours=SOON_HOURS)
+        index = 0 if universe.is_healed else universe.random.randrange(len(candidates))
+        return Move(target=candidates[index], hours=SOON_HOURS, reason="a change of mind")
+
+    with ExitStack() as stack:
+        if universe.follows_deadline:
+            stack.enter_context(patch.object(pilot, "load_policy", lambda name: decide))
+            stack.enter_context(patch.object(pilot, "LOOK_S_MIN", LOOK_S_MIN))
+            stack.enter_context(patch.object(pilot, "LOOK_S_MAX", LOOK_S_MAX))
+        yield
