@@ -37,10 +37,11 @@ def test_one_task_is_one_job_named_by_the_user_or_the_task(store: Store) -> None
 def test_tasks_without_needs_wait_for_the_one_before_them(store: Store) -> None:
     first, second, third = submit_tasks(store, [Task(name="a"), Task(name="b"), Task(name="c")], hedge=4)
     assert (first.needs, second.needs, third.needs) == ((), (first.id,), (second.id,))
-    assert {job.pipeline for job in (first, second, third)} == {"pipeline-1"}
+    assert first.pipeline == second.pipeline == third.pipeline and first.pipeline.startswith("pipeline-")
     assert {job.hedge for job in (first, second, third)} == {4}
     again = submit_tasks(store, [Task(name="a"), Task(name="b")], name="mine")
-    assert {job.pipeline for job in again} == {"mine-4"}
+    assert again[0].pipeline == again[1].pipeline and again[0].pipeline.startswith("mine-")
+    assert again[0].pipeline != submit_tasks(store, [Task(), Task()], name="mine")[0].pipeline
 
 
 def test_tasks_with_needs_wait_for_those_whatever_the_order_they_are_written_in(store: Store) -> None:

@@ -92,7 +92,7 @@ class Results:
 def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Judged]:
     if not mutants:
         return
-    found = survey()
+    found = survey({mutant.file for mutant in mutants})
     if jobs == 1:
         yield from judge_part(mutants, found)
         return

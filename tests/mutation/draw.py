@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -25,20 +26,29 @@ def list_files(only: Sequence[str] = ROOMS) -> list[str]:
 
 
 def draw(count: int, seed: int, files: Iterable[str]) -> list[Mutant]:
-    """So many mutants, less where there are no more; known equivalents are passed over."""
+    """So many mutants, less where there are no more; known equivalents are passed over.
+
+    Each file has a share by its lines; what a file cannot give, the others do.
+    """
     sources = {file: (ROOT / file).read_text() for file in files}
-    shares = share_out(count, {file: len(text.splitlines()) for file, text in sources.items()})
     known = read_equivalents()
+    piles = {
+        file: (
+            mutant
+            for mutant in shuffle(find_mutants(file, text), Random(f"{seed}/{file}"))
+            if mutant.identity not in known and is_sound(text, mutant)
+        )
+        for file, text in sources.items()
+    }
+    lines = {file: len(text.splitlines()) for file, text in sources.items()}
     found: list[Mutant] = []
-    for file, text in sources.items():
-        taken = 0
-        for mutant in shuffle(find_mutants(file, text), Random(f"{seed}/{file}")):
-            if taken == shares[file]:
-                break
-            if is_sound(text, mutant) and mutant.identity not in known:
-                found.append(mutant)
-                taken += 1
-    return found
+    while lines and len(found) < count:
+        for file, share in share_out(count - len(found), lines).items():
+            taken = list(islice(piles[file], share))
+            found += taken
+            if len(taken) < share:
+                del lines[file]
+    return sorted(found, key=lambda mutant: (mutant.file, mutant.start, mutant.after))
 
 
 def share_out(count: int, weights: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Which test or play enters which functions: as a pytest plugin it writes one JSON line a test."""
+"""Which test or play enters which functions: as a pytest plugin it writes one JSON line a test that passes."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     reader = Reader(Path(item.config.getoption("--reach-log")))
     reader.begin()
-    begun_s = measure_cpu_s()
+    begun_s, failed = measure_cpu_s(), item.session.testsfailed
     try:
         return (yield)
     finally:
         line = {"name": item.nodeid, "cpu_s": measure_cpu_s() - begun_s, "functions": reader.read()}
-        with Path(item.config.getoption("--reach-to")).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if item.session.testsfailed == failed:  # one that fails without a mutant tells of none
+            with Path(item.config.getoption("--reach-to")).open("a") as file:
+                file.write(json.dumps(line) + "\n")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from broker.errors import TransientError
+from broker.provision.adoption import Adopter
 from broker.provision.collection import GRACE_S, UP_S_MAX, Collector
 from broker.provision.leftovers import SWEEP_EVERY_S, Leftovers
 from broker.state.store import Store
@@ -74,7 +75,9 @@ class Stage:
             down=self.down,
             bury=self.bury,
             returns=SimpleNamespace(tokens=self.returning),  # type: ignore[arg-type]
+            adopter=Adopter({}, self.store, clock=self.clock, owner="me"),
         )
+        self.store.mark_adopted("simulated")
 
     async def down(self, name: str) -> None:
         if self.failure:
@@ -128,6 +131,15 @@ def test_a_node_in_no_record_is_ended_billed_and_told_of(stage: Stage) -> None:
 def test_what_is_not_ours_is_gone_or_is_too_young_is_left_alone(stage: Stage, kept: Node) -> None:
     stage.cloud.nodes = (kept,)
     assert stage.find() == ([], []) and stage.collect() == 0 and stage.cloud.ended == []
+
+
+def test_before_a_cloud_was_compared_with_the_records_only_what_this_store_asked_for_is_ended(stage: Stage) -> None:
+    stage.store.forget_adoptions()
+    stage.put_intent("c", "t")
+    stage.store.close_intent("t", "refused")
+    stage.cloud.nodes = (NODE, replace(NODE, id="m", token="of another life"))
+    assert stage.find() == (["n"], [])
+    assert stage.collect() == 1 and stage.cloud.ended == ["n"]
 
 
 @pytest.mark.parametrize("state", [NodeState.PENDING, NodeState.STOPPED])

@@ -75,8 +75,9 @@ def test_a_job_comes_back_as_it_was_put_and_as_it_went_on(store: Store, clock: H
     job = store.add_job("train", task, "r", needs=(3, 4), pipeline="p", hedge=5)
     assert job == Job(
         id=job.id, name="train", status=JobStatus.PENDING, task=task, submitted_s=START_S,
-        needs=(3, 4), pipeline="p", hedge=5,
+        needs=(3, 4), pipeline="p", hedge=5, uid=job.uid,
     )  # fmt: skip
+    assert job.uid, "its names are those of no other life of this store"
     attempt, progress = make_attempt(job.id), Progress(step=3, total=9, loss=0.5, checkpoint_step=2)
     store.put_attempt(attempt)
     store.set_progress(job.id, progress)
@@ -108,6 +109,7 @@ def test_a_retry_goes_on_with_the_first_jobs_name_of_checkpoints_and_attempt_num
     assert (first.resumes, first.first_attempt, first.hedge) == (None, 1, 2)
     assert (second.resumes, second.first_attempt) == (first.id, 2)
     assert (third.resumes, third.first_attempt) == (first.id, 3)
+    assert first.uid == second.uid == third.uid != store.add_job("j", Task()).uid
 
 
 def test_requests_are_found_by_their_id_alone(store: Store) -> None:
@@ -357,6 +359,42 @@ def test_a_new_leader_fences_the_old_one_and_a_command_leads_nothing(tmp_path: P
         old.lead()
     assert command.lead() == 3
     new.add_event("x", "who resigned is a command again")
+
+
+# -- the store itself -----------------------------------------------------------------------------------------------
+
+
+def test_a_cloud_is_adopted_after_two_lists_that_lie_far_enough_apart(store: Store, clock: Hands) -> None:
+    store.forget_adoptions()
+
+    def note(cloud: str = "x") -> bool:
+        return store.note_listed(cloud, settled_after_s=60.0)
+
+    assert not note() and not store.is_adopted("x")
+    clock.time_s += 59.0
+    assert not note() and not store.is_adopted("x")
+    clock.time_s += 1.0
+    assert note() and store.is_adopted("x") and not store.is_adopted("y")
+    store.forget_adoptions()
+    assert not store.is_adopted("x")
+    assert not note("y")
+    clock.time_s -= 1000.0
+    assert not note("y"), "the clock was set back: this is the first one"
+    clock.time_s += 60.0
+    assert note("y")
+
+
+def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) -> None:
+    job = store.add_job("j", Task())
+    store.put_cluster(make_cluster("up"))
+    store.put_cluster(replace(make_cluster("coming"), status=ClusterStatus.INIT))
+    for token in ("t1", "t2"):
+        store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT))
+    store.close_intent("t1", "up")
+    store.forget_half_done(attempts_skipped=100)
+    assert [cluster.name for cluster in store.list_clusters()] == ["up"]
+    assert store.list_tokens("c") == {"t1"}
+    assert get(store, job).next_attempt == 101
 
 
 # -- events ---------------------------------------------------------------------------------------------------------

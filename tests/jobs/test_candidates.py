@@ -1,0 +1,220 @@
+"""What a policy is shown of a plan: which places, how they look from where the job is, and what work is at risk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from broker.jobs.deadline import (
+    HAZARD_MIN,
+    ONDEMAND_MAX,
+    SPOT_MAX,
+    Situation,
+    advise_every_s,
+    arrange,
+    is_same_place,
+    is_voluntary,
+    read_situation,
+)
+from broker.jobs.sightings import Sighting, name_place
+from broker.spot.interval import best_interval_s
+from broker.spot.policies.base import Candidate, Move
+from broker.spot.spells import MET_HOURS, NOTHING_SEEN
+from broker.state.events import Refusal
+from broker.types import (
+    Attempt,
+    Breakdown,
+    CheckpointSpec,
+    Estimate,
+    Goal,
+    Job,
+    JobStatus,
+    Placement,
+    Plan,
+    Progress,
+    Task,
+)
+from tests.simulation.world import make_offer
+
+GOAL = Goal(work_hours=10.0, deadline_hours=24.0)
+TASK = Task(goal=GOAL, checkpoint=CheckpointSpec(stall_s=36.0))
+NOW_S = 100_000.0
+
+
+def make_placement(zone: str, *, is_spot: bool = True, nodes: int = 2, usd: float = 1.0) -> Placement:
+    offer = replace(make_offer("east1a"), zone=zone, spot_usd_hour=usd, ondemand_usd_hour=3 * usd)
+    return Placement(offer=offer, is_spot=is_spot, node_count=nodes)
+
+
+def make_estimate(zone: str, *, is_spot: bool = True, breakdown: Breakdown | None = None) -> Estimate:
+    hazard = 0.2 if is_spot else 0.0
+    return Estimate(placement=make_placement(zone, is_spot=is_spot), preemptions_per_hour=hazard, breakdown=breakdown)
+
+
+def make_plan(*estimates: Estimate, goal: Goal | None = GOAL) -> Plan:
+    return Plan(task=replace(TASK, goal=goal), estimates=estimates, rejections=(), prices_as_of="", reason="")
+
+
+def attempt(placement: Placement, **fields: Any) -> Attempt:
+    return Attempt(job_id=1, number=1, cluster="c", placement=placement, **{"started_s": NOW_S - 3600.0, **fields})
+
+
+def read(
+    plan: Plan,
+    *,
+    live: Attempt | None = None,
+    attempts: tuple[Attempt, ...] = (),
+    progress: Progress | None = None,
+    refusals: tuple[Refusal, ...] = (),
+    sightings: dict[Any, Sighting] | None = None,
+    task: Task = TASK,
+) -> Situation:
+    job = Job(
+        id=1, name="j", status=JobStatus.RUNNING, task=task, submitted_s=NOW_S - 7200.0,
+        attempts=(*attempts, *((live,) if live else ())), progress=progress,
+    )  # fmt: skip
+    return read_situation(
+        job, plan, now_s=NOW_S, refusals=refusals, spells={}, look_hours=0.25, sightings=sightings or {},
+        spent_usd=1.5, live=live,
+    )  # fmt: skip
+
+
+def list_zones(situation: Situation) -> list[str | None]:
+    return [each.placement.offer.zone for each in situation.candidates]
+
+
+SPOTS = [make_estimate(f"s{n}") for n in range(12)]
+ONDEMANDS = [make_estimate(f"d{n}", is_spot=False) for n in range(5)]
+
+
+def test_the_first_of_each_pricing_model_are_looked_at_and_where_the_job_is() -> None:
+    plan = make_plan(*SPOTS, *ONDEMANDS)
+    first = [f"s{n}" for n in range(SPOT_MAX)] + [f"d{n}" for n in range(ONDEMAND_MAX)]
+    assert (SPOT_MAX, ONDEMAND_MAX) == (8, 3)
+    assert list_zones(read(plan)) == first
+    assert list_zones(read(plan, live=attempt(SPOTS[10].placement))) == [*first, "s10"]
+    assert list_zones(read(plan, live=attempt(ONDEMANDS[4].placement))) == [*first, "d4"]
+    assert list_zones(read(plan, live=attempt(SPOTS[2].placement))) == first
+    assert list_zones(read(make_plan(*ONDEMANDS, *SPOTS), live=attempt(ONDEMANDS[3].placement))) == [*first, "d3"]
+
+
+def test_where_the_job_was_last_is_looked_at_while_nothing_runs() -> None:
+    plan = make_plan(*SPOTS, *ONDEMANDS)
+    lost = attempt(SPOTS[11].placement, lost_s=NOW_S - 60.0, outcome="preempted: x")
+    situation = read(plan, attempts=(lost,))
+    assert (situation.view.current, situation.view.last) == (None, 11) and list_zones(situation)[11] == "s11"
+    running = read(plan, attempts=(lost,), live=attempt(SPOTS[1].placement))
+    assert (running.view.current, running.view.last) == (1, None)
+
+
+def test_what_runs_and_is_for_sale_no_more_is_a_candidate_all_the_same() -> None:
+    gone = make_placement("gone")
+    situation = read(make_plan(SPOTS[0]), live=attempt(gone))
+    assert list_zones(situation) == ["s0", "gone"] and situation.view.current == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (make_placement("a", usd=9.0), True),
+        (make_placement("b"), False),
+        (make_placement("a", is_spot=False), False),
+        (make_placement("a", nodes=3), False),
+    ],
+)
+def test_a_place_is_the_same_whatever_its_price_is_today(other: Placement, expected: bool) -> None:
+    assert is_same_place(make_placement("a"), other) is expected
+
+
+def test_going_elsewhere_costs_its_start_and_its_egress_and_staying_costs_none() -> None:
+    breakdown = Breakdown(work_hours=5.0, recovery_s=1800.0, egress_usd=4.0)
+    estimates = [make_estimate("a", breakdown=breakdown), make_estimate("b", breakdown=breakdown), make_estimate("c")]
+    here, there, bare = read(make_plan(*estimates), live=attempt(estimates[0].placement)).candidates
+    assert (here.start_hours, here.move_usd, here.speed) == (0.5, 0.0, 2.0)
+    assert (there.start_hours, there.move_usd, there.speed) == (0.5, 4.0, 2.0)
+    assert (bare.start_hours, bare.move_usd, bare.speed) == (0.0, 0.0, 1.0)
+    none_left = make_plan(make_estimate("a", breakdown=breakdown), goal=replace(GOAL, work_hours=0.0))
+    assert read(none_left).candidates[0].speed == 1.0
+
+
+def test_a_market_is_seen_with_its_age_and_open_where_nodes_run_whatever_is_refused() -> None:
+    known = Sighting(is_open=True, since_s=NOW_S - 7200.0, met_s=NOW_S - 3600.0)
+    places = {name_place(make_placement("b")): known}
+    refusals = tuple(
+        Refusal(cloud="simulated", region="", zone=zone, instance_type="", is_spot=True, expires_s=9e9, reason="full")
+        for zone in ("a", "c")
+    )
+    plan = make_plan(make_estimate("a"), make_estimate("b"), make_estimate("c"), ONDEMANDS[0])
+    here, open_, closed, ondemand = read(
+        plan, live=attempt(make_placement("a")), refusals=refusals, sightings=places
+    ).candidates
+    assert (here.is_open, here.is_watched) == (True, True)
+    assert (open_.is_open, open_.is_watched, open_.age_hours) == (True, False, 2.0)
+    assert (closed.is_open, closed.is_watched, closed.age_hours) == (False, False, MET_HOURS)
+    assert here.age_hours == MET_HOURS + 1.0 and here.met_hours == MET_HOURS
+    assert (ondemand.is_open, ondemand.is_watched, ondemand.seen) == (True, True, NOTHING_SEEN)
+
+
+def test_times_are_of_what_is_left() -> None:
+    plan = make_plan(SPOTS[0], goal=replace(GOAL, work_hours=6.0))
+    view = read(plan).view
+    assert (view.work_left_hours, view.work_hours) == (6.0, 10.0)
+    assert (view.time_left_hours, view.deadline_hours) == (22.0, 24.0)
+    assert (view.look_hours, view.spent_usd) == (0.25, 1.5)
+    assert read(make_plan(SPOTS[0], goal=None)).view.work_left_hours == 10.0
+    save_s = best_interval_s(36.0, 0.2)
+    assert view.save_every_hours == pytest.approx((save_s + 36.0) / 3600)
+
+
+def test_a_start_that_has_not_come_to_its_first_step_is_still_to_be_waited_for() -> None:
+    breakdown = Breakdown(work_hours=5.0, recovery_s=7200.0)
+    plan = make_plan(make_estimate("a", breakdown=breakdown))
+    here = make_placement("a")
+    assert read(plan, live=attempt(here)).view.starting_hours == 1.0
+    assert read(plan, live=attempt(here, started_s=NOW_S - 9000.0)).view.starting_hours == 0.0
+    assert read(plan, live=attempt(here, resumed_s=NOW_S)).view.starting_hours == 0.0
+    assert read(plan).view.starting_hours == 0.0
+
+
+@pytest.mark.parametrize(
+    ("progress", "hours"),
+    [
+        (None, 0.0),
+        (Progress(step=50), 0.0),
+        (Progress(step=50, total=100), 5.0),
+        (Progress(step=50, total=100, checkpoint_step=40), 1.0),
+        (Progress(step=50, total=100, checkpoint_step=60), 0.0),
+    ],
+)
+def test_work_that_no_checkpoint_holds_is_at_risk(progress: Progress | None, hours: float) -> None:
+    assert read(make_plan(SPOTS[0]), progress=progress).view.unsaved_hours == pytest.approx(hours)
+
+
+def test_saves_are_as_frequent_as_the_first_spot_place_asks_for() -> None:
+    calm = [replace(ONDEMANDS[0], checkpoint_every_s=99.0), replace(SPOTS[0], checkpoint_every_s=7.0)]
+    none = [replace(each, preemptions_per_hour=0.0) for each in calm]
+    assert read(make_plan(*none)).view.save_every_hours == pytest.approx((7.0 + 36.0) / 3600)
+    assert read(make_plan(ONDEMANDS[0])).view.save_every_hours == pytest.approx(36.0 / 3600)
+    asked = replace(TASK, checkpoint=CheckpointSpec(stall_s=36.0, every_s=100.0))
+    assert read(make_plan(*calm), task=asked).view.save_every_hours == pytest.approx(136.0 / 3600)
+    assert advise_every_s(TASK, HAZARD_MIN / 2) == best_interval_s(36.0, HAZARD_MIN)
+    assert advise_every_s(TASK, 2 * HAZARD_MIN) == best_interval_s(36.0, 2 * HAZARD_MIN)
+    assert advise_every_s(replace(TASK, goal=None), HAZARD_MIN / 2) == best_interval_s(36.0, HAZARD_MIN / 2)
+
+
+def test_a_plan_for_a_target_has_it_first_and_no_place_of_the_other_pricing() -> None:
+    plan = make_plan(SPOTS[0], ONDEMANDS[0], SPOTS[1], SPOTS[2])
+    arranged = arrange(plan, Candidate(placement=make_placement("s2", usd=9.0)))
+    assert [each.placement.offer.zone for each in arranged.estimates] == ["s2", "s0", "s1"]
+
+
+def test_only_leaving_spot_for_on_demand_cannot_wait_for_a_checkpoint() -> None:
+    plan = make_plan(SPOTS[0], SPOTS[1], ONDEMANDS[0], ONDEMANDS[1])
+    on_spot = read(plan, live=attempt(SPOTS[0].placement))
+    on_demand = read(plan, live=attempt(ONDEMANDS[0].placement))
+    spot, ondemand = (Move(target=on_spot.candidates[index]) for index in (1, 3))
+    assert [is_voluntary(on_spot, move) for move in (spot, ondemand)] == [True, False]
+    assert [is_voluntary(on_demand, move) for move in (spot, ondemand)] == [True, True]
+    assert [is_voluntary(read(plan), move) for move in (spot, ondemand)] == [False, False]

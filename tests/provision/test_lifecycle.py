@@ -1,0 +1,232 @@
+"""A cluster's verbs: up, refreshed, stopped, started, down, and what each refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from broker.clouds.simulated import SimulatedCloud
+from broker.errors import AuthError, CapacityError, TransientError, UsageError
+from broker.provision.lifecycle import STOP_S_MAX, Provisioner
+from broker.types import (
+    Autostop,
+    Cluster,
+    ClusterStatus,
+    MachineSpec,
+    Node,
+    NodeRequest,
+    NodeState,
+    Plan,
+    Resources,
+    Task,
+)
+from tests.simulation.world import OWNER, World, make_plan
+
+T = TypeVar("T")
+
+
+class Stopping(SimulatedCloud):
+    """Its nodes can be stopped, as seen in its lists some seconds later, and it keeps their consoles."""
+
+    stopped_at_s: float | None = None
+    started_at_s: float | None = None
+    lag_s = 30.0
+    failing_lists = 0
+
+    async def stop_nodes(self, ids: Sequence[str]) -> None:
+        self.stopped_at_s, self.started_at_s = self.clock.now_s() + self.lag_s, None
+
+    async def start_nodes(self, ids: Sequence[str]) -> None:
+        self.started_at_s = self.clock.now_s() + self.lag_s
+
+    def name_console(self, node: Node) -> str:
+        return f"show {node.id}"
+
+    async def list_nodes(self, owner: str) -> Any:
+        if self.failing_lists:
+            self.failing_lists -= 1
+            raise TransientError("no answer")
+        listed = await super().list_nodes(owner)
+        now_s = self.clock.now_s()
+        is_stopped = self.stopped_at_s is not None and now_s >= self.stopped_at_s
+        if not is_stopped or (self.started_at_s is not None and now_s >= self.started_at_s):
+            return listed
+        nodes = tuple(
+            replace(node, state=NodeState.STOPPED) if node.state is NodeState.RUNNING else node for node in listed.nodes
+        )
+        return replace(listed, nodes=nodes)
+
+
+class Stage:
+    def __init__(self, folder: Path) -> None:
+        self.world = World(folder)
+        self.cloud = self.world.cloud = Stopping(clock=self.world.clock)
+        self.provisioner = self.world.make_provisioner()
+        self.plan = make_plan(self.world.task)
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        found: list[T] = []
+
+        async def act() -> None:
+            found.append(await work())
+
+        self.world.clock.run(act)
+        return found[0]
+
+    def up(self, name: str = "c", plan: Plan | None = None, **more: Any) -> Cluster:
+        return self.run(lambda: self.provisioner.up(name, plan or self.plan, **more))
+
+    def get(self, name: str = "c") -> Cluster:
+        found = self.world.store.get_cluster(name)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_cluster_that_is_up_is_what_was_asked_for_and_is_recorded_so(stage: Stage) -> None:
+    autostop = Autostop(idle_minutes=5)
+    begun_s = stage.world.clock.now_s()
+    cluster = stage.up(attempt=3, autostop=autostop, job_id=stage.world.job_id)
+    assert cluster == stage.get()
+    assert (cluster.status, cluster.attempt, cluster.autostop) == (ClusterStatus.UP, 3, autostop)
+    assert (cluster.job_id, cluster.created_s) == (stage.world.job_id, begun_s)
+    assert [(node.state, node.rank, node.attempt) for node in cluster.nodes] == [
+        (NodeState.RUNNING, 0, 3),
+        (NodeState.RUNNING, 1, 3),
+    ]
+    assert not stage.world.store.list_open_intents() and len(stage.world.store.list_bills()) == 2
+    assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up"]
+
+
+def test_a_cluster_that_is_up_already_is_only_looked_at(stage: Stage) -> None:
+    first = stage.up()
+    assert stage.up() == first and len(stage.world.list_live_nodes()) == 2
+    stage.cloud.preempt([first.nodes[1].id])
+    again = stage.up()
+    assert [node.state for node in again.nodes] == [NodeState.RUNNING, NodeState.TERMINATED] and again == stage.get()
+
+
+def test_another_attempt_ends_what_has_the_name_first(stage: Stage) -> None:
+    first = stage.up()
+    second = stage.up(attempt=2)
+    assert {node.id for node in first.nodes}.isdisjoint(node.id for node in second.nodes)
+    assert len(stage.world.list_live_nodes()) == 2 and second.created_s > first.created_s
+
+
+def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -> None:
+    calls: list[float] = []
+    create = stage.cloud.create_nodes
+
+    async def create_nodes(request: NodeRequest) -> Sequence[Node]:
+        calls.append(stage.world.clock.now_s())
+        if len(calls) <= 3:
+            raise CapacityError("full", scope="zone")
+        return await create(request)
+
+    stage.cloud.create_nodes = create_nodes  # type: ignore[method-assign]
+    told: list[str] = []
+    with pytest.raises(CapacityError):
+        stage.up(plan=make_plan(stage.world.task, "east1a"))
+    assert not stage.world.store.list_clusters(), "nothing is left of it"
+    assert stage.up(retry_until_up=True, on_event=told.append).status is ClusterStatus.UP
+    assert any("trying again in" in line for line in told)
+
+
+def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: Stage) -> None:
+    stage.up()
+    stage.run(lambda: stage.provisioner.stop("c"))
+    stopped_s = stage.world.clock.now_s()
+    assert stage.get().status is ClusterStatus.STOPPED and stage.cloud.stopped_at_s is not None
+    assert stopped_s >= stage.cloud.stopped_at_s
+    spent_usd = stage.world.store.spend_usd(cluster="c", now_s=stopped_s)
+    stage.run(lambda: stage.world.clock.sleep(3600.0))
+    later_s = stage.world.clock.now_s()
+    assert stage.world.store.spend_usd(cluster="c", now_s=later_s) == pytest.approx(spent_usd) and spent_usd > 0
+    with pytest.raises(UsageError, match="stopped") as caught:
+        stage.up()
+    assert "broker start c" in caught.value.hints[0]
+    started = stage.run(lambda: stage.provisioner.start("c"))
+    assert started.status is ClusterStatus.UP and stage.get().status is ClusterStatus.UP
+    assert stage.world.clock.now_s() >= later_s + stage.cloud.lag_s
+    assert stage.world.store.spend_usd(cluster="c", now_s=later_s + 3600.0) > spent_usd + 1.0
+    assert len([bill for bill in stage.world.store.list_bills() if bill.ended_s is None]) == 2
+
+
+def test_stop_outlives_lists_that_fail_and_gives_up_in_the_end(stage: Stage) -> None:
+    stage.up()
+    stage.cloud.failing_lists = 20
+    stage.run(lambda: stage.provisioner.stop("c"))
+    stage.run(lambda: stage.provisioner.start("c"))
+    stage.cloud.lag_s = 1e9
+    begun_s = stage.world.clock.now_s()
+    with pytest.raises(TransientError, match="STOPPED"):
+        stage.run(lambda: stage.provisioner.stop("c"))
+    assert STOP_S_MAX <= stage.world.clock.now_s() - begun_s < STOP_S_MAX + 60.0
+    assert stage.get().status is ClusterStatus.UP, "it is not known to be stopped"
+
+
+def test_what_cannot_be_stopped_or_is_not_there_is_refused_with_a_hint(tmp_path: Path, stage: Stage) -> None:
+    for verb in (stage.provisioner.stop, stage.provisioner.start):
+        with pytest.raises(UsageError) as caught:
+            stage.run(lambda verb=verb: verb("nothing"))  # type: ignore[misc]
+        assert "broker status" in caught.value.hints[0]
+    plain = World(tmp_path / "plain")
+    provisioner = plain.make_provisioner()
+    plain.clock.run(lambda: provisioner.up("c", make_plan(plain.task)))
+    with pytest.raises(UsageError, match="cannot stop") as caught:
+        plain.clock.run(lambda: provisioner.stop("c"))
+    assert "broker down c" in caught.value.hints[0]
+    assert provisioner.hint_console(plain.store.list_clusters()[0], "n") is None
+
+
+def test_a_console_is_hinted_at_for_nodes_of_the_cluster_only(stage: Stage) -> None:
+    cluster = stage.up()
+    node_id = cluster.nodes[1].id
+    assert f"`show {node_id}`" in (stage.provisioner.hint_console(cluster, node_id) or "")
+    assert stage.provisioner.hint_console(cluster, "another") is None
+
+
+def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing(stage: Stage) -> None:
+    stage.up()
+    for _ in range(2):
+        stage.run(lambda: stage.provisioner.down("c"))
+        assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
+    assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up", "down"]
+    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+
+
+def test_a_cloud_that_is_not_set_up_any_more_is_named(stage: Stage) -> None:
+    cluster = stage.up()
+    without = Provisioner({}, stage.world.store, clock=stage.world.clock, owner=OWNER)
+    with pytest.raises(AuthError, match="simulated"):
+        stage.run(lambda: without.refresh(cluster))
+    assert not without.can_replace_node(cluster)
+
+
+def test_a_node_asks_for_what_its_task_says(stage: Stage) -> None:
+    asked = Resources(
+        disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
+    )
+    requests: list[NodeRequest] = []
+    create = stage.cloud.create_nodes
+
+    async def create_nodes(request: NodeRequest) -> Sequence[Node]:
+        requests.append(request)
+        return await create(request)
+
+    stage.cloud.create_nodes = create_nodes  # type: ignore[method-assign]
+    for image in ("i", "docker:i"):
+        task = Task(num_nodes=2, resources=(replace(asked, image_id=image),))
+        stage.up(f"c-{image[:1]}", make_plan(task))
+    assert requests[0].spec == MachineSpec(
+        disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
+    )
+    assert requests[-1].spec.image_id == "docker:i", "this cloud's nodes are no hosts of ours"
