@@ -145,9 +145,7 @@ class Context:
         try:
             self.ensure_daemon()
         except StateError as error:
-            print_note(f"warning: {error.message}; live jobs wait for it")
-            for hint in error.hints:
-                print_note(f"hint: {hint}")
+            note_damage(error)
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""

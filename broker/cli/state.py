@@ -12,7 +12,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line
+from broker.cli.render import print_json, print_line
 from broker.config import Config, find_home, read_guarded_owner, read_owner, write_owner
 from broker.errors import StateError, UsageError
 
@@ -39,7 +39,9 @@ def info(as_json: options.AsJson = False) -> None:
 
     found = examine(_find_database())
     if as_json:
-        copies = [{**plain(copy), "path": str(copy.path)} for copy in found.copies]
+        copies = [
+            {"path": str(copy.path), "time_s": copy.time_s, "size_bytes": copy.size_bytes} for copy in found.copies
+        ]
         print_json(
             {"path": str(found.path), "size_bytes": found.size_bytes, "schema": found.schema, "lineage": found.lineage,
              "installation": found.installation, "is_whole": not found.problems, "problems": list(found.problems),

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, TypeVar
 from broker.clock import Clock
 from broker.clouds import local_machine
 from broker.config import Config
-from broker.errors import CapacityError, StateError, UnknownOutcomeError, UsageError
+from broker.errors import CapacityError, StateError, TransientError, UnknownOutcomeError, UsageError
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
 BOOT_S_MAX = 20.0
@@ -119,7 +119,12 @@ class LocalCloud:
             raise CapacityError(f"no capacity in `{zone}`", scope="zone")
 
     def _make_folder(self, folder: Path, request: NodeRequest, rank: int) -> None:
-        """All or nothing: the folder appears under its name only with its tags in it."""
+        """All or nothing: the folder appears under its name only with its tags in it.
+
+        What a full disk or a kill left of an earlier one goes first: under the lock nobody else makes one.
+        """
+        for left in self._root.glob(".new-*"):
+            shutil.rmtree(left, ignore_errors=True)
         placement = request.placement
         aside = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
         for name in ("home", "home/.broker", "tmp"):
@@ -279,14 +284,21 @@ def kill(folder: Path) -> None:
 
 
 def settle_end(folder: Path) -> dict[str, Any]:
-    """How a dead node ended; where nobody could say (both its processes were killed), sweep up what they left."""
+    """How a dead node ended; where nobody could say (both its processes were killed), sweep up what they left.
+
+    Raises TransientError where that cannot be written, as on a full disk: no list is better than one that changes.
+    """
     ended = read_json(folder / "ended.json")
     if ended is None:
         for pid in local_machine.find_marked(str(folder)):
             local_machine.send(pid, signal.SIGKILL)
         local_machine.record_end(str(folder), state="TERMINATED", reason="crashed")
         ended = read_json(folder / "ended.json")
-    assert ended is not None, f"cannot record the end of {folder}"
+    if ended is None:
+        raise TransientError(
+            f"the end of node `{folder.name}` cannot be written down",
+            hints=(f"Free some space on the disk of `{folder.parent}`, and see that the folder can be written.",),
+        )
     return ended
 
 

@@ -256,9 +256,14 @@ def decide_power_off() -> str:
     if reason := agent_lease.find_end():
         return reason
     rule = files.read_of_this_boot(files.STATE / "autostop.json")
-    idle_s = min(measure_idle_s(), time.time() - rule["set_s"]) if rule else 0.0
-    if rule and idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
-        return "autostop" if rule["is_down"] else "stop"
+    if not rule:
+        return ""
+    try:
+        idle_s = min(measure_idle_s(), time.time() - rule["set_s"])
+        if idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
+            return "autostop" if rule["is_down"] else "stop"
+    except agent_lease.DAMAGE:
+        pass  # the watcher must outlive a damaged file
     return ""
 
 

@@ -2,7 +2,8 @@
 
 Both ways one JSON object a line. From the broker: first `{"run_id", "pace_s"}`; then requests `{"id", "verb",
 "request"}`, a new `{"pace_s"}`, or an empty line, which says that it is still there. To the broker: `{"status",
-"log_bytes"}` at once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and `{}` after BEAT_S of silence.
+"log_bytes"}` at once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and every BEAT_S `{}`, which the
+broker answers.
 A change of status is told at the next look, progress and growth of the log at most every `pace_s`.
 
 The session ends with its connection: at the end of its input, when a write fails, when the broker has been silent for
@@ -33,6 +34,7 @@ else:
 LOOK_S = 0.25
 BEAT_S = 10.0
 SILENCE_S = 120.0  # the broker answers each heartbeat
+NOTE_S = 5.0
 PACE_S = 1.0
 LINE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 1 << 18  # of one answer: it must fit a line of the broker's reader
@@ -63,7 +65,7 @@ class Follower:
         self._pace_s = PACE_S
         self._urgent: object = None
         self._usual: object = None
-        self._told_s = self._wrote_s = self._heard_s = time.monotonic()
+        self._told_s = self._beat_s = self._heard_s = self._noted_s = time.monotonic()
 
     def run(self) -> None:
         try:
@@ -115,14 +117,14 @@ class Follower:
             status = self._report_status({"run_id": run_id})
             # The length after the status: a run that has ended writes no more, so this is all of its log.
             self._write({"status": status, "log_bytes": read_stamp(str(files.run_folder(run_id) / "log"))[0] or 0})
-        elif now_s - self._wrote_s >= BEAT_S:
+        if now_s - self._beat_s >= BEAT_S:
+            self._beat_s = now_s
             self._write({})
 
     def _write(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         while data:
             data = data[os.write(1, data) :]
-        self._wrote_s = time.monotonic()
 
 
 class Marks:

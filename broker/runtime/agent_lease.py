@@ -17,6 +17,7 @@ else:
     import agent_files as files
 
 LEASE = "lease.json"
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)  # a file of another form
 
 
 def renew(lease_s: float) -> None:
@@ -36,9 +37,12 @@ def measure_left_s() -> float | None:
     lease = files.read_of_this_boot(files.STATE / LEASE)
     if lease is None:
         return None
-    if "until_s" in lease:
-        return float(lease["until_s"]) - files.read_uptime_s()
-    return float(lease["expires_s"]) - time.time()  # given by an older agent
+    try:
+        if "until_s" in lease:
+            return float(lease["until_s"]) - files.read_uptime_s()
+        return float(lease["expires_s"]) - time.time()  # given by an older agent
+    except DAMAGE:
+        return None  # as a lease that cannot be parsed: the broker renews it within a minute
 
 
 def find_end() -> str:
@@ -49,8 +53,11 @@ def find_end() -> str:
     if left_s <= 0:
         return "lease"
     ids = files.list_run_ids()
-    is_done = bool(ids) and files.measure_quiet_s() >= files.QUIET_S and all(is_safe_to_go(run_id) for run_id in ids)
-    return "done" if is_done else ""
+    try:
+        is_quiet = bool(ids) and files.measure_quiet_s() >= files.QUIET_S
+        return "done" if is_quiet and all(is_safe_to_go(run_id) for run_id in ids) else ""
+    except DAMAGE:
+        return ""  # the watcher must outlive it: the lease ends this node
 
 
 def is_safe_to_go(run_id: int) -> bool:

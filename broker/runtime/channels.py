@@ -25,7 +25,7 @@ CALL_S = 30.0
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 300.0
 OPENING_MAX = 16  # at once: a daemon that starts opens one to every node of every job
 PACE_S_MIN = 1.0
-CHANNELS_PER_PACE_S = 1000  # progress comes every second from up to a thousand nodes, every 5 s from five thousand
+CHANNELS_PER_PACE_S = 500  # progress comes every second from up to 500 nodes, every 10 s from five thousand
 
 
 class Channel:

@@ -218,7 +218,7 @@ class Database:
         if not self.path.exists():
             return  # kept in memory, by a simulation
         guard = read_guard(self.path)
-        known = {row["key"]: row["value"] for row in self._rows("SELECT key, value FROM meta")}
+        known = {str(row["key"]): str(row["value"]) for row in self._rows("SELECT key, value FROM meta")}
         lineage, owner = known.get("lineage", ""), known.get("installation", "")
         check_lineage(self.path, guard, lineage)
         if self._owner is not None and owner not in ("", self._owner):

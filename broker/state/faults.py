@@ -27,7 +27,8 @@ def is_unwritable(error: Exception) -> bool:
 
 
 def explain_fault(path: Path, error: Exception) -> StateError:
-    """`error`: an sqlite3.Error or OSError that came of using the state file at `path`."""
+    """`error`: an sqlite3.Error or OSError that came of using the state file at `path`, or a UnicodeDecodeError, which
+    sqlite3 raises where its own message quotes a damaged schema."""
     if isinstance(error, OSError):
         return explain_os_error(error, default=path)
     code = _get_code(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.state.database import Database
+from broker.state.database import Database, read_row
 
 
 class LeaderRow(Database):
@@ -24,4 +24,5 @@ class LeaderRow(Database):
 
     def measure_beat_age_s(self) -> float:
         """Seconds since the leader last showed itself; huge where there is none."""
-        return self.clock.now_s() - float(self._rows("SELECT beat_s FROM leader")[0][0])
+        rows = self._rows("SELECT beat_s FROM leader")
+        return self.clock.now_s() - read_row("leader", 1, lambda: float(rows[0][0] if rows else ""))

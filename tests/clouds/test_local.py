@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -15,7 +16,7 @@ from local_gang import Rig, make_request, processes_of, wait_for
 from broker.clock import SystemClock
 from broker.clouds import local_machine
 from broker.clouds.base import CanPreempt, CanStop
-from broker.clouds.local import LocalCloud
+from broker.clouds.local import LocalCloud, is_alive
 from broker.errors import CapacityError, TransientError
 from broker.runtime.transports.local import exchange
 from broker.types import Node, NodeState
@@ -145,6 +146,44 @@ def test_terminating_twice_or_the_unknown_is_success(rig: Rig) -> None:
                 [node, *(replace(node, id=other) for other in ("never-there", "../escape"))]
             )
         assert (await rig.state_of(node)).reason == "terminated"
+
+    asyncio.run(act())
+
+
+def test_end_that_a_full_disk_does_not_take_is_told_and_written_when_there_is_room(rig: Rig) -> None:
+    async def act() -> None:
+        (node,) = await rig.cloud.create_nodes(make_request())
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        pids = json.loads((Path(node.handle) / "machine.json").read_text()).values()
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: neither may write down how the other ended
+            for pid in pids:
+                os.kill(pid, number)
+        await wait_for(lambda: not is_alive(Path(node.handle)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
+        try:
+            with pytest.raises(TransientError, match="cannot be written down"):
+                await rig.cloud.terminate_nodes([node])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        await rig.wait_state(node, NodeState.TERMINATED)
+
+    asyncio.run(act())
+
+
+def test_node_that_a_full_disk_cut_off_while_it_was_made_is_cleared_away_by_the_next(rig: Rig) -> None:
+    async def act() -> None:
+        (first,) = await rig.cloud.create_nodes(make_request())
+        root = Path(first.handle).parent
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(OSError):
+                await rig.cloud.create_nodes(make_request())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(root.glob(".new-*")), "it was cut off in the middle"
+        await rig.cloud.create_nodes(make_request())
+        assert not list(root.glob(".new-*"))
 
     asyncio.run(act())
 

@@ -108,7 +108,8 @@ def fuzz_files(data: bytes) -> None:
         agent.bury_if_dead(1)
     finally:
         agent_run.kill_marked = starter
-    call("submit", json.dumps(_SPEC).encode())
+    with contextlib.suppress(*(REFUSALS if name == "runs/1/spec.json" else ())):  # a run that nobody can go on with
+        call("submit", json.dumps(_SPEC).encode())
     call("autostop", b'{"idle_minutes": 1, "is_down": true}')
 
 
@@ -118,5 +119,11 @@ SEEDS = {
         (0, {**_SPEC, "run_id": 2}), (1, {"run_id": 1}), (2, {"run_id": 1}), (3, {"lease_s": 900}),
         (4, {"idle_minutes": 5, "is_down": True}), (4, {"idle_minutes": None}), (5, {"run_id": 1, "offset": 2}),
     )],
-    "agent-files": [bytes([place]) + text.encode() for place, text in enumerate(FILES.values())],
+    "agent-files": [
+        *[bytes([place]) + text.encode() for place, text in enumerate(FILES.values())],
+        # What was found once: files of the right form with values of another kind, of this boot.
+        *[bytes([place]) + json.dumps({**value, "boot": agent_files.read_boot()}).encode() for place, value in (
+            (5, {"expires_s": "x"}), (5, {}), (5, {"until_s": []}), (6, {"set_s": "x"}), (6, {}), (0, {"notice_s": 30}),
+        )],
+    ],
 }  # fmt: skip

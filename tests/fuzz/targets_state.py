@@ -128,8 +128,20 @@ def fuzz_store(data: bytes) -> None:
 
 
 FUZZ_TARGETS: dict[str, Target] = {"store": fuzz_store}
+# What was found once: a broken schema that sqlite3 quotes, and values of another kind than were written.
+_FOUND = (
+    b"\xbeD}\xbf\xb9\xe4\x087\x87\xe5w\xa8\x92\tn\xc0",
+    b"^\xf6\xdd\xde;\xa0\xfa$\xc0P\t#w\x05\x96\xcf\x0e\xd6\xd9\xfe\xe4\xedkE?13\xc6\xf6\x88\x80,\x03\x00\x10Z{}",
+)
+_VALUES = (b"\xff" * 8, b"{}", b"null", b'{"a": 1}', b"")
 SEEDS = {
-    "store": [bytes([kind, 0, 16, place, 1, 0]) + rest for kind in range(5) for place in (0, 7, 40, 90) for rest in (
-        b"\xff" * 8, b"{}", b"null", b'{"a": 1}', b"",
-    )],
-}  # fmt: skip
+    "store": [
+        *_FOUND,
+        *[
+            bytes([kind, 0, 16, place, 1, 0]) + each
+            for kind in range(5)
+            for place in (0, 7, 40, 90)
+            for each in _VALUES
+        ],
+    ]
+}

@@ -188,6 +188,31 @@ def test_it_stays_while_its_broker_answers_heartbeats(start: Callable[..., Sessi
     assert session.process.poll() is None
 
 
+def test_it_asks_for_a_sign_of_life_though_there_is_much_to_tell(start: Callable[..., Session]) -> None:
+    session = start(BEAT_S=0.5)
+    session.open()
+    step = 0
+    while True:
+        step += 1
+        (session.run / "progress.jsonl").write_text(json.dumps({"step": 10**9 + step}) + "\n" * step)
+        if not session.hear(lambda message: True):
+            break
+        assert step < 100
+    assert step > 1
+
+
+def test_broker_that_keeps_a_session_is_not_away(start: Callable[..., Session], home: Path) -> None:
+    session = start(NOTE_S=0.0)
+    session.open()
+    heard = home / ".broker" / agent_files.HEARD
+    heard.unlink()
+    give_up_s = time.monotonic() + END_S
+    while not heard.exists():
+        session.say(None)
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+
+
 def test_it_gives_way_to_a_newer_agent(start: Callable[..., Session], tmp_path: Path) -> None:
     session = start()
     session.open()

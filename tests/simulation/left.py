@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from broker.clouds.simulated import SimulatedCloud
 from broker.jobs.outcomes import Outcome
@@ -32,6 +33,8 @@ class SimulatedOutcomes:
         return None if run is None else b"x" * (8 * (self._gang.measure(run)[0] - run.first_step))
 
     def _find_run(self, place: str, attempt: int) -> MachineRun | None:
-        root, roots = int(place.rpartition("-")[2]), self._gang.roots
+        found = re.search(r"-job-(\d+)(?:-|$)", place)
+        assert found, place
+        root, roots = int(found[1]), self._gang.roots
         runs = (run for job, of in self._gang.runs_by_job.items() if roots.get(job, job) == root for run in of)
         return next((run for run in runs if run.attempt == attempt and run.has_bucket), None)

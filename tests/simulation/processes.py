@@ -167,8 +167,9 @@ def _make_empty() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.db"
         Store(path, clock=SystemClock()).close()
-        connection = sqlite3.connect(path)
+        connection = sqlite3.connect(path, isolation_level=None)  # no journal mode changes in a transaction
         connection.execute("UPDATE meta SET value = 'simulated' WHERE key = 'lineage'")  # it is random
+        connection.commit()  # the journal's mode does not change within a transaction
         connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log beside it
         connection.close()
         return path.read_bytes()

@@ -76,6 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (config.logs / "jobs" / "1.log").write_text("step 1\nstep 2\n")
     (home / "config.toml").write_text('checkpoints = "s3://bucket/runs"\nkeep_days = 30\n')
     config.daemon_lock.touch()
+    store.copy()
     store.close()
     return home
 

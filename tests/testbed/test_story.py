@@ -100,8 +100,11 @@ run: |
     (name,) = stage.list_living()
     stage.bridge.hosts[name].execute("touch", "/home/ubuntu/sky_workdir/stop")
     assert stage.s3
-    place, s3 = f"unseen/{stage.owner}-job-1/outcomes", stage.s3
-    stage.wait_until(lambda: s3.list_keys(place) == [f"{place}/1.json"], "the head leaves word in the bucket")
+    s3 = stage.s3
+    stage.wait_until(
+        lambda: any(key.endswith("/outcomes/1.json") for key in s3.list_keys("unseen")),
+        "the head leaves word in the bucket",
+    )
     stage.bridge.hosts[name].shut_down()
     stage.wait_until(lambda: not stage.list_living(), "the machine has ended itself")
     stage.run("status")  # brings a daemon back

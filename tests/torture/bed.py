@@ -138,9 +138,9 @@ class LocalBed:
         """Whether it was delivered: never to a process that is not of this bed."""
         return send_signal(process, number, lambda pid: read_process(pid, self.mark))
 
-    def find_checkpoints(self, job_id: int) -> str:
+    def find_checkpoints(self, folder: str) -> str:
         """Where the trainers of a job keep them."""
-        return str(self.home / "checkpoints" / f"job-{job_id}")
+        return str(self.home / "checkpoints" / folder)
 
     def check_nodes(self) -> None:
         """Every node of the local cloud has ended, and has left neither files of a program nor a socket."""

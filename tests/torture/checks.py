@@ -55,7 +55,7 @@ def check_numbers(
         for problem in references.compare(work.training, bed.evidence / work.name / "metrics.jsonl"):
             history.violate(f"{work.name}: {problem}")
         if work.training.nodes_min is None:
-            place = bed.find_checkpoints(job.resumes or job.id)
+            place = bed.find_checkpoints(job.folder)
             places[place], names[place] = work.training, work.name
     if places:
         for place, problem in references.compare_tensors(places, bed.environment).items():

@@ -98,9 +98,9 @@ class HostsBed(LocalBed):
 
         return send_signal(process, number, read)
 
-    def find_checkpoints(self, job_id: int) -> str:
+    def find_checkpoints(self, folder: str) -> str:
         """With the login that a program has, in this process's environment of commands."""
-        return f"s3://{BUCKET}/runs/{self.stage.owner}-job-{job_id}"
+        return f"s3://{BUCKET}/runs/{self.stage.owner}-{folder}"
 
     def check_nodes(self) -> None:
         """No machine is left in either cloud, and no host runs."""

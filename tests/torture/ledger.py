@@ -26,6 +26,13 @@ class JobRow:
     resumes: int | None
     attempts: tuple[dict[str, Any], ...]
     progress: str
+    uid: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its checkpoints."""
+        number = self.resumes or self.id
+        return f"job-{number}-{self.uid}" if self.uid else f"job-{number}"
 
     @property
     def is_live(self) -> bool:
@@ -81,6 +88,7 @@ def _read(connection: sqlite3.Connection) -> View:
             resumes=row["resumes"],
             attempts=tuple(attempts.get(row["id"], ())),
             progress=str(row["progress"]),
+            uid=row["uid"],
         )
         for row in connection.execute("SELECT * FROM jobs ORDER BY id")
     }
