@@ -31,15 +31,7 @@ def draw(count: int, seed: int, files: Iterable[str]) -> list[Mutant]:
     Each file has a share by its lines; what a file cannot give, the others do.
     """
     sources = {file: (ROOT / file).read_text() for file in files}
-    known = read_equivalents()
-    piles = {
-        file: (
-            mutant
-            for mutant in shuffle(find_mutants(file, text), Random(f"{seed}/{file}"))
-            if mutant.identity not in known and is_sound(text, mutant)
-        )
-        for file, text in sources.items()
-    }
+    piles = {file: _pile(file, text, Random(f"{seed}/{file}")) for file, text in sources.items()}
     lines = {file: len(text.splitlines()) for file, text in sources.items()}
     found: list[Mutant] = []
     while lines and len(found) < count:
@@ -49,6 +41,13 @@ def draw(count: int, seed: int, files: Iterable[str]) -> list[Mutant]:
             if len(taken) < share:
                 del lines[file]
     return sorted(found, key=lambda mutant: (mutant.file, mutant.start, mutant.after))
+
+
+def _pile(file: str, text: str, random: Random) -> Iterator[Mutant]:
+    known = read_equivalents()
+    for mutant in shuffle(find_mutants(file, text), random):
+        if mutant.identity not in known and is_sound(text, mutant):
+            yield mutant
 
 
 def share_out(count: int, weights: Mapping[str, int]) -> dict[str, int]:

@@ -101,7 +101,10 @@ def _record_plays(shadow: Shadow, log: Path) -> list[dict[str, Any]]:
     names = shadow.folder / "plays.txt"
     names.write_text("\n".join(list_plays()))
     output = _run(shadow, [sys.executable, "-m", "tests.mutation.plays", str(names), "--reach", str(log)])
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if len(lines) < len(list_plays()):
+        raise RuntimeError(f"the simulation fails without a mutant, after {len(lines)} plays")
+    return lines
 
 
 def _run(shadow: Shadow, command: Sequence[str]) -> str:

@@ -112,7 +112,7 @@ def test_the_same_seed_draws_the_same_mutants_and_each_file_has_its_share() -> N
     files = ["broker/state/calls.py", "broker/state/jobs.py", "broker/state/leader.py"]
     first, second, other = draw.draw(30, 1, files), draw.draw(30, 1, files), draw.draw(30, 2, files)
     assert first == second != other
-    assert len(set(first)) == 30
+    assert len(set(first)) == 30 and all(is_sound((draw.ROOT / each.file).read_text(), each) for each in first)
     assert {each.file for each in first} <= set(files) and "broker/state/jobs.py" in {each.file for each in first}
 
 

@@ -224,3 +224,31 @@ def test_a_copy_is_checked_before_it_replaces_anything(world: World) -> None:
         restore(world.folder / "state.db", copy, clock=world.clock, owner=OWNER)
     world.store = world.open()
     assert world.get_job().status is JobStatus.RUNNING
+
+
+def test_a_cloud_with_a_region_unseen_is_not_settled(world: World) -> None:
+    put_back(world, world.early_copy)  # type: ignore[attr-defined]
+    world.cloud.silent_regions["east1"] = TransientError("no answer")  # where the job runs
+    drive(world, until_s=900.0)
+    assert not world.store.is_adopted("simulated") and world.gang.starts == 1
+    world.cloud.silent_regions.clear()
+    drive(world)
+    assert world.get_job().status is JobStatus.SUCCEEDED and world.gang.starts == 1
+
+
+def test_a_login_for_another_account_settles_nothing(world: World) -> None:
+    copy = world.store.copy()
+    (cluster,) = world.store.list_clusters()
+    put_back(world, copy)
+    nodes = tuple(replace(node, account="111") for node in cluster.nodes)
+    world.store.put_cluster(replace(cluster, nodes=nodes))
+    world.cloud.account = "222"
+
+    async def adopt() -> None:
+        provisioner = world.make_provisioner()
+        for _ in range(3):
+            await provisioner.adopt()
+            await world.clock.sleep(120.0)
+
+    world.clock.run(adopt)
+    assert not world.store.is_adopted("simulated")

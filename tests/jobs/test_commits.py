@@ -1,0 +1,106 @@
+"""What belongs together is one commit, and all but progress is on the disk before the next deed.
+
+Each call of a function that writes is counted in lives of jobs: plain, preempted, cancelled, refused and failing ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from broker.clouds.simulated import FaultRates
+from broker.types import JobRecovery, Resources, Task
+from tests.simulation.test_crashes import run_to_end
+from tests.simulation.world import CrashingStore, World, make_plan
+
+FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
+# Function -> the most commits of one call. Two are: the status before a search or an end, and what came of it.
+COMMITS_MAX = {
+    "Asker._note_account": 1,
+    "Asker._open_intent": 1,
+    "Asker._see_through": 1,
+    "Asker.record": 1,
+    "Endings._restart": 1,
+    "Endings.end": 1,
+    "JobController._bring_up": 2,
+    "JobController._cancel": 2,
+    "JobController._note_progress": 1,
+    "JobController._start": 1,
+    "Provisioner._enter": 1,
+    "Provisioner.down": 2,
+    "Provisioner.refresh": 1,
+    "Undertaker.close": 1,
+}
+NOT_DURABLE = {
+    "Asker._create",  # only looks whether its intent is open, and whether it still leads
+    "Asker._end_unless_open",
+    "JobController._note_progress",  # is seen again
+    "Patience.note",
+    "RefusalMemory.note_failed_call",
+    "copy_log",
+}
+
+
+class Commits:
+    """Of each function of `jobs` and `provision`: commits of each call, and how durable they were."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, dict[FrameType, int]] = defaultdict(lambda: defaultdict(int))
+        self.levels: dict[str, set[int]] = defaultdict(set)
+
+    def note(self, level: int) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if "/broker/jobs/" in path or "/broker/provision/" in path:
+                name = frame.f_code.co_qualname
+                self.calls[name][frame] += 1
+                self.levels[name].add(level)
+                return
+            frame = frame.f_back
+
+    def count_most(self, name: str) -> int:
+        return max(self.calls[name].values(), default=0)
+
+
+def live(folder: Path, scenario: str, *, task: Task | None = None, **faults: float) -> None:
+    folder.mkdir()
+    world = World(folder, faults=FaultRates(**faults), exit_codes=(3,) if scenario == "failing" else (), seed=3)
+    if task is not None:
+        world.task = task
+        world.job_id = world.store.add_job("j", task).id
+    run_to_end(world, "plain" if scenario == "failing" else scenario, lambda task, avoid: make_plan(task))
+    world.store.close()
+
+
+@pytest.fixture(scope="module")
+def commits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commits]:
+    found, commit = Commits(), CrashingStore._commit
+    folder = tmp_path_factory.mktemp("lives")
+
+    def note(store: CrashingStore) -> None:
+        found.note(int(store._rows("PRAGMA synchronous")[0][0]))
+        commit(store)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CrashingStore, "_commit", note)
+        live(folder / "plain", "plain")
+        live(folder / "preemption", "preemption")
+        live(folder / "cancel", "cancel")
+        live(folder / "refused", "plain", full=0.5, unknown_after=0.3, transient=0.2)
+        recovery = JobRecovery(max_restarts_on_errors=1)
+        live(folder / "failing", "failing", task=Task(num_nodes=2, resources=(Resources(job_recovery=recovery),)))
+        yield found
+
+
+def test_what_belongs_together_is_one_commit(commits: Commits) -> None:
+    assert {name: commits.count_most(name) for name in COMMITS_MAX} == COMMITS_MAX
+
+
+def test_all_but_what_is_seen_again_is_on_the_disk_when_it_returns(commits: Commits) -> None:
+    assert {name for name, levels in commits.levels.items() if levels != {FULL}} == NOT_DURABLE

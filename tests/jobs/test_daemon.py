@@ -1,0 +1,209 @@
+"""The daemon: when it leads, when it leaves, and what it does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.config import Config
+from broker.errors import CapacityError, StateError
+from broker.jobs.daemon import BEAT_EVERY_S, COLLECT_EVERY_S, STALE_S, ensure_daemon, hold_lock, run_daemon
+from broker.state.store import Store
+from broker.types import JobStatus, Task
+from tests.simulation.virtual import VirtualClock
+from tests.simulation.world import OWNER
+from tests.state.test_rows import Hands
+
+
+class Provisioner:
+    """Counts how often it collects; the first time fails."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.collected_s: list[float] = []
+
+    async def collect(self) -> int:
+        self.collected_s.append(self._clock.now_s())
+        if len(self.collected_s) == 1:
+            raise RuntimeError("a bug")
+        return 0
+
+
+class Controller:
+    """Does what it is told at each step, and ends its job after the last."""
+
+    def __init__(self, stage: Stage, job_id: int, *deeds: float | Exception) -> None:
+        self._stage, self._job_id = stage, job_id
+        self.deeds = list(deeds)
+        self.stepped_s: list[float] = []
+        self.woken_s: list[float] = []
+
+    async def step(self) -> float:
+        self.stepped_s.append(self._stage.clock.now_s())
+        if not self.deeds:
+            self._stage.store.set_job_status(self._job_id, JobStatus.SUCCEEDED)
+            return math.inf
+        deed = self.deeds.pop(0)
+        if isinstance(deed, Exception):
+            raise deed
+        return deed
+
+    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
+        if wake.is_set():
+            self.woken_s.append(self._stage.clock.now_s())
+        await self._stage.clock.sleep(wait_s)
+
+
+class Stage:
+    def __init__(self, folder: Path) -> None:
+        self.clock = VirtualClock()
+        self.store = Store(folder / "state.db", clock=self.clock)
+        self.config = Config(home=folder, owner=OWNER)
+        self.provisioner = Provisioner(self.clock)
+        self.controllers: dict[int, Controller] = {}
+        self.made: list[int] = []
+
+    def add_job(self, *deeds: float | Exception) -> Controller:
+        job_id = self.store.add_job("j", Task()).id
+        self.controllers[job_id] = Controller(self, job_id, *deeds)
+        return self.controllers[job_id]
+
+    def make(self, job_id: int) -> Any:
+        self.made.append(job_id)
+        return self.controllers[job_id]
+
+    def run(self, beside: Callable[[], Any] | None = None, *, idle_s: float = 60.0) -> float:
+        """Returns how long the daemon stayed."""
+        begun_s = self.clock.now_s()
+        provisioner: Any = self.provisioner
+
+        async def work() -> None:
+            other = asyncio.ensure_future(beside()) if beside else None
+            await run_daemon(
+                store=self.store, make_controller=self.make, provisioner=provisioner, clock=self.clock,
+                config=self.config, idle_s=idle_s,
+            )  # fmt: skip
+            if other:
+                await other
+
+        self.clock.run(work)
+        return self.clock.now_s() - begun_s
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_daemon_leaves_when_nothing_was_to_do_for_a_while(stage: Stage) -> None:
+    assert 60.0 <= stage.run() < 62.0
+    stage.add_job(500.0)
+    assert 560.0 <= stage.run() < 563.0, "it counts from when the last job ended"
+    assert stage.run(idle_s=0.0) < 2.0
+
+
+def test_a_job_that_comes_while_it_idles_is_driven_too(stage: Stage) -> None:
+    async def submit() -> None:
+        await stage.clock.sleep(50.0)
+        stage.add_job(5.0)
+
+    assert 115.0 <= stage.run(submit) < 118.0
+    assert [job.status for job in stage.store.list_jobs()] == [JobStatus.SUCCEEDED]
+
+
+def test_it_collects_once_a_minute_whatever_that_comes_to(stage: Stage) -> None:
+    stage.add_job(200.0)
+    stage.run(idle_s=0.0)
+    times = [each - stage.provisioner.collected_s[0] for each in stage.provisioner.collected_s]
+    assert times == pytest.approx([0.0, COLLECT_EVERY_S, 2 * COLLECT_EVERY_S, 3 * COLLECT_EVERY_S], abs=0.01)
+
+
+def test_it_shows_that_it_lives_while_it_does(stage: Stage) -> None:
+    ages: list[float] = []
+
+    async def look() -> None:
+        await stage.clock.sleep(1.0)
+        for _ in range(50):
+            ages.append(stage.store.measure_beat_age_s())
+            await stage.clock.sleep(1.0)
+
+    stage.run(look)
+    assert max(ages) <= BEAT_EVERY_S + 0.5 and BEAT_EVERY_S < STALE_S / 5
+
+
+def test_an_error_of_one_job_costs_it_a_pause_and_a_bug_its_controller(stage: Stage) -> None:
+    known = stage.add_job(CapacityError("full"), 1.0)
+    other = stage.add_job(*[1.0] * 20)
+    buggy = stage.add_job(RuntimeError("a bug"), 1.0)
+    stage.run(idle_s=0.0)
+    assert [job.status for job in stage.store.list_jobs()] == [JobStatus.SUCCEEDED] * 3
+    assert (len(known.stepped_s), len(buggy.stepped_s), len(other.stepped_s)) == (3, 3, 21)
+    assert sorted(stage.made) == [1, 2, 3, 3], "the memory of one with a bug is not trusted"
+    assert other.stepped_s[-1] - other.stepped_s[0] < 21.0
+
+
+def test_a_cancel_wakes_its_own_job_only(stage: Stage) -> None:
+    first, second = stage.add_job(2.0, 2.0, 2.0), stage.add_job(2.0, 2.0, 2.0)
+    stage.store.request_cancel(1)
+    stage.run(idle_s=0.0)
+    assert first.woken_s and not second.woken_s
+
+
+def test_a_second_daemon_leaves_at_once_while_the_first_shows_that_it_lives(stage: Stage) -> None:
+    stage.store.lead()
+    stage.store.beat()
+    with hold_lock(stage.config) as is_held:
+        assert is_held
+        assert stage.run() < 2.0 and not stage.provisioner.collected_s
+
+
+def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> None:
+    other = Store(stage.store.path, clock=stage.clock)
+    other.lead()
+    with hold_lock(stage.config):
+        stage.clock.run(lambda: stage.clock.sleep(STALE_S + 1.0))
+        assert stage.run() >= 60.0 and stage.provisioner.collected_s
+
+
+# -- commands that need one -----------------------------------------------------------------------------------------
+
+
+def start(tmp_path: Path, code: str, *, is_held: bool, age_s: float) -> bool:
+    """Whether `ensure_daemon` started a program, with a lock that is held or not and a beat so long ago."""
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    config = Config(home=tmp_path, owner=OWNER)
+    store.lead()
+    clock.time_s += age_s
+    mark = tmp_path / "started"
+    mark.unlink(missing_ok=True)
+    program = [sys.executable, "-c", f"open({str(mark)!r}, 'w').close(); {code}"]
+    try:
+        if is_held:
+            with hold_lock(config):
+                ensure_daemon(config, store, program)
+        else:
+            ensure_daemon(config, store, program)
+    finally:
+        store.close()
+    return mark.exists()
+
+
+def test_a_daemon_is_started_unless_one_holds_the_lock_and_lives(tmp_path: Path) -> None:
+    assert not start(tmp_path, "", is_held=True, age_s=STALE_S)
+    assert start(tmp_path, "", is_held=True, age_s=STALE_S + 1.0)
+    assert start(tmp_path, "", is_held=False, age_s=0.0)
+
+
+def test_a_daemon_that_ends_badly_is_told_of_by_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="the last line") as caught:
+        start(tmp_path, "import sys; print('first'); print('the last line'); sys.exit(3)", is_held=False, age_s=0.0)
+    assert any("daemon.log" in hint for hint in caught.value.hints)
+    log = Config(home=tmp_path, owner=OWNER).daemon_log
+    assert log.stat().st_mode & 0o777 == 0o600 and log.read_text().startswith("first\n")
