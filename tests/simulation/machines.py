@@ -207,10 +207,10 @@ class MachineGang:
             return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
         if run.cancelled_s <= min(now_s, lost_s):
             return step, RunStatus.CANCELLED, None
+        if broken_s <= min(now_s, lost_s):  # whatever becomes of its nodes afterwards
+            return step, RunStatus.FAILED, None
         if lost_s <= now_s:
             return step, RunStatus.FAILED, 1
-        if broken_s <= now_s:
-            return step, RunStatus.FAILED, None
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
 
     def measure_end_s(self, run: MachineRun) -> float:

@@ -255,7 +255,8 @@ class Universe:
             (then_s, job_id),
         )
         known_s: dict[str, float] = self.memory.get("bills", {})
-        return sum(usd for node_id, usd in rows if not ago_s or known_s.get(node_id, then_s) <= then_s)
+        known_by_s = self.loop.time() - ago_s
+        return sum(usd for node_id, usd in rows if not ago_s or known_s.get(node_id, known_by_s) <= known_by_s)
 
     def is_over_budget(self, job_id: int) -> bool:
         budget_usd = self.budgets.get(job_id)
