@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from broker.clock import Clock
@@ -108,6 +108,7 @@ class Collector:
         `left`: tokens whose open intents save nobody.
         """
         listed = await cloud.list_nodes(self._owner)
+        self._close_bills(listed)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
@@ -124,6 +125,12 @@ class Collector:
             and node.token not in tokens
             and not _is_recorded(node, clusters.get(node.cluster))
         ]
+
+    def _close_bills(self, listed: Iterable[Node]) -> None:
+        """What was collected is in no record that would learn of its end; until then it would cost for ever."""
+        for node in listed:
+            if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.is_bill_open(node):
+                self._store.record_node(node)
 
     def _find_leftovers(self) -> Sequence[NodeRequest]:
         """Asked for by a search that has found its gang elsewhere, in a process that died before they were ended."""

@@ -161,6 +161,10 @@ class BillRows(Database):
         )
         return keep_readable([partial(_read_bill, row) for row in rows], on_damage)
 
+    def is_bill_open(self, node: Node) -> bool:
+        found = "SELECT 1 FROM nodes WHERE cloud = ? AND id = ? AND ended_s IS NULL"
+        return bool(self._rows(found, (node.cloud, node.id)))
+
     def record_node(self, node: Node) -> None:
         """An end once seen stays: a lagging list cannot reopen a bill. Nor can it close one that a start has opened
         anew: a node that is still shown to stand still since before then costs something."""

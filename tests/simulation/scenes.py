@@ -371,8 +371,12 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         name="a call that is carried out again after its job, collected at once",
-        mix=make_mix(make_job(nodes=1), market=FAST, heal_s=200.0),
-        acts=((60.0, repeat_call), *((60.5 + 0.5 * count, collect) for count in range(30))),
+        mix=make_mix(make_job(nodes=1), market=FAST, heal_s=400.0),
+        acts=(
+            (60.0, repeat_call),
+            *((60.5 + 0.5 * count, collect) for count in range(30)),
+            *((115.0 + 15.0 * count, collect) for count in range(12)),
+        ),
     ),
     Scene(name="a laptop that sleeps", mix=make_mix(make_job(steps=800), heal_s=900.0), acts=((8.0, sleep),)),
     Scene(name="a power cut", mix=make_mix(power_every_s=1e9), acts=((6.5, cut_power),)),
