@@ -12,7 +12,7 @@ from broker.types import CheckpointSpec, Goal, JobRecovery, Resources, Task
 from tests.simulation.machines import Program
 
 CLOUD_RATES_MAX = {
-    "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.15, "full": 0.3,
+    "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.25, "full": 0.3,
     "quota": 0.1, "auth": 0.03, "partial": 0.15, "never_boots": 0.1, "forgotten": 0.3, "blank": 0.25,
     "blackout": 0.02, "stale": 0.2, "behind": 0.2, "repeated": 0.2, "silent": 0.1, "ignored": 0.2, "refused": 0.1,
     "stuck": 0.2, "mute": 0.2,
