@@ -323,13 +323,16 @@ class JobController:
             self._store.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
             if lost_s is not None:
-                self._tell("recovered", f"recovered: step {progress.step} came {now_s - lost_s:.1f} s after the loss")
+                took = f" came {now_s - lost_s:.1f} s after the loss" if now_s >= lost_s else ""  # or the clock was set
+                self._tell("recovered", f"recovered: step {progress.step}{took}")
         return attempt
 
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
-        """A program that has just restored reports the step it restored, which is no new one."""
+        """A program that has just restored, or started from nothing, reports a step that is no new one."""
         first_step = self._store.list_steps(attempt.job_id)[attempt.number].first_step
-        return progress.step > min(first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1)
+        return progress.step > 0 and progress.step > min(
+            first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
+        )
 
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:
