@@ -132,6 +132,15 @@ def silence_region(universe: Universe) -> None:
     universe.cloud.silence(universe.cloud.find(run.ids)[0].region, 120.0)
 
 
+def cut_off_shortly(universe: Universe) -> None:
+    """No node of any program answers for most of a minute."""
+    universe.note_fault("partition:gang")
+    now_s = universe.loop.time()
+    for run in universe.gang.runs.values():
+        for node_id in run.ids:
+            universe.gang.unreachable.setdefault(node_id, []).append((now_s, now_s + 45.0))
+
+
 def cut_off_gang(universe: Universe) -> None:
     """No node of any program answers for most of ten minutes; their cloud lists them as RUNNING."""
     universe.note_fault("partition:gang")
@@ -329,6 +338,11 @@ SCENES: tuple[Scene, ...] = (
         seed=3,
     ),
     Scene(name="lists that are empty for a while", mix=make_mix(make_job(steps=80)), acts=((6.0, black_out),)),
+    Scene(
+        name="lists that are empty while nobody answers",
+        mix=make_mix(make_job(steps=120), heal_s=200.0),
+        acts=((6.0, black_out), (6.0, cut_off_shortly)),
+    ),
     Scene(name="late nodes", mix=make_mix(cloud=FaultRates(late=0.7)), seed=1),
     Scene(name="blank lists", mix=make_mix(cloud=FaultRates(blank=0.5)), acts=((5.0, preempt),)),
     Scene(name="program fails once", mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=AGAIN))),

@@ -41,10 +41,14 @@ def effect_before_intent() -> Patches:
         self._store.put_intent(one.request)
         return made
 
+    async def note_nothing(self: Any, one: Any) -> None:
+        return
+
     open_as_usual = Asker._open_intent
     return (
         patch.object(Asker, "_open_intent", open_intent),
         patch.object(Asker, "_create", create_then_write),
+        patch.object(Asker, "_note_account", note_nothing),
         patch.object(IntentRows, "is_intent_open", lambda self, token: True),
     )
 
@@ -189,10 +193,10 @@ def empty_list_trusted() -> Patches:
     """SkyPilot #7854: an empty list means that all nodes are gone."""
     refresh = Provisioner.refresh
 
-    async def refresh_trusting(self: Any, cluster: Cluster, *, age_s_max: float = 0.0) -> Cluster:
+    async def refresh_trusting(self: Any, cluster: Cluster, **named: Any) -> Cluster:
         cloud = self._clouds[cluster.placement.offer.cloud]
         if (await self._lister.list(cloud)).nodes:
-            return await refresh(self, cluster, age_s_max=age_s_max)
+            return await refresh(self, cluster, **named)
         now_s = self._clock.now_s()
         return replace(
             cluster, nodes=tuple(replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in cluster.nodes)

@@ -59,14 +59,20 @@ MUTANTS: tuple[Mutant, ...] = (
         plant=provisioning.late_nodes_of_a_closed_intent_kept, letters="S2", scene="taken down while its call hangs"
     ),
     Mutant(plant=provisioning.answer_awaited_for_ever, letters="L2", scene="mute calls and no hedge"),
-    Mutant(plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", scene="lists that are empty for a while"),
+    Mutant(
+        plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", scene="lists that are empty while nobody answers"
+    ),
     Mutant(
         plant=provisioning.absence_by_a_short_time_only,
         letters="S2 S4 S5 L1",
-        scene="lists that are empty for a while",
+        scene="lists that are empty while nobody answers",
     ),
-    Mutant(plant=provisioning.absence_by_count_only, letters="S2 S4 S5 L1", scene="lists that are empty for a while"),
-    Mutant(plant=provisioning.empty_list_trusted, letters="S5", scene="lists that are empty for a while"),
+    Mutant(
+        plant=provisioning.absence_by_count_only,
+        letters="S2 S4 S5 L1",
+        scene="lists that are empty while nobody answers",
+    ),
+    Mutant(plant=provisioning.empty_list_trusted, letters="S5", scene="lists that are empty while nobody answers"),
     Mutant(plant=provisioning.silence_believed_at_once, letters="S5", scene="head out of reach for a while"),
     Mutant(
         plant=provisioning.dead_on_request_accepted, letters="S4 L1 S2", scene="hung program and forgotten terminates"
