@@ -75,10 +75,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=provisioning.empty_list_trusted, letters="S5", scene="lists that are empty while nobody answers"),
     Mutant(plant=provisioning.silence_believed_at_once, letters="S5", scene="head out of reach for a while"),
     Mutant(
-        plant=provisioning.dead_on_request_accepted, letters="S4 L1 S2", scene="hung program and forgotten terminates"
+        plant=provisioning.dead_on_request_accepted,
+        letters="S4 L1 S2 S3",
+        scene="hung program and forgotten terminates",
     ),
     Mutant(
-        plant=provisioning.failed_burial_forgotten, letters="S4 L1", scene="hung program on nodes that refuse to end"
+        plant=provisioning.failed_burial_forgotten, letters="S4 L1 S3", scene="hung program on nodes that refuse to end"
     ),
     Mutant(
         plant=provisioning.relaunch_without_confirmed_end,
@@ -118,7 +120,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         plant=jobs.outcome_left_behind_is_not_read,
-        letters="S11",
+        letters="S11 S7",
         scene="broker away while its job succeeds, with a bucket",
     ),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
