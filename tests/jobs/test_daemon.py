@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,17 @@ def test_an_error_of_one_job_costs_it_a_pause_and_a_bug_its_controller(stage: St
     assert (len(known.stepped_s), len(buggy.stepped_s), len(other.stepped_s)) == (3, 3, 21)
     assert sorted(stage.made) == [1, 2, 3, 3], "the memory of one with a bug is not trusted"
     assert other.stepped_s[-1] - other.stepped_s[0] < 21.0
+
+
+def test_errors_in_a_row_cost_longer_and_longer_pauses_and_a_step_that_works_ends_the_row(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    full = CapacityError("full")
+    job = stage.add_job(*[full] * 7, 1.0, full)
+    stage.run(idle_s=0.0)
+    pauses = [later - earlier for earlier, later in pairwise(job.stepped_s)]
+    assert pauses == pytest.approx([2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 1.0, 2.0], abs=0.01)
 
 
 def test_a_cancel_wakes_its_own_job_only(stage: Stage) -> None:
