@@ -14,6 +14,7 @@ from types import FrameType
 import pytest
 
 from broker.clouds.simulated import FaultRates
+from broker.errors import TransientError
 from broker.types import JobRecovery, Resources, Task
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import CrashingStore, World, make_plan
@@ -29,6 +30,7 @@ COMMITS_MAX = {
     "Endings.end": 1,
     "JobController._bring_up": 2,
     "JobController._cancel": 2,
+    "JobController._judge_start": 1,
     "JobController._note_progress": 1,
     "JobController._start": 1,
     "Provisioner._enter": 1,
@@ -71,6 +73,8 @@ class Commits:
 def live(folder: Path, scenario: str, *, task: Task | None = None, **faults: float) -> None:
     folder.mkdir()
     world = World(folder, faults=FaultRates(**faults), exit_codes=(3,) if scenario == "failing" else (), seed=3)
+    if scenario == "no start":
+        world.gang.start_error, scenario = TransientError("no route to host"), "plain"
     if task is not None:
         world.task = task
         world.job_id = world.store.add_job("j", task).id
@@ -93,6 +97,7 @@ def commits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commits]:
         live(folder / "preemption", "preemption")
         live(folder / "cancel", "cancel")
         live(folder / "refused", "plain", full=0.5, unknown_after=0.3, transient=0.2)
+        live(folder / "no start", "no start")
         recovery = JobRecovery(max_restarts_on_errors=1)
         live(folder / "failing", "failing", task=Task(num_nodes=2, resources=(Resources(job_recovery=recovery),)))
         yield found
