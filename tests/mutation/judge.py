@@ -111,9 +111,14 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """What enters the mutant's function, quickest first; where nothing does, what enters its file."""
+    """What enters the mutant's function, quickest first; where nothing does, its file; else the tests of its room.
+
+    A module of constants is entered by nothing, and read by all of its room.
+    """
     entering = [each for each in survey if each.enters(mutant)]
-    return take(entering or [each for each in survey if each.enters_file(mutant)], cpu_s_max)
+    entering = entering or [each for each in survey if each.enters_file(mutant)]
+    room = f"tests/{mutant.file.split('/')[1]}/"
+    return take(entering or [each for each in survey if each.name.startswith(room)], cpu_s_max)
 
 
 def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:
