@@ -183,6 +183,17 @@ def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> 
         assert stage.run() >= 60.0 and stage.provisioner.collected_s
 
 
+def test_a_store_that_cannot_be_written_ends_the_daemon_with_the_reason(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise StateError("the disk is full")
+
+    monkeypatch.setattr(stage.store, "beat", fail)
+    with pytest.raises(StateError, match="the disk is full"):
+        stage.run()
+
+
 # -- commands that need one -----------------------------------------------------------------------------------------
 
 
