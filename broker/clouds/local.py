@@ -92,9 +92,15 @@ class LocalCloud:
 
     async def _locked(self, action: Callable[[], Result]) -> Result:
         def act() -> Result:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open_locked(self._root / "lock"):
-                return action()
+            try:
+                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with open_locked(self._root / "lock"):
+                    return action()
+            except OSError as error:
+                raise TransientError(
+                    f"the local cloud cannot use {error.filename or self._root}: {error.strerror or error}",
+                    hints=("Check that the disk is not full and the folder is yours.",),
+                ) from error
 
         return await asyncio.to_thread(act)
 

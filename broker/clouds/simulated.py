@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -48,6 +48,9 @@ class FaultRates:
     blank: float = 0.0  # a list is empty
     blackout: float = 0.0  # every list is empty for `Market.blackout_s`
     stale: float = 0.0  # a list tells how things were `Market.stale_s` ago
+    behind: float = 0.0  # one region's part of a list does so: it disagrees with the others
+    repeated: float = 0.0  # an earlier list comes once more, of at most `Market.repeated_s` ago
+    silent: float = 0.0  # one region gives no answer for `Market.silent_s`: its part is named as unseen
     ignored: float = 0.0  # a terminate is accepted and forgotten
     refused: float = 0.0  # a node may not be terminated for `Market.refused_s`
 
@@ -58,12 +61,15 @@ class Market:
 
     boot_s: float = 20.0
     boot_s_max: float = 40.0
+    list_s: float = 0.01  # that a list takes
     list_lag_s: float = 5.0  # a new node may be missing from lists for so long; below `settle_s`
     terminate_s: float = 3.0
     late_s: float = 4.0  # with the lag of lists, below `settle_s`
     auth_s: float = 60.0
     blackout_s: float = 20.0
     stale_s: float = 8.0
+    repeated_s: float = 25.0
+    silent_s: float = 30.0
     refused_s: float = 180.0
     hang_s: float = 60.0
     vanish_s: float = math.inf  # so long after its end a node is listed no more
@@ -110,11 +116,16 @@ class SimulatedCloud:
         self.asked_s: dict[str, float] = {}  # token -> when a call for it last set out, however late it is carried out
         self._late: list[tuple[float, NodeRequest]] = []
         self._locked_until_s = self._blank_until_s = 0.0
+        self._silent_until_s: dict[str, float] = {}  # by region
+        self._told: deque[tuple[float, Sequence[Node]]] = deque()  # lists of late, while they may be repeated
 
     async def check(self) -> None:
         return
 
     async def find_account(self) -> str:
+        return self._find_login()
+
+    def _find_login(self) -> str:
         return self.account
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
@@ -138,7 +149,7 @@ class SimulatedCloud:
         return [self._look(self._machines[node_id]) for node_id in known]
 
     async def list_nodes(self, owner: str) -> NodeList:
-        await self.clock.sleep(0.01)
+        await self.clock.sleep(self.market.list_s)
         self._maybe_fail("list", "")
         now_s = self.clock.now_s()
         if now_s < self._blank_until_s or self._draw("list:blank", self.faults.blank):
@@ -148,20 +159,63 @@ class SimulatedCloud:
             return self._list([])
         if self._draw("list:stale", self.faults.stale):
             now_s -= self.market.stale_s
-        listed = [
-            self._look(machine, now_s)
-            for machine in self._machines.values()
-            if machine.node.owner == owner and machine.visible_s <= now_s and not self._has_vanished(machine, now_s)
-        ]
+        listed = self._list_machines(owner, now_s)
         if listed and self._draw("list:forgotten", self.faults.forgotten):
             keep = self._random.randrange(len(listed))
             listed = sorted(self._random.sample(listed, keep), key=lambda node: node.id)
-        return self._list(listed)
+        return self._list(self._maybe_repeat(listed) if self.faults.repeated else listed)
+
+    def _list_machines(self, owner: str, now_s: float) -> list[Node]:
+        """As things were then; with a region that is further behind, drawn anew for each list."""
+        seen_s: dict[str, float] = {}
+        if self.faults.behind:
+            regions = sorted({machine.node.region for machine in self._machines.values()})
+            if regions and self._draw("list:behind", self.faults.behind):
+                seen_s[self._random.choice(regions)] = now_s - self.market.stale_s
+        found = []
+        for machine in self._machines.values():
+            at_s = seen_s.get(machine.node.region, now_s)
+            is_there = machine.visible_s <= at_s and not self._has_vanished(machine, at_s)
+            if is_there and machine.node.owner == owner:
+                found.append(self._look(machine, at_s))
+        return found
+
+    def _maybe_repeat(self, listed: Sequence[Node]) -> Sequence[Node]:
+        now_s = self.clock.now_s()
+        self._told.append((now_s, listed))
+        while now_s - self._told[0][0] > self.market.repeated_s:
+            self._told.popleft()
+        if len(self._told) > 1 and self._draw("list:repeated", self.faults.repeated):
+            return self._told[0][1]
+        return listed
 
     def _list(self, nodes: Sequence[Node]) -> NodeList:
         """What of these this login may see, and which regions say nothing."""
-        seen = (node for node in nodes if node.account in ("", self.account) and node.region not in self.silent_regions)
-        return NodeList(nodes=tuple(seen), account=self.account, unseen=dict(self.silent_regions))
+        login, unseen = self._find_login(), dict(self.silent_regions)
+        if self.faults.silent or self._silent_until_s:
+            unseen |= self._draw_silence(nodes)
+        seen = (node for node in nodes if node.account in ("", login) and node.region not in unseen)
+        return NodeList(nodes=tuple(seen), account=login, unseen=unseen)
+
+    def _draw_silence(self, nodes: Sequence[Node]) -> dict[str, CloudError]:
+        now_s = self.clock.now_s()
+        regions = sorted({node.region for node in nodes})
+        if regions and self._draw("list:silent", self.faults.silent):
+            self.silence(self._random.choice(regions), self.market.silent_s)
+        self._silent_until_s = {region: s for region, s in self._silent_until_s.items() if now_s < s}
+        return {region: TransientError(f"{region} gives no answer") for region in self._silent_until_s}
+
+    def silence(self, region: str, duration_s: float) -> None:
+        """For so long no list covers this region."""
+        self._silent_until_s[region] = self.clock.now_s() + duration_s
+
+    def recover(self) -> None:
+        """From now on every call is answered, at once and in full."""
+        self.faults = FaultRates()
+        self.full_zones.clear()
+        self.silent_regions.clear()
+        self._silent_until_s.clear()
+        self._told.clear()
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         """An id that lists do not show yet counts as already gone, as on EC2: nothing is done, and nothing said."""
@@ -170,7 +224,7 @@ class SimulatedCloud:
         self._maybe_fail("terminate", cluster)
         now_s = self.clock.now_s()
         found = [self._machines[node.id] for node in nodes if node.id in self._machines]
-        machines = [each for each in found if each.visible_s <= now_s and each.node.account in ("", self.account)]
+        machines = [each for each in found if each.visible_s <= now_s and each.node.account in ("", self._find_login())]
         for machine in machines:
             if self._draw("terminate:refused", self.faults.refused, cluster):
                 machine.refuses_until_s = now_s + self.market.refused_s
@@ -194,6 +248,10 @@ class SimulatedCloud:
     def black_out(self, duration_s: float) -> None:
         """For so long every list is empty."""
         self._blank_until_s = self.clock.now_s() + duration_s
+
+    def lock_out(self, duration_s: float) -> None:
+        """For so long every call is refused, as with an expired login."""
+        self._locked_until_s = self.clock.now_s() + duration_s
 
     def end_by_itself(self, node_id: str, *, reason: str) -> None:
         """The machine switches itself off, as when its lease runs out."""
@@ -245,7 +303,7 @@ class SimulatedCloud:
             is_spot=request.placement.is_spot,
             usd_hour=request.placement.usd_hour / request.placement.node_count,
             created_s=now_s,
-            account=self.account,
+            account=self._find_login(),
         )
         boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
         boot_s = self._random.uniform(self.market.boot_s, self.market.boot_s_max) if boots else math.inf

@@ -27,7 +27,7 @@ from broker.errors import (
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker
-from broker.jobs.endings import OVERSPENT_OUTCOME, STALLED_OUTCOME, Endings
+from broker.jobs.endings import NOT_STARTED_OUTCOME, OVERSPENT_OUTCOME, REFUSED_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
@@ -49,8 +49,6 @@ NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone chan
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
-NOT_STARTED_OUTCOME = "not started"
-START_TRIES_MAX = 3
 BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until somebody answers
 GRACE_S = 30.0  # for a program that is stopped at its budget
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
@@ -120,10 +118,10 @@ class JobController:
                 return await self._until_unwanted(job, self._bring_up(job))
             if live.outcome:
                 await self._undertaker.bury(live)
-                return 0.0
+                return self._endings.conclude_unstarted(job, live)
             if live.running_s is None:
-                if failure := find_overspending(job, self._store, self._clock):
-                    return self._endings.end(job, live, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+                if find_overspending(job, self._store, self._clock):
+                    return self._endings.refuse(live, OVERSPENT_OUTCOME)
                 return await self._until_unwanted(job, self._start(job, live))
             return await self._look(job, live)
         except _Interrupted:
@@ -217,7 +215,7 @@ class JobController:
             envs = self._make_envs(job, attempt, cluster)
             await self._gang.start(cluster, task, run_id=RUN_ID, envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
-            return self._endings.end(job, attempt, JobStatus.FAILED_PRECHECKS, "refused", error.message)
+            return self._endings.refuse(attempt, f"{REFUSED_OUTCOME}: {error.message}")
         except CloudError as error:
             return await self._judge_start(job, attempt, cluster, watch, error)
         now_s = self._clock.now_s()
@@ -234,20 +232,15 @@ class JobController:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
         if list_lost_ranks(cluster.nodes):
+            if await self._lost_gang.has_left_success(job, attempt, cluster):  # a process that died had started it
+                return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)
         is_booting = isinstance(error, UnreachedError) and now_s - attempt.started_s < BOOT_S_MAX
         if is_booting or not is_silent:
             return POLL_S
-        tries = 1 + sum(1 for old in job.attempts if old.outcome == NOT_STARTED_OUTCOME)
-        if tries >= START_TRIES_MAX:
-            failure = f"the program could not be started on {tries} clusters: {error.message}"
-            return self._endings.end(job, attempt, JobStatus.FAILED_PRECHECKS, NOT_STARTED_OUTCOME, failure)
-        with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=NOT_STARTED_OUTCOME))
-            self._tell("restart", f"not started on {cluster.name}, trying another: {error.message}")
-        return 0.0
+        return self._endings.refuse(attempt, f"{NOT_STARTED_OUTCOME}: {error.message}")
 
     async def _look(self, job: Job, attempt: Attempt) -> float:
         cluster, watch = self._store.get_cluster(attempt.cluster), self._get_watch(attempt)
@@ -330,13 +323,16 @@ class JobController:
             self._store.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
             if lost_s is not None:
-                self._tell("recovered", f"recovered: step {progress.step} came {now_s - lost_s:.1f} s after the loss")
+                took = f" came {now_s - lost_s:.1f} s after the loss" if now_s >= lost_s else ""  # or the clock was set
+                self._tell("recovered", f"recovered: step {progress.step}{took}")
         return attempt
 
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
-        """A program that has just restored reports the step it restored, which is no new one."""
+        """A program that has just restored, or started from nothing, reports a step that is no new one."""
         first_step = self._store.list_steps(attempt.job_id)[attempt.number].first_step
-        return progress.step > min(first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1)
+        return progress.step > 0 and progress.step > min(
+            first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
+        )
 
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:

@@ -15,6 +15,9 @@ FAILED_OUTCOME = "failed"
 STALLED_OUTCOME = "stalled"
 APART_OUTCOME = "fell apart"
 OVERSPENT_OUTCOME = "out of budget"
+NOT_STARTED_OUTCOME = "not started"
+REFUSED_OUTCOME = "refused"
+START_TRIES_MAX = 3
 REPEATS_MAX = 3  # at one step: then it is the program, not the machines
 
 
@@ -77,6 +80,26 @@ class Endings:
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, outcome=outcome))
             self.finish(job, status, failure)
+        return 0.0
+
+    def refuse(self, attempt: Attempt, outcome: str) -> float:
+        """This attempt will not be started. What that means for the job is decided when its nodes are gone: a leader
+        that was stopped in the middle of its start call must find none, for an ended job may not start."""
+        self._store.put_attempt(replace(attempt, outcome=outcome))
+        return 0.0
+
+    def conclude_unstarted(self, job: Job, attempt: Attempt) -> float:
+        """After `refuse`, with the nodes confirmed gone: another attempt, unless no cluster would do better."""
+        kind, _, reason = attempt.outcome.partition(": ")
+        if kind == REFUSED_OUTCOME:
+            return self.finish(job, JobStatus.FAILED_PRECHECKS, reason)
+        if kind != NOT_STARTED_OUTCOME:
+            return 0.0
+        tries = sum(1 for each in job.attempts if each.outcome.startswith(NOT_STARTED_OUTCOME))
+        if tries >= START_TRIES_MAX:
+            failure = f"the program could not be started on {tries} clusters: {reason}"
+            return self.finish(job, JobStatus.FAILED_PRECHECKS, failure)
+        self._tell("restart", f"not started on {attempt.cluster}, trying another: {reason}")
         return 0.0
 
     def finish(self, job: Job, status: JobStatus, failure: str) -> float:

@@ -60,6 +60,10 @@ class LostGang:
             return self._endings.lose(attempt, f"the cloud gave notice{step}")
         return self._endings.lose(attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=lost_s)
 
+    async def has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
+        left = await self._read_left(job, attempt, cluster)
+        return left is not None and left.status is RunStatus.SUCCEEDED
+
     async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> Outcome | None:
         """Nodes that end themselves leave word beside the checkpoints: the broker may have been away."""
         place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))

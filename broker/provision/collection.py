@@ -93,10 +93,11 @@ class Collector:
 
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
+        for node in lost:
+            self._store.record_node(node)  # first: what it has cost is known whoever is killed during the call
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
-                self._store.record_node(node)
                 self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
         return len(lost)
 
@@ -126,11 +127,14 @@ class Collector:
 
     def _find_leftovers(self) -> Sequence[NodeRequest]:
         """Asked for by a search that has found its gang elsewhere, in a process that died before they were ended."""
-        status = {cluster.name: cluster.status for cluster in self._store.list_clusters()}
+        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
+        oldest_s = self._clock.now_s() - UP_S_MAX
         return [
             intent.request
             for intent in self._store.list_open_intents()
-            if status.get(intent.request.cluster) in (ClusterStatus.UP, ClusterStatus.STOPPED)
+            if (cluster := clusters.get(intent.request.cluster)) is not None
+            and cluster.status in (ClusterStatus.UP, ClusterStatus.STOPPED)
+            and not (_is_replacement(intent.request, cluster) and intent.created_s > oldest_s)
             and intent.request.token not in self._returns.tokens
             and not self._mended[intent.request.cluster]
             and intent.request.placement.offer.cloud in self._clouds
@@ -154,6 +158,12 @@ class Collector:
             if is_coming_up and now_s - intent.created_s > UP_S_MAX:
                 names.add(intent.request.cluster)
         return sorted(name for name in names if not self._spared[name])
+
+
+def _is_replacement(request: NodeRequest, cluster: Cluster) -> bool:
+    """Whether a gang that goes on without some of its nodes waits for this one, in whatever process that is driven."""
+    is_short = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
+    return is_short and request.placement.node_count < len(cluster.nodes)
 
 
 def _is_recorded(node: Node, cluster: Cluster | None) -> bool:

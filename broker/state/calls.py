@@ -52,6 +52,9 @@ class RetryBudgetRows(Database):
         row = self._row("SELECT tokens, at_s FROM retry_budgets WHERE cloud = ?", (cloud,))
         if row is None:
             return tokens_max
-        passed_s = max(0.0, self.clock.now_s() - float(row["at_s"]))  # a clock that was set back gives nothing
+        passed_s = self.clock.now_s() - float(row["at_s"])
+        if passed_s < -tokens_max * refill_s:
+            return tokens_max  # written while the clock was set far ahead: waiting for that time could take days
+        passed_s = max(0.0, passed_s)  # a clock that was set back a little gives nothing
         tokens = float(row["tokens"])
         return min(tokens_max, tokens + passed_s / refill_s)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import resource
@@ -177,7 +178,7 @@ def test_node_that_a_full_disk_cut_off_while_it_was_made_is_cleared_away_by_the_
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         try:
-            with pytest.raises(OSError):
+            with pytest.raises(TransientError):
                 await rig.cloud.create_nodes(make_request())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -255,5 +256,23 @@ def test_a_node_whose_folder_is_deleted_ends_with_all_that_it_runs(rig: Rig) -> 
         assert len(pids) > 2
         shutil.rmtree(node.handle)
         await wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+    asyncio.run(act())
+
+
+def test_a_full_disk_is_the_clouds_error_and_leaves_no_half_made_node(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller tries again elsewhere or later; a raw OSError would be a fault of ours."""
+
+    def fail(path: str, value: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    async def act() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(local_machine, "write_json", fail)
+            with pytest.raises(TransientError, match="No space left"):
+                await rig.cloud.create_nodes(make_request())
+        assert not (await rig.cloud.list_nodes("me")).nodes
 
     asyncio.run(act())

@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
     parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
     parser.add_argument("--kill-at", type=int, help="the deed of a scene to be killed at")
+    parser.add_argument("--stop-at", type=int, help="as `--kill-at`, but stopped for a while")
     parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
     parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
     parser.add_argument("--trace", action="store_true", help="print what happened")
@@ -31,7 +32,7 @@ def main() -> int:
         return show_mutants()
     if options.scene:
         scene = next(scene for scene in SCENES if scene.name == options.scene)
-        return show(play_scene(scene, kill_at=options.kill_at, trace=options.trace))
+        return show(play_scene(scene, kill_at=options.kill_at, stop_at=options.stop_at, trace=options.trace))
     if options.seed is not None:
         return show(play_seed(options.seed, trace=options.trace))
     cells: Counter[tuple[str, str]] = Counter()

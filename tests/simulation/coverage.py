@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tests.simulation.invariants import TERMINAL
+from tests.simulation.disk import SQLITE_FAULTS
+from tests.simulation.events import TERMINAL
 from tests.simulation.mixes import CLOUD_RATES_MAX
-from tests.simulation.processes import SQLITE_FAULTS
 
 STATES = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING", "ENDED")
 ASKING = ("STARTING", "RECOVERING")  # only then nodes are asked for
@@ -19,8 +19,9 @@ CALLS = ("create", "list", "terminate")
 OF_EACH_CALL = ("transient", "throttled", "auth")
 OF_CHANGES = ("unknown_before", "unknown_after")  # a list has no effect that could be lost
 OF_CREATE = ("late", "full", "quota", "partial", "stuck", "mute")
-OF_LIST = ("forgotten", "blank", "blackout", "stale")
+OF_LIST = ("forgotten", "blank", "blackout", "stale", "behind", "repeated", "silent")
 OF_TERMINATE = ("ignored", "refused")
+OF_THE_HOST = ("power:cut", "disk:full", "suspend", "owner:lost", "account:other")
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
 RARE = {"auth", "quota", "blackout"}  # too seldom, or too often fatal, to be seen in every state
 
@@ -36,9 +37,11 @@ def list_cells() -> Iterator[tuple[str, str]]:
     yield from (("boot:never", state) for state in ASKING)
     yield from (("preempt", state) for state in AT_WORK)
     yield from (("partition", state) for state in AT_WORK)
-    for fault in (*SQLITE_FAULTS, "kill:point", "kill:anytime", "stop"):
+    yield from (("partition:gang", state) for state in AT_WORK)
+    for fault in (*SQLITE_FAULTS, "kill:point", "kill:anytime", "stop", *OF_THE_HOST):
         yield from ((fault, state) for state in ALWAYS)
     yield from (("clock:jump", state) for state in BUSY)
+    yield "bucket:silent", "RUNNING"  # looked into when a running attempt seems lost
     for command in COMMANDS:
         yield from ((f"command:{command}", state) for state in BUSY)
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from broker.clouds.simulated import SimulatedCloud
 from broker.jobs.outcomes import Outcome
+from broker.types import RunStatus
+from tests.simulation.events import Event, Violation
 from tests.simulation.machines import MachineGang, MachineRun
+
+if TYPE_CHECKING:
+    from tests.simulation.universe import Universe
 
 
 class SimulatedOutcomes:
-    def __init__(self, gang: MachineGang, cloud: SimulatedCloud) -> None:
+    def __init__(
+        self, gang: MachineGang, cloud: SimulatedCloud, *, is_silent: Callable[[MachineRun], bool] = lambda run: False
+    ) -> None:
+        """`is_silent`: whether the bucket gives no answer this time."""
         self._gang = gang
         self._cloud = cloud
+        self._is_silent = is_silent
 
     async def read_outcome(self, place: str, attempt: int) -> Outcome | None:
         """There is one where the run ended before its head did."""
         run = self._find_run(place, attempt)
-        if run is None:
-            return None
+        return None if run is None or self._is_silent(run) else self.find_outcome(run)
+
+    def find_outcome(self, run: MachineRun) -> Outcome | None:
         status, code = self._gang.measure(run)[1:]
         end_s = self._gang.measure_end_s(run)
         head = self._cloud.find(run.ids[:1])[0]
@@ -38,3 +50,21 @@ class SimulatedOutcomes:
         root, roots = int(found[1]), self._gang.roots
         runs = (run for job, of in self._gang.runs_by_job.items() if roots.get(job, job) == root for run in of)
         return next((run for run in runs if run.attempt == attempt and run.has_bucket), None)
+
+
+def check_s7_left_success_is_heard(universe: Universe, event: Event) -> None:
+    """An attempt whose head has left its success in a bucket that answers does not count as lost."""
+    if "attempts" not in event.written:
+        return
+    known = universe.memory.setdefault("lost attempts", set())
+    for (cluster,) in universe.read(
+        "SELECT json_extract(body, '$.cluster') FROM attempts WHERE json_extract(body, '$.outcome') LIKE 'preempted%'"
+    ):
+        run = universe.gang.runs.get(cluster)
+        if cluster in known or run is None:
+            continue
+        known.add(cluster)
+        is_excused = not run.has_bucket or cluster in universe.unread or cluster in universe.asked_down
+        left = None if is_excused else universe.outcomes.find_outcome(run)
+        if left is not None and left.status is RunStatus.SUCCEEDED:
+            raise Violation("S7", f"{cluster} has left its success in the bucket and counts as lost")

@@ -6,7 +6,7 @@ Stands in for `runtime.gang.Gang`. The truth about a program follows from times 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -125,6 +125,7 @@ class MachineGang:
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
+        self._on_effect("start:asked")
         await self._reach(cluster)
         self._on_effect("start:before")
         if cluster.name not in self.runs:
@@ -255,15 +256,33 @@ class MachineGang:
         now_s = self._loop.time()
         return any(since_s <= now_s < until_s for since_s, until_s in self.unreachable.get(node_id, ()))
 
-    def was_unreachable(self, node_id: str, *, for_s: float) -> bool:
-        """Whether it ever was for so long, up to now, in windows that overlap."""
+    def was_silent(self, ids: Sequence[str], *, one_s: float, all_s: float) -> bool:
+        """Whether one of these was out of reach for `one_s` while another was not, or all were for `all_s`."""
+        windows = [self._join_windows(node_id) for node_id in ids]
+        common = windows[0]
+        for each in windows[1:]:
+            common = [
+                (max(one[0], other[0]), min(one[1], other[1]))
+                for one in common
+                for other in each
+                if max(one[0], other[0]) < min(one[1], other[1])
+            ]
+        if any(end_s - begin_s >= all_s for begin_s, end_s in common):
+            return True
+        alone = [each for windows_of in windows for each in windows_of if each not in common]
+        return any(end_s - begin_s >= one_s for begin_s, end_s in alone)
+
+    def _join_windows(self, node_id: str) -> list[tuple[float, float]]:
+        """When it was out of reach, up to now."""
         now_s = self._loop.time()
-        longest_s = end_s = begin_s = 0.0
+        joined: list[tuple[float, float]] = []
         for since_s, until_s in sorted(self.unreachable.get(node_id, ())):
-            begin_s = begin_s if since_s <= end_s else since_s
-            end_s = max(end_s, until_s)
-            longest_s = max(longest_s, min(now_s, end_s) - begin_s)
-        return longest_s >= for_s
+            begin_s, end_s = since_s, min(now_s, until_s)
+            if joined and begin_s <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(joined[-1][1], end_s))
+            elif begin_s < end_s:
+                joined.append((begin_s, end_s))
+        return joined
 
     def _begin(self, cluster: Cluster, job: int, attempt: int, nodes_min: int | None) -> None:
         root = self.roots.get(job, job)

@@ -14,7 +14,8 @@ from tests.simulation.machines import Program
 CLOUD_RATES_MAX = {
     "transient": 0.15, "throttled": 0.15, "unknown_before": 0.15, "unknown_after": 0.25, "late": 0.15, "full": 0.3,
     "quota": 0.1, "auth": 0.03, "partial": 0.15, "never_boots": 0.1, "forgotten": 0.3, "blank": 0.25,
-    "blackout": 0.02, "stale": 0.2, "ignored": 0.2, "refused": 0.1, "stuck": 0.2, "mute": 0.2,
+    "blackout": 0.02, "stale": 0.2, "behind": 0.2, "repeated": 0.2, "silent": 0.1, "ignored": 0.2, "refused": 0.1,
+    "stuck": 0.2, "mute": 0.2,
 }  # fmt: skip
 assert set(CLOUD_RATES_MAX) == {each.name for each in fields(FaultRates)}
 
@@ -29,6 +30,7 @@ class JobSpec:
     program: Program
     cancel_s: float = math.inf
     hedge: int = 2  # places that may be asked at once
+    needs: tuple[int, ...] = ()  # indexes of jobs that have to succeed before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,19 @@ class Mix:
     points_between_kills: float = math.inf
     kill_every_s: float = math.inf
     stop_every_s: float = math.inf
+    stopped_s: float = 40.0  # of a scene's stop: long enough for another leader to take over
     sqlite_every_s: float = math.inf
     jump_every_s: float = math.inf
     command_every_s: float = math.inf
+    cut_off_every_s: float = math.inf  # all nodes of a gang out of reach at once
+    power_every_s: float = math.inf
+    disk_every_s: float = math.inf  # full, for a while
+    suspend_every_s: float = math.inf
+    owner_every_s: float = math.inf  # the owner file is lost, and restored
+    login_every_s: float = math.inf  # the next start is with a login for another account
+    offset_s: float = 0.0  # of the broker's wall clock to the cloud's
+    bucket_silence: float = 0.0  # chance that a look into a bucket gets no answer
+    drift: float = 0.0  # seconds that it gains in one
     is_doubled: bool = False  # a second broker keeps trying to lead
     restart_s_max: float = 5.0
     poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
@@ -59,6 +71,15 @@ class Mix:
     leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
     away_at_s: float = math.inf  # the machine of the brokers is closed then,
     away_s: float = 0.0  # for so long
+
+    @property
+    def may_lose_power(self) -> bool:
+        return not math.isinf(self.power_every_s)
+
+    @property
+    def is_clock_true(self) -> bool:
+        """Whether the broker's clock measures what passes; how far it is off matters to nothing that is measured."""
+        return math.isinf(self.jump_every_s) and self.drift == 0.0
 
 
 def draw_mix(random: Random) -> Mix:
@@ -79,12 +100,13 @@ def draw_mix(random: Random) -> Mix:
         terminate_s=random.choice((0.5, 3.0, 20.0)),
         vanish_s=random.choice((0.0, 30.0, math.inf, math.inf)),
         refused_s=random.choice((60.0, 180.0)),
+        silent_s=random.choice((5.0, 30.0, 200.0)),
         hang_s=random.choice((15.0, 60.0, 200.0, math.inf)),
     )
     away_s = random.choice((600.0, 1500.0, 5000.0)) if random.random() < 0.1 else 0.0
     away_at_s = random.uniform(5.0, 60.0) if away_s else math.inf
     return Mix(
-        jobs=tuple(draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))),
+        jobs=draw_jobs(random),
         cloud=FaultRates(**rates),
         market=market,
         heal_s=random.uniform(60.0, 240.0) + away_s,
@@ -102,10 +124,27 @@ def draw_mix(random: Random) -> Mix:
         sqlite_every_s=maybe(random.uniform(5.0, 60.0) / intensity),
         jump_every_s=maybe(random.uniform(60.0, 200.0) / intensity, 0.2),
         command_every_s=maybe(random.uniform(20.0, 100.0), 0.5),
+        cut_off_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
+        power_every_s=maybe(random.uniform(20.0, 120.0) / intensity, 0.2),
+        disk_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
+        suspend_every_s=maybe(random.uniform(40.0, 150.0) / intensity, 0.2),
+        owner_every_s=maybe(random.uniform(20.0, 100.0) / intensity, 0.2),
+        login_every_s=maybe(random.uniform(30.0, 150.0) / intensity, 0.2),
+        offset_s=random.choice((0.0, 0.0, -25.0, 25.0, 400.0)),
+        drift=random.choice((0.0, 0.0, 0.0, -0.01, 0.01)),
+        bucket_silence=random.choice((0.0, 0.0, 0.5)),
         is_doubled=random.random() < 0.35,
         restart_s_max=random.choice((1.0, 10.0, 40.0)),
         poll_s=random.choice((0.5, 2.0, 4.0, 4.0)),
         leaves_broker_dead=random.random() < 0.04,
+    )
+
+
+def draw_jobs(random: Random) -> tuple[JobSpec, ...]:
+    """Now and then one needs the one before it."""
+    jobs = [draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))]
+    return tuple(
+        replace(job, needs=(index - 1,)) if index and random.random() < 0.2 else job for index, job in enumerate(jobs)
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from broker.errors import BrokerError
-from tests.simulation.invariants import Violation
+from tests.simulation.events import Violation
 from tests.simulation.mixes import Mix, draw_mix
 from tests.simulation.processes import Crash
 from tests.simulation.scenes import Scene, act_out, check_end
@@ -43,8 +43,8 @@ def play_mix(seed: int, mix: Mix, *, trace: bool = False) -> Result:
     return _play(seed, mix, play, trace=trace)
 
 
-def play_scene(scene: Scene, *, kill_at: int | None = None, trace: bool = False) -> Result:
-    """One scene; with `kill_at`, whoever comes to that deed or commit is killed there."""
+def play_scene(scene: Scene, *, kill_at: int | None = None, stop_at: int | None = None, trace: bool = False) -> Result:
+    """One scene; with `kill_at` or `stop_at`, whoever comes to that deed or commit is killed or stopped there."""
 
     async def act(universe: Universe) -> None:
         universe.begin(act_out(universe, scene))
@@ -52,7 +52,7 @@ def play_scene(scene: Scene, *, kill_at: int | None = None, trace: bool = False)
         if wrong := check_end(universe, scene):
             universe.fail(Violation("S11", wrong))
 
-    return _play(scene.seed, scene.mix, act, kill_at=kill_at, trace=trace)
+    return _play(scene.seed, scene.mix, act, kill_at=kill_at, stop_at=stop_at, trace=trace)
 
 
 def _play(
@@ -61,10 +61,11 @@ def _play(
     story: Callable[[Universe], Awaitable[None]],
     *,
     kill_at: int | None = None,
+    stop_at: int | None = None,
     trace: bool = False,
 ) -> Result:
     with make_folder() as folder:
-        universe = Universe(folder, seed, mix, kill_at=kill_at, trace=trace)
+        universe = Universe(folder, seed, mix, kill_at=kill_at, stop_at=stop_at, trace=trace)
         with watch_log(universe):
             run_universe(universe, story)
         return Result(

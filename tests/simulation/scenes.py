@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from broker.clouds.simulated import FaultRates, Market
-from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeState, Resources, Task
-from tests.simulation import stories
+from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Resources, Task
+from tests.simulation import host, stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.universe import ZONES, Universe
@@ -49,6 +51,7 @@ def make_job(
     recovery: JobRecovery = JobRecovery(),
     submit_s: float = 0.5,
     hedge: int = 2,
+    needs: tuple[int, ...] = (),
     unattended_s: float | None = None,
     has_bucket: bool = False,
 ) -> JobSpec:
@@ -62,7 +65,7 @@ def make_job(
         unattended_s=unattended_s,
     )
     program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks)
-    return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge)
+    return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge, needs=needs)
 
 
 def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: Market = MARKET, **more: object) -> Mix:
@@ -100,15 +103,44 @@ def stop_leader(universe: Universe) -> None:
     """SIGSTOP for so long that another one takes over; then it goes on where it was."""
     for process in universe.processes:
         if process.store is not None and process.store._epoch is not None:
-            universe.note_fault("stop")
-            process.stop()
-            universe.loop.call_world(40.0, process.resume)
+            universe.stop(process, universe.mix.stopped_s)
 
 
 def black_out(universe: Universe) -> None:
     """For most of a minute the cloud lists nothing, though all is well."""
     universe.note_fault("list:blackout")
     universe.cloud.black_out(50.0)
+
+
+def black_out_for_long(universe: Universe) -> None:
+    """For ten minutes, while every agent answers."""
+    universe.note_fault("list:blackout")
+    universe.cloud.black_out(600.0)
+
+
+def silence_region(universe: Universe) -> None:
+    """No list covers the place of the newest program for two minutes."""
+    run = list(universe.gang.runs.values())[-1]
+    universe.note_fault("list:silent", run.cluster)
+    universe.cloud.silence(universe.cloud.find(run.ids)[0].region, 120.0)
+
+
+def cut_off_gang(universe: Universe) -> None:
+    """No node of any program answers for most of ten minutes; their cloud lists them as RUNNING."""
+    universe.note_fault("partition:gang")
+    now_s = universe.loop.time()
+    for run in universe.gang.runs.values():
+        for node_id in run.ids:
+            universe.gang.unreachable.setdefault(node_id, []).append((now_s, now_s + 500.0))
+
+
+def log_in_elsewhere(universe: Universe) -> None:
+    universe.note_fault("account:other")
+    host.log_in(universe, host.AWAY)
+
+
+def log_in_at_home(universe: Universe) -> None:
+    host.log_in(universe, host.HOME)
 
 
 def leave(duration_s: float) -> Act:
@@ -151,6 +183,36 @@ def use_cluster(universe: Universe) -> None:
     universe.begin(stories.use_cluster(universe, "launch"))
 
 
+def sleep(universe: Universe) -> None:
+    """The lid is closed for most of a quarter of an hour."""
+    host.suspend_for(universe, 700.0)
+
+
+def cut_power(universe: Universe) -> None:
+    host.cut_power(universe)
+
+
+def fill_disk(universe: Universe) -> None:
+    """For most of a minute."""
+    universe.note_fault("disk:full")
+    universe.file.is_full = True
+    universe.loop.call_world(50.0, host.free_disk, universe)
+
+
+def expire_login(universe: Universe) -> None:
+    """Nothing can be asked of the cloud for most of a minute, though all is well."""
+    universe.note_fault("list:auth")
+    universe.cloud.lock_out(50.0)
+
+
+def repeat_call(universe: Universe) -> None:
+    """The cloud makes the first job's nodes once more, minutes late, and nobody waits for them."""
+    rows = universe.read("SELECT body FROM intents WHERE outcome IS NOT NULL ORDER BY rowid")
+    if rows:
+        request = msgspec.json.decode(rows[0][0], type=NodeRequest)
+        universe.cloud._make_gang(request, universe.cloud.clock.now_s())
+
+
 async def act_out(universe: Universe, scene: Scene) -> None:
     """Acts in turn; without any program started within a while, they happen all the same."""
     universe.is_acting = True
@@ -189,12 +251,18 @@ def check_end(universe: Universe, scene: Scene) -> str:
 
 
 SLOW_END = replace(MARKET, terminate_s=20.0, refused_s=60.0)
+SLOW_LISTS = replace(MARKET, list_s=1.5)
+SLOW_BOOT = replace(MARKET, boot_s=30.0, boot_s_max=40.0)
+MIDDLE_BOOT = replace(MARKET, boot_s=12.0, boot_s_max=14.0)
+LONG_END = replace(MARKET, terminate_s=30.0)
+SILENT = replace(MARKET, silent_s=100.0)
 HANGING = replace(MARKET, hang_s=120.0)
 LONG_HANGING = replace(MARKET, hang_s=200.0)
 NEVER = replace(MARKET, hang_s=math.inf)
 CHEAPEST = JobRecovery(strategy="cheapest")
 FAST = replace(MARKET, boot_s=0.5, boot_s_max=1.5, list_lag_s=0.0)
 COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(7))
+LOGINS = ((5.0, log_in_elsewhere), (6.0, cut_off_gang), (305.0, log_in_at_home))
 STALL = JobRecovery(stall_timeout_s=20.0)
 AGAIN = JobRecovery(max_restarts_on_errors=1)
 ELASTIC = JobRecovery(nodes_min=2)
@@ -205,6 +273,10 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="preemption", mix=make_mix(), acts=((5.0, preempt),)),
     Scene(name="two preemptions", mix=make_mix(make_job(nodes=1, steps=20)), acts=((4.0, preempt), (20.0, preempt))),
     Scene(name="cancel", mix=make_mix(), acts=((5.0, cancel),), ends=(*CANCELLED, JobStatus.SUCCEEDED)),
+    Scene(
+        name="three jobs and slow lists",
+        mix=make_mix(*(make_job(nodes=1, submit_s=0.5 + each) for each in range(3)), market=SLOW_LISTS),
+    ),
     Scene(
         name="cancel in recovery",
         mix=make_mix(),
@@ -271,13 +343,68 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(name="head out of reach for a while", mix=make_mix(make_job(steps=60)), acts=((5.0, cut_off),)),
     Scene(name="node lost after success", mix=make_mix(poll_s=8.0), acts=((13.5, end_rank_1),)),
+    Scene(
+        name="a pipeline",
+        mix=make_mix(make_job(nodes=1), make_job(nodes=1, needs=(0,))),
+    ),
+    Scene(
+        name="a pipeline whose first job fails",
+        mix=make_mix(make_job(nodes=1, exit_codes=(3,)), make_job(nodes=1, needs=(0,))),
+        ends=(JobStatus.FAILED, JobStatus.CANCELLED),
+    ),
     Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
+    Scene(
+        name="a leader that sleeps while nodes boot",
+        mix=make_mix(make_job(nodes=1), cloud=FaultRates(transient=0.5), market=SLOW_BOOT, is_doubled=True),
+        seed=4,
+    ),
+    Scene(
+        name="a call that is carried out again after its job, collected at once",
+        mix=make_mix(make_job(nodes=1), market=FAST, heal_s=200.0),
+        acts=((60.0, repeat_call), *((60.5 + 0.5 * count, collect) for count in range(30))),
+    ),
+    Scene(name="a laptop that sleeps", mix=make_mix(make_job(steps=800), heal_s=900.0), acts=((8.0, sleep),)),
+    Scene(name="a power cut", mix=make_mix(power_every_s=1e9), acts=((6.5, cut_power),)),
+    Scene(
+        name="a disk that is full for a while", mix=make_mix(make_job(steps=60), heal_s=120.0), acts=((5.0, fill_disk),)
+    ),
+    Scene(
+        name="a login that expires under a program",
+        mix=make_mix(make_job(steps=150), heal_s=120.0),
+        acts=((5.0, expire_login),),
+    ),
+    Scene(name="a login for another account", mix=make_mix(make_job(steps=400), heal_s=900.0), acts=LOGINS),
+    Scene(
+        name="a region that is silent",
+        mix=make_mix(make_job(steps=60), heal_s=300.0),
+        acts=((5.0, silence_region), (20.0, preempt)),
+    ),
+    Scene(
+        name="lost answers of regions that are silent",
+        mix=make_mix(cloud=FaultRates(unknown_after=0.7, silent=0.5), market=SILENT, heal_s=300.0),
+        seed=3,
+    ),
+    Scene(
+        name="lists that are empty for ten minutes",
+        mix=make_mix(make_job(steps=700), heal_s=900.0),
+        acts=((6.0, black_out_for_long),),
+    ),
+    Scene(
+        name="a gang out of reach for minutes",
+        mix=make_mix(make_job(steps=400), heal_s=600.0),
+        acts=((5.0, cut_off_gang),),
+    ),
     Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
     Scene(name="elastic", mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)), acts=((7.0, preempt),)),
     Scene(
         name="elastic, taken down while a node is on its way",
         mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)),
         acts=((7.0, preempt), (9.0, take_down)),
+    ),
+    Scene(
+        name="elastic, collected while a node is on its way",
+        mix=make_mix(make_job(nodes=3, steps=90, recovery=ELASTIC), market=MIDDLE_BOOT),
+        acts=((7.0, preempt), *((9.0 + 2.0 * count, collect) for count in range(8))),
     ),
     Scene(
         name="elastic, its answers lost",
@@ -288,6 +415,17 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="a gang that falls apart", mix=make_mix(make_job(breaks=2))),
     Scene(name="a gang that always falls apart", mix=make_mix(make_job(breaks=9)), ends=(JobStatus.FAILED,)),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),
+    Scene(
+        name="budget over several attempts",
+        mix=make_mix(make_job(nodes=1, steps=150, budget_usd=0.03), heal_s=300.0),
+        acts=((38.0, preempt), (80.0, preempt), (122.0, preempt)),
+        ends=(JobStatus.FAILED,),
+    ),
+    Scene(
+        name="a budget that is spent while its leader sleeps",
+        mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.004, hedge=1), market=LONG_END, is_doubled=True),
+        ends=(JobStatus.FAILED,),
+    ),
     Scene(
         name="nodes that never boot",
         mix=make_mix(make_job(nodes=1, budget_usd=0.02), cloud=FaultRates(never_boots=1.0)),

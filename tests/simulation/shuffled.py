@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         self._random = random
         self._time_s = start_s
         self._parked: list[asyncio.Handle] = []
+        self._frozen: list[tuple[asyncio.TimerHandle, float]] = []  # and how long each still had to run
         self.stopped_count = 0  # processes that are stopped: only then every handle must be looked at
         self.set_task_factory(_make_task)
         self.set_exception_handler(lambda loop, context: None)
@@ -47,6 +48,23 @@ class ShuffledLoop(asyncio.BaseEventLoop):
     def call_world(self, delay_s: float, call: Any, *arguments: Any) -> None:
         """As `call_later`, whatever becomes of the process that asks."""
         self.call_later(delay_s, call, *arguments, context=Context())
+
+    def freeze(self, hosts: Collection[Host]) -> None:
+        """Timers of these stand still, as on a machine that is suspended; see `thaw`."""
+        going = []
+        for handle in self._scheduled:
+            if handle._context.get(CURRENT) in hosts:
+                self._frozen.append((handle, handle._when - self._time_s))
+            else:
+                going.append(handle)
+        heapq.heapify(going)
+        self._scheduled = going
+
+    def thaw(self) -> None:
+        for handle, left_s in self._frozen:
+            handle._when = self._time_s + left_s
+            heapq.heappush(self._scheduled, handle)
+        self._frozen = []
 
     def unpark(self) -> None:
         """After a process goes on: what was parked for it is ready again, in the order it came."""

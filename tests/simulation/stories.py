@@ -7,12 +7,14 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_job
-from tests.simulation.invariants import Violation, find_allowance_s
+from tests.simulation import host
+from tests.simulation.disk import SQLITE_FAULTS
+from tests.simulation.events import Violation
+from tests.simulation.invariants import find_allowance_s
 from tests.simulation.mixes import JobSpec
-from tests.simulation.processes import SQLITE_FAULTS, Process
+from tests.simulation.processes import Process
 from tests.simulation.universe import CALM_TICK_S, TICK_S, Universe, make_plan
 
 COMMANDS = ("cancel", "down", "gc", "retry", "launch", "submit again")
@@ -70,8 +72,15 @@ def list_actors(universe: Universe) -> list[Awaitable[None]]:
         (mix.stop_every_s, stop),
         (mix.sqlite_every_s, fail_statement),
         (mix.jump_every_s, jump),
+        (mix.cut_off_every_s, cut_off_gang),
+        (mix.power_every_s, host.cut_power),
+        (mix.disk_every_s, host.fill_disk),
+        (mix.suspend_every_s, host.suspend),
+        (mix.owner_every_s, host.lose_owner),
+        (mix.login_every_s, host.switch_login),
         (mix.command_every_s, command),
     ]
+    actors.append(host.visit_accounts(universe))
     if mix.away_s:
         actors.append(close(universe))
     actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
@@ -90,15 +99,15 @@ def heal(universe: Universe) -> None:
     universe.say("healed")
     universe.is_healed = True
     universe.healed_s = universe.loop.time()
-    universe.cloud.faults = FaultRates()
-    universe.cloud.full_zones.clear()
+    universe.cloud.recover()
     universe.gang.unreachable = {
         node_id: [(since_s, min(until_s, universe.healed_s)) for since_s, until_s in windows]
         for node_id, windows in universe.gang.unreachable.items()
     }
+    host.mend(universe)
     for process in universe.processes:
         process.statements_left = None
-        process.resume()
+        process.release()
         if universe.mix.leaves_broker_dead:
             process.kill()
 
@@ -109,6 +118,8 @@ def heal(universe: Universe) -> None:
 async def submit(universe: Universe, index: int, spec: JobSpec) -> None:
     """As a script would: with one request id, again and again until it worked."""
     await asyncio.sleep(spec.submit_s)
+    while not all(other in universe.jobs_in for other in spec.needs):
+        await asyncio.sleep(1.0)
     for _ in range(200):
         if await run_command(universe, f"submit-{index}", lambda process: submit_once(universe, process, index, spec)):
             break
@@ -124,7 +135,8 @@ async def submit_once(universe: Universe, process: Process, index: int, spec: Jo
     request_id = f"request-{index}"
     universe.requests.add(request_id)
     universe.expect_job(request_id, spec)
-    job = store.add_job(f"train-{index}", spec.task, request_id, hedge=spec.hedge)
+    needs = [universe.jobs_in[other] for other in spec.needs]
+    job = store.add_job(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
     universe.jobs_in[index] = job.id
     store.close()
 
@@ -231,6 +243,20 @@ def partition(universe: Universe) -> None:
     universe.gang.unreachable.setdefault(node.id, []).append(window)
 
 
+def cut_off_gang(universe: Universe) -> None:
+    """No node of one cluster answers, the broker's address is blocked, say; its cloud says RUNNING of each."""
+    clusters = sorted({node.cluster for node in universe.list_live_nodes()})
+    if not clusters:
+        return
+    name = universe.random.choice(clusters)
+    universe.note_fault("partition:gang", name)
+    now_s = universe.loop.time()
+    window = (now_s, now_s + universe.random.choice((20.0, 90.0, 300.0)))
+    for node in universe.list_live_nodes():
+        if node.cluster == name:
+            universe.gang.unreachable.setdefault(node.id, []).append(window)
+
+
 def kill(universe: Universe) -> None:
     living = [process for process in universe.processes if process.is_alive]
     if living:
@@ -243,9 +269,7 @@ def stop(universe: Universe) -> None:
     if not going:
         return
     process = universe.random.choice(going)
-    universe.note_fault("stop")
-    process.stop()
-    universe.loop.call_world(universe.random.choice((1.0, 10.0, 30.0, 100.0)), process.resume)
+    universe.stop(process, universe.random.choice((1.0, 10.0, 30.0, 100.0)))
 
 
 async def close(universe: Universe) -> None:
@@ -276,6 +300,7 @@ def fail_statement(universe: Universe) -> None:
 
 def jump(universe: Universe) -> None:
     universe.note_fault("clock:jump")
+    universe.jumps += 1
     universe.clock.offset_s += universe.random.choice((-3600.0, -20.0, 20.0, 3600.0))
 
 

@@ -24,3 +24,15 @@ def test_a_kill_at_any_deed_changes_nothing_about_the_end(scene: Scene) -> None:
         )
         kills += result.kills
     assert kills == calm.points
+
+
+@pytest.mark.parametrize(
+    "name", ["a budget that is spent while its leader sleeps", "a leader that sleeps", "two brokers"]
+)
+def test_a_leader_that_is_stopped_at_any_deed_changes_nothing_about_the_end(name: str) -> None:
+    scene = next(scene for scene in SCENES if scene.name == name)
+    for stop_at in range(1, play_scene(scene).points + 1):
+        result = play_scene(scene, stop_at=stop_at)
+        assert not result.failure, (
+            f"{result.failure}\n  python -m tests.simulation --scene '{name}' --stop-at {stop_at} --trace"
+        )

@@ -15,9 +15,9 @@ import msgspec
 
 from broker.jobs.order import order_plan
 from broker.types import Attempt, NodeRequest, Placement
+from tests.simulation.events import Event, Violation
 
 if TYPE_CHECKING:
-    from tests.simulation.invariants import Event
     from tests.simulation.universe import Universe
 
 # As README and docs promise them to users: a full place rests for ten minutes, twice as long each time, a used up
@@ -84,8 +84,6 @@ def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
         turns.newest = number
         placement = msgspec.json.decode(body, type=NodeRequest).placement
         if passed_over := _find_passed_over(universe, turns, cluster, placement, event.time_s):
-            from tests.simulation.invariants import Violation
-
             better = _name(passed_over)
             raise Violation("S13", f"{cluster} asks {_name(placement)}, and nothing speaks against {better}")
         turns.asked.setdefault(cluster, []).append(placement)
@@ -107,12 +105,12 @@ def check_l1_late_gangs_go(universe: Universe, event: Event) -> None:
     late = universe.memory["late gangs"] = {
         node.id: since_s.get(node.id, event.time_s)
         for node in (universe.list_live_nodes() if tokens else ())
-        if node.token in tokens and math.isinf(universe.cloud.get_ending_s(node.id))
+        if node.account == universe.account
+        and node.token in tokens
+        and math.isinf(universe.cloud.get_ending_s(node.id))
     }
     for node_id, begun_s in late.items():
         if event.time_s - begun_s > LATE_S:
-            from tests.simulation.invariants import Violation
-
             raise Violation("L1", f"nobody has needed {node_id} for {event.time_s - begun_s:.0f} s, and it runs on")
 
 
@@ -162,7 +160,7 @@ def _find_passed_over(
     """The first place that should have been asked before this one; None: all is as it should be."""
     job_id = universe.get_job_id(cluster)
     searched_s = turns.searched_s.get(cluster, now_s)
-    if job_id is None or not math.isinf(universe.mix.jump_every_s) or turns.poor_s >= searched_s - PROBE_S:
+    if job_id is None or not universe.mix.is_clock_true or turns.poor_s >= searched_s - PROBE_S:
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:
         return None  # for a gang that stands: where that is

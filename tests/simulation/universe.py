@@ -8,7 +8,7 @@ import json
 import math
 import random as global_random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +17,21 @@ from typing import Any
 
 from broker.clouds.simulated import SimulatedCloud
 from broker.config import Config
-from broker.errors import BrokerError, NoOfferError
+from broker.errors import BrokerError, NoOfferError, StateError
 from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.provision.lifecycle import Provisioner
+from broker.provision.listing import Lister, Listing
 from broker.types import Cluster, Estimate, Node, NodeRequest, NodeState, Placement, Plan, Task
-from tests.simulation.invariants import TERMINAL, Event, Violation, check_all
+from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
+from tests.simulation.events import TERMINAL, Event, Violation
+from tests.simulation.invariants import check_all
 from tests.simulation.left import SimulatedOutcomes
-from tests.simulation.machines import MachineGang
+from tests.simulation.machines import MachineGang, MachineRun
 from tests.simulation.mixes import JobSpec, Mix
-from tests.simulation.processes import TRIFLE, Crash, Process, ProcessClock, SimulatedFile, SimulatedStore, get_process
+from tests.simulation.processes import Crash, Process, ProcessClock, get_process
+from tests.simulation.records import IS_COLLECTOR
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.turns import note_unclear
 from tests.simulation.world import FOREIGN, OWNER, make_offer
@@ -57,6 +61,10 @@ class WatchedCloud(SimulatedCloud):
 
     universe: Universe
 
+    def create_nodes(self, request: NodeRequest) -> Coroutine[Any, Any, Sequence[Node]]:
+        self.universe.emit("ask", request=request)
+        return super().create_nodes(request)
+
     def _make_gang(self, request: NodeRequest, now_s: float) -> list[str]:
         self.universe.emit("create", request=request)
         made = super()._make_gang(request, now_s)
@@ -69,31 +77,78 @@ class WatchedCloud(SimulatedCloud):
             self.universe.emit("terminate", node=self._look(machine))
         super()._end(machine, after_s=after_s, reason=reason)
 
+    def _find_login(self) -> str:
+        process = get_process()
+        return process.account if process is not None else self.account
+
     def get_ending_s(self, node_id: str) -> float:
         ending_s = self._machines[node_id].ending_s
         return math.inf if ending_s is None else ending_s
 
 
-class WatchedProvisioner(Provisioner):
-    """Tells the universe whenever a search for nodes begins."""
+class WatchedLister(Lister):
+    """Tells the universe how old a list is that was asked for without an age."""
 
     universe: Universe
+
+    async def list(self, cloud: Any, *, age_s_max: float = 0.0, **named: Any) -> Listing:
+        jumps, asked_s = self.universe.jumps, self._clock.now_s()
+        listing = await super().list(cloud, age_s_max=age_s_max, **named)
+        if not age_s_max and jumps == self.universe.jumps:
+            self.universe.check_list(asked_s - listing.asked_s)
+        return listing
+
+
+class WatchedProvisioner(Provisioner):
+    """Tells the universe of searches, of replacements under way, and of what the collector does."""
+
+    universe: Universe
+
+    def watch(self, universe: Universe) -> None:
+        self.universe = universe
+        self._lister.__class__ = WatchedLister
+        self._lister.universe = universe  # type: ignore[attr-defined]
 
     async def up(self, name: str, *arguments: Any, **named: Any) -> Cluster:
         self.universe.emit("search", name=name)
         return await super().up(name, *arguments, **named)
 
+    async def replace_node(self, cluster: Cluster, *arguments: Any, **named: Any) -> Cluster:
+        replacing = self.universe.memory.setdefault("replacing", {})
+        replacing[cluster.name] = get_process()
+        try:
+            return await super().replace_node(cluster, *arguments, **named)
+        finally:
+            replacing.pop(cluster.name, None)
+
+    async def collect(self) -> int:
+        token = IS_COLLECTOR.set(True)
+        try:
+            return await super().collect()
+        finally:
+            IS_COLLECTOR.reset(token)
+
 
 class Universe:
-    def __init__(self, folder: Path, seed: int, mix: Mix, *, kill_at: int | None = None, trace: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        mix: Mix,
+        *,
+        kill_at: int | None = None,
+        stop_at: int | None = None,
+        trace: bool = False,
+    ) -> None:
         self.folder = folder
         self.seed = seed
         self.mix = mix
         self.kill_at = kill_at  # the one deed or commit, of all, to be killed at
+        self.stop_at = stop_at  # as `kill_at`, but with SIGSTOP, for `Mix.stopped_s`
         self.random = Random(f"{seed}/world")
         self.loop = ShuffledLoop(Random(f"{seed}/order"))
         self.start_s = self.loop.time()
-        self.clock = ProcessClock(self.loop)
+        self.clock = ProcessClock(self.loop, offset_s=mix.offset_s, drift=mix.drift)
         self.cloud = WatchedCloud(
             clock=TrueClock(self.loop),
             market=mix.market,
@@ -129,6 +184,7 @@ class Universe:
         self.stuck: set[str] = set()  # clusters of which a create call got nowhere for a while
         self.requests: set[str] = set()
         self.retries = 0
+        self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
         self.away_until_s = 0.0  # no broker is started before
@@ -141,7 +197,13 @@ class Universe:
         self.trace_lines: list[str] | None = [] if trace else None
         self._kill_random = Random(f"{seed}/kill")
         self._points_to_kill = self._draw_points()
-        self.file = SimulatedFile()
+        self.file = SimulatedFile(may_lose_power=mix.may_lose_power)
+        self.outcomes = SimulatedOutcomes(self.gang, self.cloud, is_silent=self._is_bucket_silent)
+        self.unread: set[str] = set()  # clusters whose bucket gave no answer when it was last asked
+        self.is_suspended = False  # the machine that brokers and commands run on
+        self.is_owner_lost = False
+        self.account = self.cloud.account  # that whoever starts now is logged in to, since
+        self.login_s = self.start_s
         self._seen: dict[str, list[Any]] = {}
 
     # -- what the world tells -------------------------------------------------------------------------------------
@@ -167,6 +229,11 @@ class Universe:
         self.digest.update(line.encode())
         if self.trace_lines is not None:
             self.trace_lines.append(line)
+
+    def check_list(self, late_s: float) -> None:
+        """Every list is looked at; only a late one is told, for there are many."""
+        if late_s > 1e-6:
+            self.emit("list", late_s=late_s)
 
     def note_made(self, ids: Sequence[str]) -> None:
         """Spot nodes may be fated: when each is preempted is drawn when it is made."""
@@ -195,6 +262,10 @@ class Universe:
         if sql not in self._seen:
             self._seen[sql] = self.read(sql)
         return self._seen[sql]
+
+    def forget_what_was_seen(self) -> None:
+        """The file has changed without a commit."""
+        self._seen.clear()
 
     def list_live_nodes(self) -> list[Node]:
         return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
@@ -282,18 +353,47 @@ class Universe:
 
     def spawn(self, name: str, work: Callable[[Process], Any]) -> Process:
         process = Process(name, self.loop, on_point=self._on_point, on_fault=self.note_fault)
+        process.account = self.account
         self.processes.append(process)
+        if self.is_suspended:
+            process.stop("suspended")
         process.begin(work(process))
         return process
 
+    def _is_bucket_silent(self, run: MachineRun) -> bool:
+        self.unread.discard(run.cluster)
+        if self.is_healed or not self.mix.bucket_silence or self.random.random() >= self.mix.bucket_silence:
+            return False
+        self.note_fault("bucket:silent", run.cluster)
+        self.unread.add(run.cluster)
+        return True
+
+    def fall_asleep(self) -> None:
+        if self.is_healed:
+            return
+        self.note_fault("suspend")
+        self.is_suspended = True
+        for process in self.processes:
+            process.stop("suspended")
+        self.loop.freeze(set(self.processes))
+
+    def wake_up(self) -> None:
+        if self.is_suspended:
+            self.is_suspended = False
+            self.loop.thaw()
+            for process in self.processes:
+                process.resume("suspended")
+
     def open_store(self, process: Process) -> SimulatedStore:
+        if self.is_owner_lost:
+            raise StateError("the file `owner` is empty")
         return SimulatedStore(
             self.folder / "state.db", clock=self.clock, process=process, file=self.file, on_commit=self._on_commit
         )
 
     def make_provisioner(self, store: SimulatedStore) -> Provisioner:
         provisioner = WatchedProvisioner({"simulated": self.cloud}, store, clock=self.clock, owner=OWNER)
-        provisioner.universe = self
+        provisioner.watch(self)
         return provisioner
 
     async def run_broker(self, process: Process) -> None:
@@ -311,7 +411,7 @@ class Universe:
                 planner=make_plan,
                 clock=self.clock,
                 config=config,
-                outcomes=SimulatedOutcomes(self.gang, self.cloud),
+                outcomes=self.outcomes,
             )
 
         await run_daemon(
@@ -359,6 +459,10 @@ class Universe:
             self.kill_at = None
             self._kill(process, "kill:point")
             return
+        if self.points == self.stop_at:
+            self.stop_at = None
+            self.stop(process, self.mix.stopped_s)
+            return
         if self.is_healed:
             return
         self._points_to_kill -= 1
@@ -370,6 +474,12 @@ class Universe:
         self.kills += 1
         self.note_fault(fault)
         process.kill()
+
+    def stop(self, process: Process, duration_s: float) -> None:
+        """SIGSTOP; it continues much later, sure that it still leads."""
+        self.note_fault("stop")
+        process.stop()
+        self.loop.call_world(duration_s, process.resume)
 
     def _draw_points(self) -> float:
         mean = self.mix.points_between_kills

@@ -20,7 +20,8 @@ from tests.torture.users import Looker, Submitter
 
 LOOK_S = 1.0
 TELL_EVERY_S = 30.0
-# Healed, something must move within this time: the longest pause of the product is five minutes (refused places).
+# Healed, something must move within this time. The product's longest pause are ten minutes: a gang may be silent as a
+# whole for so long while its cloud lists it as running.
 STALL_S_MAX = 900.0
 
 

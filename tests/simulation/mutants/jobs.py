@@ -10,10 +10,11 @@ from unittest.mock import patch
 
 from broker.jobs import allowance, controller, daemon, lost_gang
 from broker.jobs.controller import JobController
+from broker.jobs.endings import Endings
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
 from broker.state.database import Database
 from broker.state.jobs import JobRows
-from broker.types import Job, JobStatus, RunStatus
+from broker.types import Attempt, Job, JobStatus, RunStatus
 
 Patches = Sequence[Any]
 
@@ -158,3 +159,18 @@ def retry_counts_attempts_anew() -> Patches:
         return replace(job, first_attempt=1)
 
     return (patch.object(JobRows, "add_job", add_from_one),)
+
+
+def outcome_and_status_in_two_commits() -> Patches:
+    """Between them, a job whose program has succeeded looks like one that lost its machines."""
+
+    def end(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
+        self._store.put_attempt(replace(attempt, outcome=outcome))
+        return float(self.finish(job, status, failure))
+
+    return (patch.object(Endings, "end", end),)
+
+
+def needs_ignored() -> Patches:
+    """All jobs of a pipeline start at once."""
+    return (patch.object(JobController, "_wait_for_others", lambda self, job: 0.0),)

@@ -12,11 +12,11 @@ from functools import partial
 from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
-from tests.simulation.mutants import jobs, provisioning
+from tests.simulation.mutants import believing, jobs, keeping, provisioning
 from tests.simulation.runner import Result, play_scene
 from tests.simulation.scenes import SCENES
 
-KILLS_MAX = 100
+POINTS_MAX = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Mutant:
     letters: str
     scene: str
     needs_collector: bool = False
+    is_stop: bool = False  # told where a process is stopped at a deed; else where it is killed
 
     @property
     def name(self) -> str:
@@ -93,6 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(plant=jobs.controller_death_fails_the_job, letters="S7", scene="plain"),
     Mutant(plant=jobs.terminal_state_overwritten, letters="S7", scene="plain"),
+    Mutant(plant=jobs.outcome_and_status_in_two_commits, letters="S7", scene="plain"),
     Mutant(plant=jobs.stale_epoch_writes, letters="S4", scene="a leader that sleeps"),
     Mutant(plant=jobs.two_leaders, letters="S4", scene="two brokers"),
     Mutant(plant=jobs.outcome_ignored, letters="S5 S7", scene="node lost after success"),
@@ -115,24 +117,69 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
     Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
+    Mutant(plant=jobs.needs_ignored, letters="S15", scene="a pipeline"),
+    Mutant(plant=keeping.intents_not_durable, letters="S1", scene="a cluster beside a job"),
+    Mutant(plant=keeping.synchronous_never_back_to_full, letters="S1", scene="plain"),
+    Mutant(plant=keeping.record_deleted_before_nodes_are_gone, letters="S3", scene="plain"),
+    Mutant(
+        plant=keeping.no_epoch_fence_before_create,
+        letters="S4",
+        scene="a leader that sleeps while nodes boot",
+        is_stop=True,
+    ),
+    Mutant(
+        plant=keeping.collector_ends_a_replacement_under_way,
+        letters="S3",
+        scene="elastic, collected while a node is on its way",
+        needs_collector=True,
+    ),
+    Mutant(
+        plant=keeping.collector_ignores_age,
+        letters="S3",
+        scene="a call that is carried out again after its job, collected at once",
+        needs_collector=True,
+    ),
+    Mutant(plant=keeping.budget_per_attempt, letters="S9 S11", scene="budget over several attempts"),
+    Mutant(plant=keeping.stopwatch_counts_suspended_time, letters="S5", scene="a laptop that sleeps"),
+    Mutant(plant=keeping.lister_shares_an_older_list, letters="S16", scene="three jobs and slow lists"),
+    Mutant(
+        plant=believing.list_of_another_account_believed, letters="S3 S4 S5 S10", scene="a login for another account"
+    ),
+    Mutant(
+        plant=believing.silent_region_counts_as_empty, letters="S3 S10", scene="lost answers of regions that are silent"
+    ),
+    Mutant(
+        plant=believing.answering_agent_is_no_proof_of_life,
+        letters="S5",
+        scene="lists that are empty for ten minutes",
+    ),
+    Mutant(
+        plant=believing.silent_gang_replaced_as_soon_as_one_node,
+        letters="S5",
+        scene="a gang out of reach for minutes",
+    ),
+    Mutant(plant=keeping.failed_list_is_a_loss, letters="S5", scene="a login that expires under a program"),
 )
 
 
 def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
     """The first play of its scene that tells; None: nothing does."""
     with planted(mutant, is_collector_off=is_collector_off):
-        for where, play in _list_plays(mutant.scene):
+        for where, play in _list_plays(mutant):
             if failure := play().failure:
                 return Catch(where=where, failure=failure)
     return None
 
 
-def _list_plays(name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """The scene undisturbed, then with a kill at each deed."""
-    scene = next(scene for scene in SCENES if scene.name == name)
-    yield name, partial(play_scene, scene)
-    for kill_at in range(1, KILLS_MAX):
-        yield f"{name}, killed at {kill_at}", partial(play_scene, scene, kill_at=kill_at)
+def _list_plays(mutant: Mutant) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """The scene undisturbed, then with a kill, or a stop, at each deed."""
+    scene = next(scene for scene in SCENES if scene.name == mutant.scene)
+    yield scene.name, partial(play_scene, scene)
+    for point in range(1, POINTS_MAX):
+        if mutant.is_stop:
+            yield f"{scene.name}, stopped at {point}", partial(play_scene, scene, stop_at=point)
+        else:
+            yield f"{scene.name}, killed at {point}", partial(play_scene, scene, kill_at=point)
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""What checkers are told of, and what they say when something that must hold does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from broker.types import JobStatus, Node, NodeRequest
+from tests.simulation.machines import MachineRun
+from tests.simulation.processes import Process
+
+TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
+OTHER_FAILURES = ("budget", "no new step", "fell apart")  # than an exit code
+IS_TERMINAL = f"status IN {TERMINAL}"
+
+
+class Violation(Exception):
+    def __init__(self, letter: str, text: str) -> None:
+        super().__init__(f"{letter}: {text}")
+        self.letter = letter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    kind: str
+    time_s: float
+    process: Process | None = None
+    request: NodeRequest | None = None
+    node: Node | None = None
+    run: MachineRun | None = None
+    step: int = 0
+    name: str = ""  # of a cluster that is searched for, or of a node
+    lease_s: float = 0.0
+    reason: str = ""
+    late_s: float = 0.0  # how long before its asking a list set out
+    written: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = {
+            "ask": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
+            "create": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
+            "terminate": lambda: f"{self.node.id} of {self.node.cluster}" if self.node else "",
+            "start": lambda: f"{self.run.cluster} from step {self.run.first_step}" if self.run else "",
+            "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
+            "commit": lambda: " ".join(self.written),
+            "search": lambda: self.name,
+            "lease": lambda: f"{self.name} {self.lease_s:.0f} s",
+            "self-end": lambda: f"{self.name} {self.reason}",
+        }.get(self.kind, lambda: "")()
+        return f"{self.process.name if self.process else 'world'} {self.kind} {what}"

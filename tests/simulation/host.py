@@ -1,0 +1,120 @@
+"""What befalls the machine that brokers and commands run on: its disk fills up, its power fails, its lid is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from tests.simulation.universe import Universe
+
+DISK_FULL_S = (15.0, 60.0, 180.0)
+SUSPENDED_S = (20.0, 90.0, 300.0, 700.0)  # below the lease, which nothing renews meanwhile
+OWNER_LOST_S = (10.0, 40.0)
+HOME, AWAY = "account-1", "account-2"
+AWAY_S = (20.0, 60.0, 150.0)
+VISIT_LOOK_S, VISIT_S = 30.0, 400.0  # longer than nodes must stay missing from lists to be believed gone
+AWAY_BEFORE_S, AWAY_AFTER_S = 3.0, 6.0  # the network goes before the machine sleeps, and comes back after it wakes
+
+
+def fill_disk(universe: Universe) -> None:
+    """Nothing can be written, by any process, for as long as it takes until a user notices."""
+    universe.note_fault("disk:full")
+    universe.file.is_full = True
+    universe.loop.call_world(universe.random.choice(DISK_FULL_S), free_disk, universe)
+
+
+def free_disk(universe: Universe) -> None:
+    universe.file.is_full = False
+
+
+def cut_power(universe: Universe) -> None:
+    """Every process dies, and commits that were not synced are lost, the newest first."""
+    universe.note_fault("power:cut")
+    for process in list(universe.processes):
+        if process.is_alive:
+            universe.kills += 1
+            process.kill()
+    lost = universe.file.cut_power(universe.random)
+    universe.forget_what_was_seen()
+    universe.say(f"{lost} commits are lost")
+
+
+def suspend(universe: Universe) -> None:
+    """A laptop's lid: processes stand still and so does their monotonic clock; the wall clock and the nodes go on.
+
+    The network is away for a moment on both sides of it.
+    """
+    suspend_for(universe, universe.random.choice(SUSPENDED_S))
+
+
+def suspend_for(universe: Universe, duration_s: float) -> None:
+    if universe.is_suspended:
+        return
+    now_s = universe.loop.time()
+    wakes_s = now_s + AWAY_BEFORE_S + duration_s
+    for node in universe.list_live_nodes():
+        windows = universe.gang.unreachable.setdefault(node.id, [])
+        windows.append((now_s, now_s + AWAY_BEFORE_S + 0.5))
+        windows.append((wakes_s - 0.5, wakes_s + AWAY_AFTER_S))
+    universe.loop.call_world(AWAY_BEFORE_S, universe.fall_asleep)
+    universe.loop.call_world(AWAY_BEFORE_S + duration_s, universe.wake_up)
+
+
+def lose_owner(universe: Universe) -> None:
+    """The file that says whose the nodes are is empty: nothing starts until it is restored."""
+    universe.note_fault("owner:lost")
+    universe.is_owner_lost = True
+    universe.loop.call_world(universe.random.choice(OWNER_LOST_S), restore_owner, universe)
+
+
+def restore_owner(universe: Universe) -> None:
+    universe.is_owner_lost = False
+
+
+def switch_login(universe: Universe) -> None:
+    """Brokers and commands are started from a shell that is logged in to another account; a user notices later."""
+    if universe.account != HOME:
+        return
+    universe.note_fault("account:other")
+    log_in(universe, AWAY)
+    universe.loop.call_world(universe.random.choice(AWAY_S), log_in, universe, HOME)
+
+
+def log_in(universe: Universe, account: str) -> None:
+    """What was started before keeps its login: it is ended, and will be started again."""
+    if universe.account != account:
+        universe.say(f"log in to {account}")
+        universe.account, universe.login_s = account, universe.loop.time()
+        for process in list(universe.processes):
+            process.kill()
+
+
+async def visit_accounts(universe: Universe) -> None:
+    """After the last fault a user logs in to each account in turn where nodes or intents are left."""
+    while True:
+        await asyncio.sleep(VISIT_LOOK_S)
+        if not universe.is_healed or universe.mix.leaves_broker_dead:
+            continue
+        left = _list_accounts(universe)
+        others = sorted(left - {universe.account})
+        is_done = universe.account not in left or universe.loop.time() - universe.login_s >= VISIT_S
+        if others and is_done:
+            log_in(universe, others[0])
+
+
+def _list_accounts(universe: Universe) -> set[str]:
+    """Where anything is left to do."""
+    left = {node.account for node in universe.list_live_nodes()}
+    for (body,) in universe.read("SELECT body FROM intents WHERE outcome IS NULL"):
+        left.add(json.loads(body)["account"])
+    for (body,) in universe.read("SELECT CAST(body AS TEXT) FROM clusters"):
+        left |= {node["account"] for node in json.loads(body)["nodes"]}
+    return left - {""}
+
+
+def mend(universe: Universe) -> None:
+    """No more faults."""
+    free_disk(universe)
+    restore_owner(universe)
+    universe.wake_up()
+    log_in(universe, HOME)

@@ -1,0 +1,45 @@
+"""Bugs planted into what is believed of lists: whose they are, what they cover, and what speaks against them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+from broker.errors import AccountError
+from broker.jobs import controller, judgement
+from broker.provision.listing import Listing
+
+Patches = Sequence[Any]
+
+
+def list_of_another_account_believed() -> Patches:
+    """The nodes are not in it, so they are gone."""
+    find_doubt = Listing.find_doubt
+
+    def doubt_regions_only(self: Any, place: Any) -> Any:
+        doubt = find_doubt(self, place)
+        return None if isinstance(doubt, AccountError) else doubt
+
+    return (patch.object(Listing, "find_doubt", doubt_regions_only),)
+
+
+def silent_region_counts_as_empty() -> Patches:
+    """What one region does not tell is not there."""
+    find_doubt = Listing.find_doubt
+
+    def doubt_accounts_only(self: Any, place: Any) -> Any:
+        doubt = find_doubt(self, place)
+        return doubt if isinstance(doubt, AccountError) else None
+
+    return (patch.object(Listing, "find_doubt", doubt_accounts_only),)
+
+
+def answering_agent_is_no_proof_of_life() -> Patches:
+    """A list without a node beats the node that has just answered."""
+    return (patch.object(controller, "list_answering", lambda report, cluster: frozenset()),)
+
+
+def silent_gang_replaced_as_soon_as_one_node() -> Patches:
+    """Our own network may be what is broken."""
+    return (patch.object(judgement, "GANG_UNREACHABLE_S_MIN", judgement.UNREACHABLE_S_MIN),)

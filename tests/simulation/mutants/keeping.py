@@ -1,0 +1,177 @@
+"""Bugs planted into what is kept: transactions and their durability, records, money, time, lists that are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from broker.clock import Stopwatch
+from broker.errors import CloudError
+from broker.jobs import controller, endings, mending
+from broker.jobs.budget import Overspent
+from broker.provision import collection, lifecycle
+from broker.provision.collection import Collector
+from broker.provision.lifecycle import Provisioner
+from broker.provision.listing import Lister
+from broker.provision.tries import Asker
+from broker.state.clusters import IntentRows
+from broker.state.database import Database
+from broker.state.store import Store
+from broker.types import Cluster, Job, NodeState
+
+Patches = Sequence[Any]
+
+
+# -- what a power cut leaves --------------------------------------------------------------------------------------
+
+
+def intents_not_durable() -> Patches:
+    """Committed without waiting for the disk, as progress is."""
+    open_intent = Asker._open_intent
+
+    def open_loosely(self: Any, *arguments: Any, **named: Any) -> Any:
+        with self._store.transaction(is_durable=False):
+            return open_intent(self, *arguments, **named)
+
+    note_account = IntentRows.note_intent_account
+
+    def note_loosely(self: Any, *arguments: Any) -> None:
+        with self.transaction(is_durable=False):
+            note_account(self, *arguments)
+
+    return (
+        patch.object(Asker, "_open_intent", open_loosely),
+        patch.object(IntentRows, "note_intent_account", note_loosely),
+    )
+
+
+def synchronous_never_back_to_full() -> Patches:
+    """The first commit that needs no sync takes it from all that follow on its connection."""
+    transaction = Database.transaction
+
+    @contextmanager
+    def loosen(self: Any, *, is_durable: bool = True) -> Iterator[None]:
+        with transaction(self, is_durable=is_durable and self._is_durable):
+            yield
+
+    return (patch.object(Database, "transaction", loosen),)
+
+
+# -- records ------------------------------------------------------------------------------------------------------
+
+_ENDING: ContextVar[tuple[Store, str] | None] = ContextVar("ending", default=None)
+
+
+def record_deleted_before_nodes_are_gone() -> Patches:
+    down, confirm = Provisioner.down, lifecycle.confirm_gone
+
+    async def note_and_down(self: Any, name: str) -> None:
+        token = _ENDING.set((self._store, name))
+        try:
+            await down(self, name)
+        finally:
+            _ENDING.reset(token)
+
+    async def delete_and_confirm(*arguments: Any, **named: Any) -> Any:
+        if ending := _ENDING.get():
+            ending[0].delete_cluster(ending[1])
+        return await confirm(*arguments, **named)
+
+    return (
+        patch.object(Provisioner, "down", note_and_down),
+        patch.object(lifecycle, "confirm_gone", delete_and_confirm),
+    )
+
+
+def no_epoch_fence_before_create() -> Patches:
+    """The intent is read, and nothing is asked about who leads."""
+
+    def is_open(self: Any, token: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
+
+    return (patch.object(IntentRows, "is_intent_open", is_open),)
+
+
+def collector_ends_a_replacement_under_way() -> Patches:
+    """It takes what is asked for beside a gang that is up for a place that a search did not need."""
+    find = Collector._find_leftovers
+
+    def find_all(self: Any) -> Any:
+        clusters = {each.name for each in self._store.list_clusters() if each.status is lifecycle.ClusterStatus.UP}
+        intents = [each.request for each in self._store.list_open_intents()]
+        return [each for each in intents if each.cluster in clusters and each.token not in self._returns.tokens]
+
+    assert find is not find_all
+    return (patch.object(Collector, "_find_leftovers", find_all),)
+
+
+def collector_ignores_age() -> Patches:
+    return (patch.object(collection, "GRACE_S", -1e9),)
+
+
+# -- money and time -----------------------------------------------------------------------------------------------
+
+
+def budget_per_attempt() -> Patches:
+    """What earlier attempts have cost is forgotten."""
+
+    def find(job: Job, store: Store, clock: Any) -> str:
+        budget_usd = job.task.goal.budget_usd if job.task.goal else None
+        live = job.attempts[-1].number if job.attempts and job.attempts[-1].ended_s is None else job.next_attempt
+        spent_usd = store.spend_usd(cluster=job.name_cluster(live), now_s=clock.now_s())
+        return "" if budget_usd is None or spent_usd < budget_usd else "the budget is used up"
+
+    def check(job: Job, store: Store, clock: Any) -> None:
+        if failure := find(job, store, clock):
+            raise Overspent(failure)
+
+    return (
+        patch.object(controller, "find_overspending", find),
+        patch.object(endings, "find_overspending", find),
+        patch.object(controller, "check_budget", check),
+        patch.object(mending, "check_budget", check),
+        patch.object(controller, "cut_to_rest", lambda job, **_: job.task),
+    )
+
+
+def stopwatch_counts_suspended_time() -> Patches:
+    def look(self: Any, now_s: float) -> float:
+        self._looked_s = now_s if self._looked_s is None else self._looked_s
+        return now_s - float(self._looked_s)
+
+    return (patch.object(Stopwatch, "look", look),)
+
+
+# -- lists --------------------------------------------------------------------------------------------------------
+
+
+def lister_shares_an_older_list() -> Patches:
+    """Whoever asks while a list is on its way is given that one."""
+
+    async def share(self: Any, cloud: Any) -> Any:
+        shared = self._shared[cloud.name]
+        if shared.running is None or shared.running.done():
+            shared.running = lifecycle.asyncio.ensure_future(self._ask(cloud, after=None))
+            shared.running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await lifecycle.asyncio.shield(shared.running)
+
+    return (patch.object(Lister, "_share", share),)
+
+
+def failed_list_is_a_loss() -> Patches:
+    """A cloud that cannot be listed has none of our nodes."""
+    refresh = Provisioner.refresh
+
+    async def refresh_or_lose(self: Any, cluster: Cluster, **named: Any) -> Cluster:
+        try:
+            return await refresh(self, cluster, **named)
+        except CloudError:
+            now_s = self._clock.now_s()
+            gone = (replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in cluster.nodes)
+            return replace(cluster, nodes=tuple(gone))
+
+    return (patch.object(Provisioner, "refresh", refresh_or_lose),)

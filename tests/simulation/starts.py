@@ -1,0 +1,74 @@
+"""When a program may start: one attempt of a job at a time, a whole gang, and never after the job's end."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from broker.types import JobStatus
+from tests.simulation.events import TERMINAL, Event, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.universe import Universe
+
+
+def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
+    """While one attempt of a job works no other starts, and their numbers grow."""
+    run = event.run
+    assert run is not None
+    roots = universe.gang.roots
+    for old in universe.gang.runs.values():
+        if old is run or roots.get(old.job, old.job) != roots.get(run.job, run.job):
+            continue
+        if universe.gang.is_working(old):
+            raise Violation("S4", f"{old.cluster} still works while {run.cluster} starts")
+        if old.attempt >= run.attempt:
+            raise Violation("S4", f"attempt {run.attempt} of job {run.job} starts after attempt {old.attempt}")
+
+
+def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
+    """An ended job does not run again, not even by a leader that was stopped meanwhile: its nodes are gone by then."""
+    assert event.run is not None
+    status = universe.read("SELECT status FROM jobs WHERE id = ?", (event.run.job,))[0][0]
+    if status in TERMINAL:
+        raise Violation("S7", f"job {event.run.job} is {status} and its program starts on {event.run.cluster}")
+
+
+def check_s7_no_start_after_success(universe: Universe, event: Event) -> None:
+    """An attempt recorded as succeeded is the last: its outcome and the job's end are one commit."""
+    assert event.run is not None
+    for number, body in universe.read("SELECT number, body FROM attempts WHERE job_id = ?", (event.run.job,)):
+        if json.loads(body).get("outcome") == "succeeded":
+            raise Violation("S7", f"attempt {number} has succeeded and {event.run.cluster} starts after it")
+
+
+def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
+    """Whoever was told that the job is being cancelled does not see it start a while later."""
+    run = event.run
+    assert run is not None
+    asked_s = universe.memory.get("cancels", {}).get(run.job, math.inf)
+    was_stopped = event.process is not None and event.process.was_stopped
+    if event.time_s - asked_s > universe.mix.poll_s + 1.0 and not was_stopped:  # the next life begins with the cancel
+        late_s = event.time_s - asked_s
+        raise Violation("S7", f"{run.cluster} starts {late_s:.0f} s after job {run.job} was to be cancelled")
+
+
+def check_whole_gang(universe: Universe, event: Event) -> None:
+    """A program starts on as many nodes as its task asks for, all of one zone."""
+    run = event.run
+    assert run is not None
+    wanted = universe.tasks[run.job].num_nodes
+    zones = {node.zone for node in universe.cloud.find(run.ids)}
+    if len(set(run.ids)) != wanted or len(zones) != 1:
+        raise Violation("S2", f"{run.cluster} starts on {len(run.ids)} of {wanted} nodes in {sorted(map(str, zones))}")
+
+
+def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
+    """A job of a pipeline starts when all that it needs have succeeded."""
+    assert event.run is not None
+    needs = json.loads(universe.read("SELECT needs FROM jobs WHERE id = ?", (event.run.job,))[0][0])
+    for other in needs:
+        status = universe.read("SELECT status FROM jobs WHERE id = ?", (other,))[0][0]
+        if status != JobStatus.SUCCEEDED:
+            raise Violation("S15", f"{event.run.cluster} starts, and job {other}, which it needs, is {status}")
