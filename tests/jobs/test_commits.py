@@ -14,6 +14,7 @@ from types import FrameType
 import pytest
 
 from broker.clouds.simulated import FaultRates
+from broker.errors import TransientError
 from broker.types import JobRecovery, Resources, Task
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import CrashingStore, World, make_plan
@@ -29,6 +30,7 @@ COMMITS_MAX = {
     "Endings.end": 1,
     "JobController._bring_up": 2,
     "JobController._cancel": 2,
+    "JobController._judge_start": 1,
     "JobController._note_progress": 1,
     "JobController._start": 1,
     "Provisioner._enter": 1,
@@ -71,6 +73,8 @@ class Commits:
 def live(folder: Path, scenario: str, *, task: Task | None = None, **faults: float) -> None:
     folder.mkdir()
     world = World(folder, faults=FaultRates(**faults), exit_codes=(3,) if scenario == "failing" else (), seed=3)
+    if scenario == "no start":
+        world.gang.start_error, scenario = TransientError("no route to host"), "plain"
     if task is not None:
         world.task = task
         world.job_id = world.store.add_job("j", task).id
@@ -78,10 +82,9 @@ def live(folder: Path, scenario: str, *, task: Task | None = None, **faults: flo
     world.store.close()
 
 
-@pytest.fixture(scope="module")
-def commits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commits]:
+@pytest.fixture
+def commits(tmp_path: Path) -> Iterator[Commits]:
     found, commit = Commits(), CrashingStore._commit
-    folder = tmp_path_factory.mktemp("lives")
 
     def note(store: CrashingStore) -> None:
         found.note(int(store._rows("PRAGMA synchronous")[0][0]))
@@ -89,18 +92,16 @@ def commits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commits]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CrashingStore, "_commit", note)
-        live(folder / "plain", "plain")
-        live(folder / "preemption", "preemption")
-        live(folder / "cancel", "cancel")
-        live(folder / "refused", "plain", full=0.5, unknown_after=0.3, transient=0.2)
+        live(tmp_path / "plain", "plain")
+        live(tmp_path / "preemption", "preemption")
+        live(tmp_path / "cancel", "cancel")
+        live(tmp_path / "refused", "plain", full=0.5, unknown_after=0.3, transient=0.2)
+        live(tmp_path / "no start", "no start")
         recovery = JobRecovery(max_restarts_on_errors=1)
-        live(folder / "failing", "failing", task=Task(num_nodes=2, resources=(Resources(job_recovery=recovery),)))
+        live(tmp_path / "failing", "failing", task=Task(num_nodes=2, resources=(Resources(job_recovery=recovery),)))
         yield found
 
 
-def test_what_belongs_together_is_one_commit(commits: Commits) -> None:
+def test_what_belongs_together_is_one_commit_and_on_the_disk_unless_it_is_seen_again(commits: Commits) -> None:
     assert {name: commits.count_most(name) for name in COMMITS_MAX} == COMMITS_MAX
-
-
-def test_all_but_what_is_seen_again_is_on_the_disk_when_it_returns(commits: Commits) -> None:
     assert {name for name, levels in commits.levels.items() if levels != {FULL}} == NOT_DURABLE

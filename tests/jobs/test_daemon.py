@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,17 @@ def test_an_error_of_one_job_costs_it_a_pause_and_a_bug_its_controller(stage: St
     assert other.stepped_s[-1] - other.stepped_s[0] < 21.0
 
 
+def test_errors_in_a_row_cost_longer_and_longer_pauses_and_a_step_that_works_ends_the_row(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    full = CapacityError("full")
+    job = stage.add_job(*[full] * 7, 1.0, full)
+    stage.run(idle_s=0.0)
+    pauses = [later - earlier for earlier, later in pairwise(job.stepped_s)]
+    assert pauses == pytest.approx([2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 1.0, 2.0], abs=0.01)
+
+
 def test_a_cancel_wakes_its_own_job_only(stage: Stage) -> None:
     first, second = stage.add_job(2.0, 2.0, 2.0), stage.add_job(2.0, 2.0, 2.0)
     stage.store.request_cancel(1)
@@ -169,6 +181,17 @@ def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> 
     with hold_lock(stage.config):
         stage.clock.run(lambda: stage.clock.sleep(STALE_S + 1.0))
         assert stage.run() >= 60.0 and stage.provisioner.collected_s
+
+
+def test_a_store_that_cannot_be_written_ends_the_daemon_with_the_reason(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise StateError("the disk is full")
+
+    monkeypatch.setattr(stage.store, "beat", fail)
+    with pytest.raises(StateError, match="the disk is full"):
+        stage.run()
 
 
 # -- commands that need one -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from random import Random
 
 from tests.mutation import draw, report
 from tests.mutation.judge import Judge, Verdict
@@ -36,7 +37,9 @@ def main() -> int:
     adopt_orphans()
     results = Results(options.resume, is_retry=options.retry)
     judged = [(mutant, verdict) for mutant in mutants if (verdict := results.get(mutant))]
-    left = [mutant for mutant in mutants if not results.get(mutant)][: options.most]
+    left = [mutant for mutant in mutants if not results.get(mutant)]
+    Random(options.seed).shuffle(left)  # a run that is cut off has judged a fair part
+    left = left[: options.most]
     for mutant, verdict in judge_all(left, options.jobs):
         results.add(mutant, verdict)
         judged.append((mutant, verdict))

@@ -16,9 +16,9 @@ from tests.mutation.survey import Reached, Survey
 
 QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are told here
 QUICK_TESTS_S = 2.0
-TESTS_S = 12.0
-PLAYS_S = 6.0
-KILLS = 24  # plays with a kill at a deed, over all scenes that enter the function
+TESTS_S = 8.0
+PLAYS_S = 5.0
+KILLS = 16  # plays with a kill at a deed, over all scenes that enter the function
 START_S = 10.0  # to start Python and import what tests need, on a slow day
 SLOWDOWN = 4.0  # a mutant may take this much longer than its tests did
 SURE_S = 0.5  # a test that takes longer runs real processes: its failure is confirmed by another
@@ -111,9 +111,14 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """What enters the mutant's function, quickest first; where nothing does, what enters its file."""
+    """What enters the mutant's function, quickest first; where nothing does, its file; else the tests of its room.
+
+    A module of constants is entered by nothing, and read by all of its room.
+    """
     entering = [each for each in survey if each.enters(mutant)]
-    return take(entering or [each for each in survey if each.enters_file(mutant)], cpu_s_max)
+    entering = entering or [each for each in survey if each.enters_file(mutant)]
+    room = f"tests/{mutant.file.split('/')[1]}/"
+    return take(entering or [each for each in survey if each.name.startswith(room)], cpu_s_max)
 
 
 def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:

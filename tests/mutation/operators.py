@@ -72,6 +72,7 @@ def find_mutants(file: str, source: str) -> list[Mutant]:
 
 def plant(source: str, mutant: Mutant) -> str:
     data = source.encode()
+    assert data[mutant.start : mutant.end].decode() == mutant.before, "the file has changed since the mutant was drawn"
     return (data[: mutant.start] + mutant.after.encode() + data[mutant.end :]).decode()
 
 

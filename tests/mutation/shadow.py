@@ -45,9 +45,13 @@ class Shadow:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stamp_s = 1_000_000_000
+        self._unchanged: dict[str, str] = {}
 
     def read(self, file: str) -> str:
-        return (ROOT / file).read_text()
+        """Its text when the copy was made, whatever becomes of the work tree meanwhile."""
+        if file not in self._unchanged:
+            self._unchanged[file] = (self.folder / file).read_text()
+        return self._unchanged[file]
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:

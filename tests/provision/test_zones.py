@@ -78,6 +78,8 @@ def test_zones_are_not_joined_where_the_cloud_cannot_or_it_is_not_worth_it_or_th
     assert join([A, B], cloud=Searching(is_worth=False)) == apart
     listed = Task(resources=(Resources(zone="east1a"), Resources(zone="east1b")))
     assert join([A, B], task=listed) == apart
+    one_apart = Task(resources=(Resources(zone="east1c"), Resources(cloud="simulated")))
+    assert join([A, B, C], task=one_apart) == [*apart, ("east1c", ())]
     assert join([]) == []
 
 

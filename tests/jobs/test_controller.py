@@ -1,0 +1,155 @@
+"""Single steps of a controller: what it waits for, whom it tells before it ends machines, and what it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.clouds.simulated import FaultRates
+from broker.types import Cluster, Goal, JobRecovery, JobStatus, Resources, Task
+from tests.simulation.test_crashes import run_to_end
+from tests.simulation.world import World, make_plan
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def note_cancels(world: World) -> list[tuple[str, int]]:
+    """Clusters whose program was told to end, with the nodes that lived then."""
+    told: list[tuple[str, int]] = []
+    cancel = world.gang.cancel
+
+    async def note(cluster: Cluster, run_id: int) -> None:
+        told.append((cluster.name, len(world.list_live_nodes())))
+        await cancel(cluster, run_id)
+
+    world.gang.cancel = note  # type: ignore[method-assign]
+    return told
+
+
+def list_names(world: World) -> list[str]:
+    return [attempt.cluster for attempt in world.store.list_attempts(world.job_id)]
+
+
+def test_a_program_whose_budget_is_used_up_is_told_before_its_nodes_go(world: World) -> None:
+    told = note_cancels(world)
+    world.gang.steps = 600
+    world.job_id = world.store.add_job("dear", replace(world.task, goal=Goal(budget_usd=0.05))).id
+    run_to_end(world, "plain")
+    assert world.get_job().status is JobStatus.FAILED
+    assert told == [(name, 2) for name in list_names(world)] and len(told) == 1
+
+
+def test_a_program_that_the_user_cancels_is_told_before_its_nodes_go(world: World) -> None:
+    told = note_cancels(world)
+    run_to_end(world, "cancel")
+    assert world.get_job().status is JobStatus.CANCELLED
+    assert told == [(name, 2) for name in list_names(world)] and len(told) == 1
+
+
+def test_what_had_happened_until_the_end_is_in_the_log(world: World) -> None:
+    run_to_end(world, "cancel")
+    log = (world.folder / "logs" / "jobs" / f"{world.job_id}.log").read_text()
+    assert f"{list_names(world)[0]} step 1\n" in log
+
+
+def step(world: World, work: Callable[[Any], Awaitable[float]]) -> float:
+    """What one controller does when it is asked to."""
+    found: list[float] = []
+
+    async def act() -> None:
+        found.append(await work(world.make_controller()))
+
+    world.clock.run(act)
+    return found[0]
+
+
+def test_full_places_are_asked_again_later_and_later_up_to_five_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    world = World(tmp_path, faults=FaultRates(full=1.0))
+    controller = world.make_controller()
+    waits: list[float] = []
+
+    async def act() -> None:
+        for _ in range(8):
+            waits.append(await controller.step())
+            await asyncio.sleep(0)
+            await world.clock.sleep(4000.0)
+
+    world.clock.run(act)
+    assert waits[:5] == [20.0, 40.0, 80.0, 160.0, 300.0] and set(waits[5:]) == {300.0}
+    job = world.get_job()
+    assert (job.status, job.attempts) == (JobStatus.PENDING, ())
+    assert [event.kind for event in world.store.list_events(job_id=job.id)].count("waiting") == 8
+
+
+@pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.CANCELLED])
+def test_a_job_whose_need_did_not_succeed_is_cancelled_and_says_which(world: World, status: JobStatus) -> None:
+    needed = world.job_id
+    world.job_id = world.store.add_job("second", world.task, needs=(needed,)).id
+    assert step(world, lambda controller: controller.step()) > 0
+    assert world.get_job().status is JobStatus.PENDING and not world.cloud.asked_s
+    world.store.set_job_status(needed, status)
+    step(world, lambda controller: controller.step())
+    job = world.get_job()
+    assert job.status is JobStatus.CANCELLED
+    assert job.failure == f"job {needed} (train), which it needs, is {status.value}"
+
+
+def test_a_job_starts_when_all_that_it_needs_has_succeeded(world: World) -> None:
+    needed = [world.job_id, world.store.add_job("other", world.task).id]
+    world.job_id = world.store.add_job("third", world.task, needs=needed).id
+    world.store.set_job_status(needed[0], JobStatus.SUCCEEDED)
+    assert step(world, lambda controller: controller.step()) > 0 and not world.cloud.asked_s
+    world.store.set_job_status(needed[1], JobStatus.SUCCEEDED)
+    run_to_end(world, "plain")
+    assert world.get_job().status is JobStatus.SUCCEEDED
+
+
+def test_a_job_that_needs_one_that_is_no_more_is_cancelled(world: World) -> None:
+    world.job_id = world.store.add_job("second", world.task, needs=(99,)).id
+    step(world, lambda controller: controller.step())
+    assert world.get_job().failure == "a job, which it needs, is gone"
+
+
+def test_a_job_that_is_gone_or_has_ended_asks_for_nothing_more(world: World) -> None:
+    run_to_end(world, "plain")
+    asked = dict(world.cloud.asked_s)
+    assert math.isinf(step(world, lambda controller: controller.step()))
+    world.job_id = 99
+    assert math.isinf(step(world, lambda controller: controller.step()))
+    assert world.cloud.asked_s == asked
+
+
+def test_each_deed_of_a_life_is_told_once(world: World) -> None:
+    run_to_end(world, "preemption")
+    job = world.get_job()
+    kinds = [event.kind for event in world.store.list_events(job_id=job.id)]
+    assert {kind: kinds.count(kind) for kind in ("attempt", "started", "preempted", "recovered", "ended")} == {
+        "attempt": 2, "started": 2, "preempted": 1, "recovered": 1, "ended": 1,
+    }  # fmt: skip
+    first, second = job.attempts
+    assert first.running_s is not None and first.lost_s is not None and second.resumed_s is not None
+    assert first.started_s <= first.running_s < first.lost_s < second.started_s < second.resumed_s
+    assert first.ended_s is not None and first.usd > 0 and first.number + 1 == second.number
+    assert job.progress is not None and job.progress.step == world.gang.steps
+
+
+def test_a_job_goes_where_its_strategy_says_after_a_loss(tmp_path: Path) -> None:
+    recovery = JobRecovery(strategy="eager_next_region")
+    task = Task(name="train", num_nodes=2, resources=(Resources(job_recovery=recovery),))
+    world = World(tmp_path)
+    world.job_id = world.store.add_job("j", task).id
+    run_to_end(world, "preemption", lambda task, avoid: make_plan(task))
+    first, second = (attempt.placement.offer.region for attempt in world.get_job().attempts)
+    assert first != second

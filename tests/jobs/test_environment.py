@@ -1,0 +1,62 @@
+"""What a managed job's program is told about itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.config import Config
+from broker.jobs.environment import make_envs
+from broker.types import (
+    Attempt,
+    CheckpointSpec,
+    Cluster,
+    ClusterStatus,
+    Job,
+    JobStatus,
+    Node,
+    NodeState,
+    Placement,
+    Task,
+)
+from tests.simulation.world import make_offer
+
+PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
+JOB = Job(id=7, name="j", status=JobStatus.RUNNING, task=Task(), submitted_s=0.0, uid="abcde")
+ATTEMPT = Attempt(job_id=7, number=3, cluster="c", placement=PLACEMENT, started_s=0.0)
+ADVICE = {"BROKER_CHECKPOINT_EVERY_S": "60"}
+
+
+def make(job: Job, home: Path, *, handle: str) -> dict[str, str]:
+    node = Node(id="n", cloud="x", owner="me", cluster="c", attempt=3, rank=0, state=NodeState.RUNNING, handle=handle)
+    cluster = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=3, nodes=(node,))
+    return make_envs(Config(home=home, owner="owner"), job, ATTEMPT, cluster, advice=ADVICE)
+
+
+def test_a_program_far_away_without_a_bucket_is_told_who_it_is_and_of_no_folder(tmp_path: Path) -> None:
+    found = make(JOB, tmp_path, handle="ssh://u@h")
+    assert found == {"BROKER_JOB_ID": "7", "BROKER_ATTEMPT": "3", "SKYPILOT_TASK_ID": f"broker-{JOB.stem}", **ADVICE}
+
+
+@pytest.mark.parametrize("pipeline", ["", "mine-1"])
+def test_tasks_of_a_pipeline_share_a_folder_beside_their_own(tmp_path: Path, pipeline: str) -> None:
+    bucket = CheckpointSpec(to="s3://bucket/folder/")
+    job = replace(JOB, pipeline=pipeline, task=Task(checkpoint=bucket))
+    found = make(job, tmp_path, handle="ssh://u@h")
+    assert found["BROKER_CHECKPOINT_DIR"].startswith("s3://bucket/folder/owner-")
+    assert found.get("BROKER_PIPELINE_DIR") == ("s3://bucket/folder/owner-mine-1" if pipeline else None)
+
+
+def test_on_this_machine_the_folders_are_those_of_the_state_folder(tmp_path: Path) -> None:
+    found = make(replace(JOB, pipeline="mine-1"), tmp_path, handle="/nodes/n")
+    assert found["BROKER_PIPELINE_DIR"].startswith(str(tmp_path)) and found["BROKER_PIPELINE_DIR"].endswith("mine-1")
+    assert found["BROKER_CHECKPOINT_DIR"].startswith(str(tmp_path))
+
+
+def test_a_retry_has_the_folder_of_the_job_that_it_goes_on_with(tmp_path: Path) -> None:
+    first = make(JOB, tmp_path, handle="/nodes/n")
+    retry = make(replace(JOB, id=9, resumes=7), tmp_path, handle="/nodes/n")
+    another = make(replace(JOB, id=9), tmp_path, handle="/nodes/n")
+    assert first["BROKER_CHECKPOINT_DIR"] == retry["BROKER_CHECKPOINT_DIR"] != another["BROKER_CHECKPOINT_DIR"]
