@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -411,3 +413,10 @@ def test_events_are_chosen_by_job_by_cluster_and_by_what_was_read_already(store:
     first, *others = store.list_events()
     assert (first.kind, first.time_s, first.job_id, first.cluster) == ("a", START_S, 1, None)
     assert store.list_events(after=first.id) == others
+
+
+def test_nobody_may_delete_an_event_of_the_last_weeks(store: Store, clock: Hands) -> None:
+    clock.time_s = time.time() - 80 * 86400
+    store.add_event("a", "some weeks ago")
+    with pytest.raises(sqlite3.IntegrityError):
+        sqlite3.connect(store.path).execute("DELETE FROM events")
