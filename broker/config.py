@@ -2,7 +2,7 @@
 
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
 BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves;
-`unattended` there says how long managed jobs go on while this machine is away.
+`unattended` there sets how long managed jobs continue while this machine is away.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
 def reset(yes: options.Yes = False) -> None:
     """Start with an empty state file; the present one is kept aside."""
     from broker.clock import SystemClock
-    from broker.state.restoring import reset as start_anew
+    from broker.state.restoring import reset as start_empty
 
     database = _find_database()
     owner = _read_owner(database)
@@ -104,7 +104,7 @@ def reset(yes: options.Yes = False) -> None:
         )
     _confirm(f"Forget all jobs, clusters and costs in {database}?", yes=yes)
     with _without_daemon(database):
-        aside = start_anew(database, clock=SystemClock(), owner=owner)
+        aside = start_empty(database, clock=SystemClock(), owner=owner)
     print_line(f"{database} is empty")
     if aside is not None:
         print_line(f"the file that was there is now {aside}")

@@ -127,7 +127,7 @@ class LocalCloud:
     def _make_folder(self, folder: Path, request: NodeRequest, rank: int) -> None:
         """All or nothing: the folder appears under its name only with its tags in it.
 
-        What a full disk or a kill left of an earlier one goes first: under the lock nobody else makes one.
+        Remove what a full disk or a kill left of an earlier one first: under the lock no other process makes one.
         """
         for left in self._root.glob(".new-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -290,7 +290,7 @@ def kill(folder: Path) -> None:
 
 
 def settle_end(folder: Path) -> dict[str, Any]:
-    """How a dead node ended; where nobody could say (both its processes were killed), sweep up what they left.
+    """Return how a dead node ended. Where no record was left (both its processes were killed), clean up after them.
 
     Raises TransientError where that cannot be written, as on a full disk: no list is better than one that changes.
     """

@@ -117,7 +117,7 @@ class SimulatedCloud:
         self._late: list[tuple[float, NodeRequest]] = []
         self._locked_until_s = self._blank_until_s = 0.0
         self._silent_until_s: dict[str, float] = {}  # by region
-        self._told: deque[tuple[float, Sequence[Node]]] = deque()  # lists of late, while they may be repeated
+        self._told: deque[tuple[float, Sequence[Node]]] = deque()  # recent lists, while they may be repeated
 
     async def check(self) -> None:
         return
@@ -166,7 +166,7 @@ class SimulatedCloud:
         return self._list(self._maybe_repeat(listed) if self.faults.repeated else listed)
 
     def _list_machines(self, owner: str, now_s: float) -> list[Node]:
-        """As things were then; with a region that is further behind, drawn anew for each list."""
+        """As things were then; with a region that is further behind, drawn for each list."""
         seen_s: dict[str, float] = {}
         if self.faults.behind:
             regions = sorted({machine.node.region for machine in self._machines.values()})

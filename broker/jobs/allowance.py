@@ -1,7 +1,7 @@
-"""How long nodes may go on while the broker is away, as the lease that they are given. Pure but for `find_lease_s`.
+"""How long nodes may run while the broker is away, as the lease that they are given. Pure but for `find_lease_s`.
 
-With nobody watching, the lease alone bounds the bill: it ends when the user's allowance, the budget or the time to the
-deadline does, whichever is first. While the broker is there it renews the lease every `LEASE_EVERY_S`.
+While the broker is away, the lease alone bounds the bill: it ends when the user's allowance, the budget or the time to
+the deadline does, whichever is first. While the broker is there it renews the lease every `LEASE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUDGET_MARGIN_S = LEASE_EVERY_S / 2
 def measure_allowance_s(
     task: Task, *, usd_hour: float, spent_usd: float = 0.0, submitted_s: float = 0.0, now_s: float = 0.0
 ) -> float:
-    """Seconds that the nodes of a gang at `usd_hour` may go on from now without their broker.
+    """Return the seconds that the nodes of a gang at `usd_hour` may run from now without their broker.
 
     12 h, 6 USD of the budget left, 2 USD/h -> 3 h. The deadline in 30 minutes -> 1 h. The lease is longer than the
     renewals are apart, except where the budget ends before the next one is due.

@@ -120,7 +120,7 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
             return  # another one was faster, or has already done all there was to do
         last = path.read_text(errors="replace").strip().rpartition("\n")[2]
         reason = f"signal {-returncode} ended it" if returncode < 0 else last or f"it exited with code {returncode}"
-        hints = ["`broker status` starts it again; jobs on record go on then", f"its log is {path}"]
+        hints = ["`broker status` starts it again; recorded jobs then continue", f"its log is {path}"]
         raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
     raise StateError("the jobs daemon does not take its lock", hints=[f"its log is {path}"])
 

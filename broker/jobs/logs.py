@@ -40,7 +40,7 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
         path = get_log_path(logs, attempt.job_id)
         try:
             file_bytes = _append(path, chunk, at_bytes=offset.file_bytes)
-        except OSError as error:  # the work goes on; what is not copied now is, when there is room again
+        except OSError as error:  # the job continues; the rest of the log is copied when there is room again
             log.warning("%s", explain_os_error(error, default=path).message)
             return
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)

@@ -205,7 +205,7 @@ class Adopter:
         )
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
-        what = "goes on" if is_whole else f"ends, as only {len(adoption.nodes)} of its nodes were found"
+        what = "continues" if is_whole else f"ends, as only {len(adoption.nodes)} of its nodes were found"
         self._store.add_event("adopted", f"attempt {adoption.attempt} was found by its tags and {what}", job_id=job.id)
         return cluster.name
 

@@ -168,7 +168,7 @@ class Collector:
 
 
 def _is_replacement(request: NodeRequest, cluster: Cluster) -> bool:
-    """Whether a gang that goes on without some of its nodes waits for this one, in whatever process that is driven."""
+    """Whether a gang that runs without some of its nodes waits for this one, in whatever process that is driven."""
     is_short = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
     return is_short and request.placement.node_count < len(cluster.nodes)
 

@@ -106,7 +106,7 @@ class Follower:
         try:
             answer = {"answer": self._verbs[message["verb"]](message["request"])}
         except (OSError, KeyError, TypeError, ValueError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}  # as a call would fail; the session goes on
+            answer = {"error": f"{type(error).__name__}: {error}"}  # as a call would fail; the session stays open
         self._write({"id": message["id"], **answer})
 
     def _push(self, run_id: int, marks: Marks) -> None:

@@ -1,4 +1,4 @@
-"""How long this node may go on without its broker, and when it is done before that. Standard library only.
+"""How long this node may run without its broker, and when it is done before that. Standard library only.
 
 The broker renews the lease each minute. Where it is away, the node works on until the lease ends: "lease". It ends
 itself earlier, "done", when all its runs have ended and what is left of them lies in the bucket.

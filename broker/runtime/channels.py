@@ -29,7 +29,7 @@ CHANNELS_PER_PACE_S = 500  # progress comes every second from up to 500 nodes, e
 
 
 class Channel:
-    """Of one node. Opened again, with a growing pause, while somebody asks for it."""
+    """Of one node. Opened again, with a growing pause, while something asks for it."""
 
     def __init__(self, node: Node, run_id: int, *, clock: Clock) -> None:
         self.node = node

@@ -211,7 +211,7 @@ class Gang:
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """The nodes go on for at most so many seconds from now, unless it is renewed."""
+        """Let the nodes run for at most `lease_s` seconds from now, unless it is renewed."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:

@@ -1,4 +1,4 @@
-"""Bringing a state folder back: look at what there is, put a copy in the place of the state file, or start anew.
+"""Bringing a state folder back: look at what there is, put a copy in its place, or start with an empty state file.
 
 These work where the store does not open. The caller holds the daemon's lock, so nothing drives jobs meanwhile.
 """
@@ -105,7 +105,10 @@ def find_copy(database: Path, name: str | None) -> Path:
         if not copies:
             raise StateError(
                 f"there is no copy in {get_folder(database)}",
-                hints=("`broker state restore FILE` takes one from elsewhere; `broker state reset` starts anew",),
+                hints=(
+                    "`broker state restore FILE` takes one from elsewhere",
+                    "`broker state reset` starts with an empty one",
+                ),
             )
         return copies[0].path
     for path in (get_folder(database) / name, Path(name).expanduser()):

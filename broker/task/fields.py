@@ -229,8 +229,8 @@ TASK = Table(
         "checkpoint": Field(shape=CHECKPOINT, about="What a checkpoint costs, and where it goes (broker only)."),
         "unattended": Field(
             shape=Duration(bare_unit="h"),
-            about="How long a managed job goes on while the machine that launched it is away, at most what budget and "
-            "deadline leave; at least 15m; 12h (broker only).",
+            about="How long a managed job continues while the machine that launched it is away, at most what budget "
+            "and deadline leave; at least 15m; 12h (broker only).",
             examples=("12h",),
         ),
         "needs": NEEDS,

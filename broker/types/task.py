@@ -165,7 +165,7 @@ class Task:
     run: str | None = None
     goal: Goal | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
-    unattended_s: float | None = None  # how long a managed job goes on while its broker is away; None: the default
+    unattended_s: float | None = None  # how long a managed job continues while its broker is away; None: the default
     inputs: tuple[DataSet, ...] = ()
     outputs: tuple[DataSet, ...] = ()
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
