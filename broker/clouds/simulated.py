@@ -129,6 +129,7 @@ class SimulatedCloud:
         return self.account
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        request = replace(request, account=self._find_login())  # also of a deed that is done late
         await self.clock.sleep(0.05)
         self._maybe_fail("create", request.cluster)
         known = self._ids_by_token.get(request.token)
@@ -303,7 +304,7 @@ class SimulatedCloud:
             is_spot=request.placement.is_spot,
             usd_hour=request.placement.usd_hour / request.placement.node_count,
             created_s=now_s,
-            account=self._find_login(),
+            account=request.account,
         )
         boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
         boot_s = self._random.uniform(self.market.boot_s, self.market.boot_s_max) if boots else math.inf

@@ -22,7 +22,7 @@ def test_a_kill_at_any_deed_changes_nothing_about_the_end(scene: Scene) -> None:
         assert not result.failure, (
             f"{result.failure}\n  python -m tests.simulation --scene '{scene.name}' --kill-at {kill_at} --trace"
         )
-        kills += result.kills
+        kills += result.kills > calm.kills  # a scene may have kills of its own
     assert kills == calm.points
 
 
