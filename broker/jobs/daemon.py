@@ -159,6 +159,7 @@ class _Daemon:
         self._clock = clock
         self._idle_s = idle_s
         self._drives: dict[int, asyncio.Task[None]] = {}
+        self._is_collecting = False
         self._wakes: dict[int, asyncio.Event] = {}
 
     async def run(self) -> None:
@@ -172,7 +173,7 @@ class _Daemon:
                 self._start_controllers()
                 if self._drives:
                     idle_since_s = self._clock.now_s()
-                elif self._clock.now_s() - idle_since_s >= self._idle_s:
+                elif self._clock.now_s() - idle_since_s >= self._idle_s and not self._is_collecting:
                     self._store.resign()
                     return
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
@@ -221,7 +222,11 @@ class _Daemon:
         while True:
             try:
                 rotate_log(self._config.daemon_log)
-                await self._provisioner.collect()
+                self._is_collecting = True  # a cluster that is being ended takes minutes to be confirmed gone
+                try:
+                    await self._provisioner.collect()
+                finally:
+                    self._is_collecting = False
                 if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
                     compacted_s = self._clock.now_s()
                     self._store.copy_if_due()  # first: what is pruned now can be looked up there for a week
