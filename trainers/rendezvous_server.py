@@ -198,7 +198,7 @@ def is_whole(value: object, least: int, most: int) -> bool:
 
 
 def read_wholes(values: object, count: int) -> list[int]:
-    """So many whole numbers; ValueError for anything else."""
+    """Return `count` whole numbers. Raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError("not a list of that length")
     if not all(is_whole(each, -WHOLE_MAX, WHOLE_MAX) for each in values):

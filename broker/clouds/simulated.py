@@ -207,7 +207,7 @@ class SimulatedCloud:
         return {region: TransientError(f"{region} gives no answer") for region in self._silent_until_s}
 
     def silence(self, region: str, duration_s: float) -> None:
-        """For so long no list covers this region."""
+        """Leave this region out of every list for `duration_s`."""
         self._silent_until_s[region] = self.clock.now_s() + duration_s
 
     def recover(self) -> None:
@@ -251,7 +251,7 @@ class SimulatedCloud:
         self._blank_until_s = self.clock.now_s() + duration_s
 
     def lock_out(self, duration_s: float) -> None:
-        """For so long every call is refused, as with an expired login."""
+        """Refuse every call for `duration_s`, as with an expired login."""
         self._locked_until_s = self.clock.now_s() + duration_s
 
     def end_by_itself(self, node_id: str, *, reason: str) -> None:

@@ -76,7 +76,7 @@ def send(run_id: int, part: str) -> None:
 
 
 def keep_log(run_id: int, known_bytes: int) -> int:
-    """While the broker is away nobody copies the log, and it would go with a node that is preempted: leave what there
+    """While the broker is away the log exists on this node only, and a preemption would take it along: leave what there
     is of it now. Returns its size; `known_bytes` where there is nothing to do. Raises Refused."""
     folder = agent_files.run_folder(run_id)
     spec = agent_files.read_json(folder / "spec.json") or {}

@@ -19,7 +19,7 @@ else:
     import agent_wire
 
 BEAT_S = 2.0
-LOST_S = 15.0  # a peer silent for so long is lost
+LOST_S = 15.0  # a peer that is silent for this long is lost
 HANDSHAKE_S = 15.0  # until a connection is authenticated and has said who it is
 CONNECT_S = 5.0
 STRANGERS_MAX = 256  # connections that are not authenticated yet, besides one for each rank

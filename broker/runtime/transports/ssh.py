@@ -37,8 +37,8 @@ FIRST_LOOK_S = 0.1
 LOOK_S_MAX = 1.0
 # Before a node's boot script is through, its sshd is not there, or shows a host key that is not ours yet.
 PATIENCE_S = 60.0
-# A keepalive a second costs 0.18 ms of processor time a second and connection. Beyond so many sessions they are rarer,
-# and a host that loses its power is missed after 20 s instead of 4 s.
+# A keepalive a second costs 0.18 ms of processor time a second and connection. Above this many sessions keepalives are
+# sent less often, and a host that loses its power is missed after 20 s instead of 4 s.
 SESSIONS_PER_S_MAX, MANY_ALIVE_INTERVAL_S = 500, 5
 KILLED = 128 + signal.SIGKILL
 MARK = b"\nbroker-exit "
