@@ -37,7 +37,7 @@ class LocalBed:
         self.clock = folder / "clock"
         self.skipped: list[str] = []
         self._filler = folder / "small" / "filler"
-        self._is_mounted = self._is_closed = False
+        self._is_mounted = self.is_closed = False
         for path in (self.evidence, self.tasks, folder / "small", folder / "tmp"):
             path.mkdir()
         self.clock.write_bytes(struct.pack("q", 0))
@@ -89,7 +89,7 @@ class LocalBed:
 
     def close(self) -> None:
         """End what is left, by signals to processes of this bed alone, and give the disk back."""
-        self._is_closed = True
+        self.is_closed = True
         for _ in range(20):
             if not (found := self.list_processes()):
                 break
@@ -161,7 +161,7 @@ class LocalBed:
         return str(path)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        if self._is_closed:  # the run was interrupted, and a user at another thread has not heard of it
+        if self.is_closed:  # the run was interrupted, and a user at another thread has not heard of it
             raise RuntimeError("the bed is closed")
         command = [sys.executable, "-m", "broker", *arguments]
         pipe = subprocess.PIPE

@@ -85,6 +85,8 @@ class Story:
 
     def _tell_of_thread(self, failed: threading.ExceptHookArgs) -> None:
         """A user or a killer that stops by an error of its own has proven nothing."""
+        if self._bed.is_closed:
+            return  # the run was interrupted: threads that fail now say nothing about the product
         text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
         name = failed.thread.name if failed.thread else "a thread"
         self._history.violate(f"the test itself failed: {name}: {failed.exc_value!r}", traceback=text)
