@@ -145,6 +145,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Tell the story of a job: where it is, how it came there, what it cost."""
+    from broker.jobs.endings import LAST_LINES_KIND
     from broker.jobs.summary import summarize
 
     context = Context()
@@ -166,7 +167,10 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
             print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
     for event in story:
-        print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
+        if event.kind != LAST_LINES_KIND:
+            print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
+    if printed := [event.message for event in story if event.kind == LAST_LINES_KIND]:
+        print_line(clean(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     print_line(
         f"Steps {summary.steps}{total}, {summary.steps_lost} lost in {summary.recoveries} recoveries that took "

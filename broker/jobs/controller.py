@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,16 +16,14 @@ from typing import Any, TypeVar
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import (
-    AccountError,
     AuthError,
-    CapacityError,
     CloudError,
     InvalidRequestError,
-    NoOfferError,
     UnreachedError,
 )
+from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
-from broker.jobs.budget import Overspent, check_budget, find_overspending
+from broker.jobs.budget import find_overspending
 from broker.jobs.burial import RUN_ID, Undertaker
 from broker.jobs.endings import NOT_STARTED_OUTCOME, OVERSPENT_OUTCOME, REFUSED_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.environment import make_envs
@@ -33,16 +31,15 @@ from broker.jobs.gang import Gang, GangReport, HearsNews
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.mending import Mender
-from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
+from broker.jobs.order import get_recovery
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
-from broker.jobs.pilot import Pause, Pilot
+from broker.jobs.pilot import Pilot
+from broker.jobs.run_end import RunEnd, read_run_end
 from broker.jobs.watch import Watch, list_answering
-from broker.provision.backoff import draw_backoff_s
-from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
+from broker.types import Attempt, Cluster, Job, JobStatus, Progress
 
 POLL_S = 0.5
 NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone changes, such as budget and lists
@@ -51,7 +48,6 @@ ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
 BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until somebody answers
 GRACE_S = 30.0  # for a program that is stopped at its budget
-Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 T = TypeVar("T")
 
 
@@ -77,16 +73,15 @@ class JobController:
         self._store = store
         self._provisioner = provisioner
         self._gang = gang
-        self._planner = planner
         self._clock = clock
         self._config = config
         self._undertaker = Undertaker(store, provisioner, gang, clock, config)
         self._pilot = Pilot(store, planner, clock, self._undertaker)
         self._endings = Endings(job_id, store, clock)
+        self._acquisition = Acquisition(store, provisioner, planner, clock, self._pilot, self._endings)
         self._mender = Mender(store, provisioner, gang, clock)
         self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
         self._watch: Watch | None = None
-        self._refusals = 0  # in a row; only paces the retries
         self._blind_to = ""  # why lists tell nothing of its nodes, as last told
         self._quiet: Cluster | None = None  # runs, and nothing but news or time changes what is to be done
 
@@ -146,62 +141,8 @@ class JobController:
         return 0.0
 
     async def _bring_up(self, job: Job) -> float:
-        number = job.next_attempt
-        if failure := find_overspending(job, self._store, self._clock):
-            return self._endings.finish(job, JobStatus.FAILED, failure)
-        if job.status is JobStatus.PENDING:
-            self._store.set_job_status(job.id, JobStatus.STARTING)
-        try:
-            plan = self._pilot.plan(job) or order_plan(self._plan_rest(job), job.attempts)
-        except Pause as pause:
-            return pause.wait_s
-        except NoOfferError as error:
-            return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
-        try:
-            cluster = await self._provisioner.up(
-                job.name_cluster(number),
-                plan,
-                attempt=number,
-                job_id=job.id,
-                on_event=lambda message: self._tell("failover", message),
-                hedge=job.hedge,
-                check_budget=lambda: check_budget(job, self._store, self._clock),
-            )
-        except Overspent as error:
-            return self._endings.finish(job, JobStatus.FAILED, str(error))
-        except (CapacityError, AuthError) as error:
-            if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
-                return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
-            self._refusals += 1  # a login that has expired under a job that worked ends only its patience
-            wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
-            self._tell("waiting", f"{error.message}; trying again in {wait_s:.0f} s")
-            if not job.attempts:
-                self._store.set_job_status(job.id, JobStatus.PENDING)
-            return wait_s
-        except InvalidRequestError as error:
-            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
-        self._refusals = 0
-        placement = cluster.placement
-        attempt = Attempt(
-            job_id=job.id, number=number, cluster=cluster.name, placement=placement, started_s=cluster.created_s
-        )
-        with self._store.transaction():
-            self._store.put_attempt(attempt)
-            self._tell("attempt", f"attempt {number}: {describe(placement)} at {placement.usd_hour:.2f} USD/h")
-        return await self._start(job, attempt)
-
-    def _plan_rest(self, job: Job) -> Plan:
-        """What is left to do, at today's prices; a job that is late already still wants to finish."""
-        now_s = self._clock.now_s()
-        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
-        try:
-            return self._planner(rest, None)
-        except NoOfferError:
-            if not job.attempts or rest.goal is None or rest.goal.deadline_hours is None:
-                raise
-            plan = self._planner(drop_limits(rest), None)
-            self._tell("late", "the deadline cannot be kept with the asked confidence any more; going on")
-            return plan
+        attempt = await self._acquisition.begin_attempt(job)
+        return await self._start(job, attempt) if isinstance(attempt, Attempt) else attempt
 
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
@@ -274,7 +215,11 @@ class JobController:
             return await self._lost_gang.conclude(
                 job, attempt, cluster, report, is_noticed=signs.is_noticed, was_attended=was_attended
             )
-        return self._endings.conclude(job, attempt, verdict, report.returncode, report.reason, report.progress)
+        return self._endings.conclude(job, attempt, verdict, self._read_end(attempt, report))
+
+    def _read_end(self, attempt: Attempt, report: GangReport) -> RunEnd:
+        logs = self._config.logs
+        return read_run_end(self._store, logs, attempt=attempt, told=report, progress=report.progress)
 
     async def _refresh(self, watch: Watch, report: GangReport, cluster: Cluster) -> Cluster | None:
         """As the cloud lists it now, where it is time to look; None where a list that is needed tells nothing."""
@@ -310,7 +255,7 @@ class JobController:
             self._quiet = cluster if is_clear else None
             return POLL_S
         what = f"no new step for {timeout_s:g} s"
-        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, report.progress)
+        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, self._read_end(attempt, report))
 
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""

@@ -6,10 +6,19 @@ from dataclasses import replace
 
 from broker.clock import Clock
 from broker.jobs.budget import find_overspending
-from broker.jobs.judgement import Verdict, is_restart_due
+from broker.jobs.checkpoints import is_saving, keeps_its_own
+from broker.jobs.deaths import (
+    count_deaths,
+    describe_cause,
+    is_counted,
+    is_restart_due,
+    measure_headway,
+)
+from broker.jobs.judgement import Verdict
 from broker.jobs.order import get_recovery
+from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
-from broker.types import Attempt, Job, JobStatus, Progress
+from broker.types import Attempt, Job, JobStatus
 
 FAILED_OUTCOME = "failed"
 STALLED_OUTCOME = "stalled"
@@ -17,6 +26,7 @@ APART_OUTCOME = "fell apart"
 OVERSPENT_OUTCOME = "out of budget"
 NOT_STARTED_OUTCOME = "not started"
 REFUSED_OUTCOME = "refused"
+LAST_LINES_KIND = "last lines"  # of events
 START_TRIES_MAX = 3
 REPEATS_MAX = 3  # at one step: then it is the program, not the machines
 
@@ -39,15 +49,7 @@ class Endings:
         """Its nodes ended themselves while no broker renewed their lease: no market took them."""
         return self._restart(attempt, reason, told=f"{reason}: restarted on new nodes", lost_s=lost_s)
 
-    def conclude(
-        self,
-        job: Job,
-        attempt: Attempt,
-        verdict: Verdict,
-        returncode: int | None,
-        reason: str,
-        progress: Progress | None,
-    ) -> float:
+    def conclude(self, job: Job, attempt: Attempt, verdict: Verdict, run: RunEnd) -> float:
         """The run has ended by itself."""
         if verdict is Verdict.SUCCEEDED:
             return self.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
@@ -57,24 +59,49 @@ class Endings:
                 return self.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
             return self.end(job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster")
         if verdict is Verdict.APART:
-            return self.repeat(job, attempt, APART_OUTCOME, f"the gang fell apart ({reason})", progress)
+            return self.repeat(job, attempt, APART_OUTCOME, f"the gang fell apart ({run.reason})", run)
         if verdict is Verdict.FAILED_SETUP:
-            failure = f"`setup` exited with code {returncode}"
-            return self.end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
-        outcome = f"{FAILED_OUTCOME} with exit code {returncode}"
-        failures = sum(1 for old in job.attempts if old.outcome.startswith(FAILED_OUTCOME))
-        if not is_restart_due(get_recovery(job.task), returncode, failures):
-            return self.end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with code {returncode}")
-        return self._restart(attempt, outcome, told=f"the program exited with code {returncode} and is restarted")
+            failure = f"`setup` exited with code {run.returncode}"
+            with self._store.transaction():
+                self._tell_last_lines(attempt, run)
+                return self.end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
+        return self._fail(job, attempt, run)
 
-    def repeat(self, job: Job, attempt: Attempt, outcome: str, what: str, progress: Progress | None) -> float:
+    def _fail(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
+        """The program ended with an exit code of its own: it is started again while that promises anything."""
+        recovery, steps = get_recovery(job.task), self._store.list_steps(job.id)
+        reached = measure_headway(steps, until=attempt.number)
+        deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
+        is_due = is_restart_due(
+            recovery,
+            run.returncode,
+            failures=sum(1 for old in job.attempts if is_counted(recovery, old)),
+            deaths=deaths,
+            reached=reached,
+            keeps_checkpoints=is_saving(job.task) or keeps_its_own(job.task),
+        )
+        outcome = f"{FAILED_OUTCOME} with exit code {run.returncode}"
+        cause = describe_cause(run.returncode, run.last_lines)
+        code = f"code {run.returncode}" + (f" ({cause})" if cause else "")
+        attempt = replace(attempt, returncode=run.returncode)
+        with self._store.transaction():
+            self._tell_last_lines(attempt, run)
+            if is_due:
+                step = f" at step {reached}" if reached else ""
+                return self._restart(attempt, outcome, told=f"the program exited with {code}{step} and is restarted")
+            times = f", {deaths} times at step {reached}" if deaths > 1 else ""
+            return self.end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with {code}{times}")
+
+    def repeat(self, job: Job, attempt: Attempt, outcome: str, what: str, run: RunEnd) -> float:
         """Restarted on new nodes, unless the same has happened too often at this very step."""
-        step = progress.step if progress else 0
+        step = run.progress.step if run.progress else 0
         outcome = f"{outcome} at step {step}"
         times = 1 + sum(1 for old in job.attempts if old.outcome == outcome)
-        if times >= REPEATS_MAX:
-            return self.end(job, attempt, JobStatus.FAILED, outcome, f"{what}, {times} times at step {step}")
-        return self._restart(attempt, outcome, told=f"{what} at step {step}: restarted on new nodes")
+        with self._store.transaction():
+            self._tell_last_lines(attempt, run)
+            if times >= REPEATS_MAX:
+                return self.end(job, attempt, JobStatus.FAILED, outcome, f"{what}, {times} times at step {step}")
+            return self._restart(attempt, outcome, told=f"{what} at step {step}: restarted on new nodes")
 
     def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
         with self._store.transaction():
@@ -117,6 +144,13 @@ class Endings:
             self._store.set_job_status(self._job_id, JobStatus.RECOVERING)
             self._tell(kind, told)
         return 0.0
+
+    def _tell_last_lines(self, attempt: Attempt, run: RunEnd) -> None:
+        """Kept apart from the log, in which later attempts follow."""
+        if run.last_lines:
+            whose = f" of rank {run.failed_rank}" if run.failed_rank is not None else ""
+            title = f"last lines{whose} in attempt {attempt.number}:"
+            self._tell(LAST_LINES_KIND, "\n".join([title, *run.last_lines]))
 
     def _tell(self, kind: str, message: str) -> None:
         self._store.add_event(kind, message, job_id=self._job_id)

@@ -36,6 +36,11 @@ class GangReport(Protocol):
         """Ranks whose cloud thinks a preemption likelier than usual: news, and no notice."""
         ...
 
+    @property
+    def failed_rank(self) -> int | None:
+        """Whose program ended first with an exit code of its own; None where no program did, or it is not known."""
+        ...
+
 
 class Gang(Protocol):
     """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from broker.nouns import noun
-from broker.types import JobRecovery, Node, NodeState, RunStatus
+from broker.types import Node, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
 UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
@@ -92,8 +92,3 @@ def measure_doubt_s(signs: Signs) -> float:
 
 def list_lost_ranks(nodes: Sequence[Node]) -> Sequence[int]:
     return [node.rank for node in nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
-
-
-def is_restart_due(recovery: JobRecovery, returncode: int | None, failures: int) -> bool:
-    """`failures` counts the job's earlier restarts; a listed exit code restarts whatever their number (SkyPilot)."""
-    return returncode in recovery.recover_on_exit_codes or failures < recovery.max_restarts_on_errors

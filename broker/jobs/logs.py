@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,10 @@ log = logging.getLogger(__name__)
 
 DAEMON_LOG_BYTES_MAX = 10 << 20  # the one before is kept
 CHUNKS_MAX = 256  # in one visit; the rest follows in the next
+LAST_LINES = 20
+LINE_CHARS_MAX = 400
+TAIL_BYTES_MAX = 1 << 20  # of a log, searched for one rank's last lines
+RANK_MARK = re.compile(r"\(rank(\d+)\) ")
 
 
 def get_log_path(logs: Path, job_id: int) -> Path:
@@ -55,6 +60,29 @@ def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes)
         file_bytes = _append(get_log_path(logs, attempt.job_id), chunk, at_bytes=offset.file_bytes)
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
         store.set_log_offset(attempt.job_id, offset)
+
+
+def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | None) -> list[str]:
+    """Return the last lines that one rank of this attempt printed, as far as they are copied; of all where `rank` is
+    None or has printed none."""
+    offset = store.get_log_offset(attempt.job_id)
+    if offset.attempt != attempt.number:
+        return []
+    begin = max(0, offset.file_bytes - offset.source_bytes, offset.file_bytes - TAIL_BYTES_MAX)
+    try:
+        with get_log_path(logs, attempt.job_id).open("rb") as file:
+            file.seek(begin)
+            lines = file.read(offset.file_bytes - begin).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    own = [line for line in lines if rank is not None and _read_rank(line) == rank]
+    return [line[:LINE_CHARS_MAX] for line in (own or lines)[-LAST_LINES:]]
+
+
+def _read_rank(line: str) -> int:
+    """Lines of the first rank have no mark (`runtime/agent_gang.py`)."""
+    found = RANK_MARK.match(line)
+    return int(found[1]) if found else 0
 
 
 def _find_offset(store: Store, attempt: Attempt) -> LogOffset:

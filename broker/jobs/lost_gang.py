@@ -12,6 +12,7 @@ from broker.jobs.gang import GangReport
 from broker.jobs.judgement import Verdict, list_lost_ranks
 from broker.jobs.logs import copy_left_log
 from broker.jobs.outcomes import Outcome, Outcomes
+from broker.jobs.run_end import read_run_end
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Node, NodeState, RunStatus
 
@@ -45,8 +46,9 @@ class LostGang:
         if left and left.status is RunStatus.SUCCEEDED:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if left and is_programs_failure(left, cluster.nodes, report.unreachable):
+            run = read_run_end(self._store, self._config.logs, attempt=attempt, told=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
-            return self._endings.conclude(job, attempt, verdict, left.returncode, left.reason, progress)
+            return self._endings.conclude(job, attempt, verdict, run)
         ranks = list_lost_ranks(cluster.nodes) or report.unreachable
         step = f" after step {progress.step}" if progress else ""
         ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]

@@ -17,13 +17,15 @@ from broker.types import Progress, RunStatus
 
 @noun
 class Outcome:
-    """`returncode` is None where no program ended by itself. `lease_left_s`: of the head, when the run ended."""
+    """`returncode` is None where no program ended by itself, and `failed_rank` where it is not known whose did.
+    `lease_left_s`: of the head, when the run ended."""
 
     status: RunStatus
     returncode: int | None = None
     reason: str = ""
     lease_left_s: float | None = None
     progress: Progress | None = None
+    failed_rank: int | None = None
 
 
 class Outcomes(Protocol):
@@ -61,6 +63,7 @@ def parse_outcome(content: bytes) -> Outcome | None:
         status=status,
         returncode=returncode if isinstance(returncode, int) and not isinstance(returncode, bool) else None,
         reason=str(found.get("reason") or ""),
+        failed_rank=rank if isinstance(rank := found.get("failed_rank"), int) else None,
         lease_left_s=float(left_s) if isinstance(left_s, int | float) and not isinstance(left_s, bool) else None,
         progress=parse_progress(progress) if isinstance(progress, dict) else None,
     )

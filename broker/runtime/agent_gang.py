@@ -59,6 +59,7 @@ class Coordinator:
         self._timers: list[threading.Timer] = []
         self._is_preempted = False
         self._verdict: Message | None = None
+        self.failed_rank: int | None = None  # whose program or setup ended the run by an exit code of its own
 
     def start(self) -> None:
         self._door.start()
@@ -125,7 +126,7 @@ class Coordinator:
         self._gone.add(rank)
         is_leaving = rank in self._noticed and self._can_go_on()
         if returncode != 0 and not is_leaving:
-            self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}")
+            self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}", rank)
         elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
             # The head's word counts. A node that came too late to take part has nothing to wait for.
             self._verdict = dict(SUCCESS)
@@ -159,7 +160,7 @@ class Coordinator:
 
     def _hear_setup(self, rank: int, returncode: int) -> None:
         if returncode != 0:
-            self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}")
+            self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}", rank)
         self._ready.add(rank)
         if self._is_going:
             self._links[rank].send("go")
@@ -175,12 +176,13 @@ class Coordinator:
                 self._fail("FAILED", None, f"rank {missing[0]} did not join within {JOIN_S:g} s")
                 self._finish()
 
-    def _fail(self, status: str, returncode: int | None, reason: str) -> None:
+    def _fail(self, status: str, returncode: int | None, reason: str, rank: int | None = None) -> None:
         """The first failure is the gang's; after a preemption notice it is nobody's fault and nobody is hurried."""
         if self._verdict:
             return
         if self._is_preempted and status == "FAILED":
-            returncode, reason = None, "preempted"
+            returncode, reason, rank = None, "preempted", None
+        self.failed_rank = rank
         self._verdict = {"status": status, "returncode": returncode, "reason": reason}
         if reason != "preempted":
             self._tell("kill", **self._verdict)

@@ -89,6 +89,7 @@ class Runner:
         outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
         # A node whose lease is about to end may have taken the program down with it: the reader must know.
         outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
+        outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
         agent_files.write_json(self._folder / "outcome.json", outcome)
         if self._coordinator:
             self._leave()

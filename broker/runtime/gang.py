@@ -52,7 +52,8 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 class GangReport:
     """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
 
-    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on.
+    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `failed_rank`: whose program
+    ended first with an exit code of its own.
     """
 
     status: RunStatus
@@ -63,6 +64,7 @@ class GangReport:
     run_id: int
     reason: str = ""
     advised: tuple[int, ...] = ()
+    failed_rank: int | None = None
 
 
 class Gang:
@@ -162,6 +164,7 @@ class Gang:
             run_id=run_id,
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
+            failed_rank=speaker.get("failed_rank"),
         )
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:

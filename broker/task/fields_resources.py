@@ -155,7 +155,10 @@ JOB_RECOVERY = Table(
             "deadline) weighs spot, waiting and on-demand against the time that is left.",
         ),
         "max_restarts_on_errors": Field(
-            shape=Whole(), about="How often a program that fails by itself is started again; 0."
+            shape=Whole(),
+            about="How often a program that fails by itself is started again. By default, while it reports new steps "
+            "or checkpoints: three failures at one step end the job, and so does a first one before any step, unless a "
+            "signal ended a program that keeps checkpoints.",
         ),
         "recover_on_exit_codes": Field(
             shape=Either(shapes=(Whole(maximum=255), ListOf(item=Whole(maximum=255)))),

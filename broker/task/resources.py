@@ -133,7 +133,7 @@ def _read_recovery(value: Any) -> JobRecovery | None:
     strategy = value.get("strategy")
     return JobRecovery(
         strategy=None if strategy == "none" else strategy,
-        max_restarts_on_errors=value.get("max_restarts_on_errors", 0),
+        max_restarts_on_errors=value.get("max_restarts_on_errors"),
         recover_on_exit_codes=(codes,) if isinstance(codes, int) else tuple(codes),
         stall_timeout_s=value.get("stall_timeout"),
         nodes_min=value.get("min_nodes"),

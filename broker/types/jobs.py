@@ -51,6 +51,7 @@ class Attempt:
     ended_s: float | None = None
     outcome: str = ""
     usd: float = 0.0
+    returncode: int | None = None  # of a program that ended by itself
 
 
 @noun

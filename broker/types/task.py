@@ -42,10 +42,11 @@ class Autostop:
 
 @noun
 class JobRecovery:
-    """`strategy` None is the default: same place first, then the plan's order."""
+    """`strategy` None is the default: same place first, then the plan's order. `max_restarts_on_errors` None: a program
+    that fails is restarted while the job makes headway (`jobs/deaths.py`)."""
 
     strategy: str | None = None
-    max_restarts_on_errors: int = 0
+    max_restarts_on_errors: int | None = None
     recover_on_exit_codes: tuple[int, ...] = ()
     stall_timeout_s: float | None = None  # restart a program that reports no new step for so long
     nodes_min: int | None = None  # of an elastic program: it goes on while the first node and so many in all are left

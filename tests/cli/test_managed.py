@@ -179,7 +179,7 @@ def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
 def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(shell: Shell) -> None:
     text = COUNT.replace(
         "sleep 0.1\n", "sleep 0.02\n    [ $n$SKYPILOT_NODE_RANK != 100 ] || [ $BROKER_ATTEMPT -gt 1 ] || exit 5\n"
-    )
+    ).replace("use_spot: true", "use_spot: true, job_recovery: {max_restarts_on_errors: 0}")
     task = shell.write("count.yaml", text)
     shell.run("jobs", "launch", task, "--yes", code=100)
     refused = shell.run("jobs", "wait", "1", code=1)
@@ -188,6 +188,17 @@ def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(sh
     assert read_ledger(shell) == [(1, step) for step in range(1, 11)] + [(2, step) for step in range(11, 41)]
     twice = shell.run("jobs", "retry", "1", code=2)
     assert "job 2 goes on with the checkpoints of job 1" in twice.stderr
+
+
+def test_a_rank_that_is_killed_costs_a_restart_and_the_story_says_why(shell: Shell) -> None:
+    die = "[ $n$SKYPILOT_NODE_RANK != 101 ] || [ $BROKER_ATTEMPT -gt 1 ] || { echo allocating; kill -9 $$; }"
+    task = shell.write("count.yaml", COUNT.replace("sleep 0.1\n", f"sleep 0.1\n    {die}\n"))
+    shell.run("jobs", "launch", task, "--yes")
+    (job,) = shell.read_json("jobs", "queue")
+    assert [each["outcome"] for each in job["attempts"]] == ["failed with exit code 137", "succeeded"]
+    story = shell.run("jobs", "why", "1").stdout
+    assert "exited with code 137 (SIGKILL: killed, probably out of memory) at step" in story
+    assert "last lines of rank 1 in attempt 1:\n  (rank1) allocating\n" in story
 
 
 def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.endings import APART_OUTCOME, OVERSPENT_OUTCOME, REPEATS_MAX, STALLED_OUTCOME, Endings
+from broker.jobs.endings import APART_OUTCOME, LAST_LINES_KIND, OVERSPENT_OUTCOME, REPEATS_MAX, STALLED_OUTCOME, Endings
 from broker.jobs.judgement import Verdict
+from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
 from broker.types import (
     Attempt,
@@ -57,9 +58,12 @@ class Stage:
             Attempt(job_id=self.job_id, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=started_s)
         )
 
-    def conclude(self, verdict: Verdict, returncode: int | None = None, *, step: int | None = None) -> None:
+    def conclude(
+        self, verdict: Verdict, returncode: int | None = None, *, step: int | None = None, lines: tuple[str, ...] = ()
+    ) -> None:
         progress = None if step is None else Progress(step=step)
-        assert self.endings.conclude(self.job, self.attempt, verdict, returncode, "a reason", progress) == 0.0
+        run = RunEnd(returncode=returncode, reason="a reason", progress=progress, failed_rank=1, last_lines=lines)
+        assert self.endings.conclude(self.job, self.attempt, verdict, run) == 0.0
 
     def see(self) -> tuple[JobStatus, str, str, float | None]:
         return self.job.status, self.attempt.outcome, self.job.failure, self.attempt.lost_s
@@ -133,6 +137,73 @@ def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> N
     assert [kind for kind, _ in stage.list_told()] == ["restart", "restart", "ended"]
 
 
+def test_listed_exit_codes_are_not_counted(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=1, recover_on_exit_codes=(75,)))
+    for number, code in enumerate((75, 75, 3), start=1):
+        stage.conclude(Verdict.FAILED, code)
+        assert stage.job.status is JobStatus.RECOVERING, number
+        stage.begin(number + 1)
+    stage.conclude(Verdict.FAILED, 3)
+    assert stage.job.status is JobStatus.FAILED
+
+
+def make_headway(stage: Stage, step: int) -> None:
+    stage.store.set_progress(stage.job_id, Progress(step=step))
+
+
+def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Stage) -> None:
+    for number, step in enumerate((7, 19, 40), start=1):
+        make_headway(stage, step)
+        stage.conclude(Verdict.FAILED, 137)
+        assert stage.see()[:2] == (JobStatus.RECOVERING, "failed with exit code 137")
+        cause = "SIGKILL: killed, probably out of memory"
+        told = f"the program exited with code 137 ({cause}) at step {step} and is restarted"
+        assert stage.list_told()[-1] == ("restart", told)
+        stage.begin(number + 1)
+
+
+def test_a_program_that_dies_three_times_at_one_step_has_failed(stage: Stage) -> None:
+    for number, (step, code) in enumerate([(7, 1), (5, 134), (7, 139)], start=1):
+        assert stage.job.status is not JobStatus.FAILED
+        make_headway(stage, step)
+        stage.conclude(Verdict.FAILED, code)
+        stage.begin(number + 1)
+    assert stage.job.status is JobStatus.FAILED
+    assert stage.job.failure == "`run` exited with code 139 (SIGSEGV: segmentation fault), 3 times at step 7"
+
+
+def test_preemptions_between_two_deaths_at_one_step_are_no_headway(stage: Stage) -> None:
+    for number in (1, 3):
+        make_headway(stage, 7)
+        stage.conclude(Verdict.FAILED, 1)
+        stage.begin(number + 1)
+        stage.endings.lose(stage.attempt, "node 0 gone")
+        stage.begin(number + 2)
+    stage.conclude(Verdict.FAILED, 1)
+    assert stage.job.status is JobStatus.FAILED
+
+
+def test_a_number_of_restarts_in_the_task_counts_instead_of_headway(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=0))
+    make_headway(stage, 7)
+    stage.conclude(Verdict.FAILED, 137)
+    assert stage.job.status is JobStatus.FAILED
+
+
+@pytest.mark.parametrize(("code", "is_restarted"), [(1, False), (2, False), (137, True), (134, True)])
+def test_before_any_step_only_a_signal_is_worth_another_try(tmp_path: Path, code: int, is_restarted: bool) -> None:
+    stage = Stage(tmp_path, task=Task(run="python -m trainers.lm"))
+    stage.conclude(Verdict.FAILED, code)
+    assert stage.job.status is (JobStatus.RECOVERING if is_restarted else JobStatus.FAILED)
+
+
+def test_the_last_lines_of_the_rank_that_died_first_are_kept(stage: Stage) -> None:
+    stage.conclude(Verdict.FAILED, 1, lines=("step 8", "RuntimeError: CUDA out of memory"))
+    assert stage.job.failure == "`run` exited with code 1 (out of GPU memory)"
+    title = "last lines of rank 1 in attempt 1:"
+    assert stage.list_told()[0] == (LAST_LINES_KIND, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
+
+
 def test_what_was_preempted_is_no_failure_of_the_program(tmp_path: Path) -> None:
     stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=1))
     stage.endings.lose(stage.attempt, "node 0 gone")
@@ -157,7 +228,7 @@ def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage)
         assert stage.job.status is JobStatus.RECOVERING, step
         assert stage.attempt.outcome == f"{APART_OUTCOME} at step {step or 0}"
         stage.begin(number + 1)
-    stage.endings.repeat(stage.job, stage.attempt, STALLED_OUTCOME, "no new step", Progress(step=7))
+    stage.endings.repeat(stage.job, stage.attempt, STALLED_OUTCOME, "no new step", RunEnd(progress=Progress(step=7)))
     assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
 
 

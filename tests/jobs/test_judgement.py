@@ -14,13 +14,12 @@ from broker.jobs.judgement import (
     UNREACHABLE_S_MIN,
     Signs,
     Verdict,
-    is_restart_due,
     judge,
     list_lost_ranks,
     measure_doubt_s,
     measure_patience_s,
 )
-from broker.types import JobRecovery, Node, NodeState, RunStatus
+from broker.types import Node, NodeState, RunStatus
 
 FAILURES = [(RunStatus.FAILED, Verdict.FAILED), (RunStatus.FAILED_SETUP, Verdict.FAILED_SETUP)]
 
@@ -129,10 +128,3 @@ def test_an_elastic_program_goes_on_with_its_first_node_and_enough_others() -> N
 def test_lost_ranks_are_named_by_rank() -> None:
     nodes = make_nodes(NodeState.STOPPED, NodeState.PENDING, NodeState.TERMINATED, NodeState.RUNNING)
     assert list_lost_ranks(nodes) == [0, 2]
-
-
-def test_restarts_are_counted_but_for_listed_exit_codes() -> None:
-    recovery = JobRecovery(max_restarts_on_errors=2, recover_on_exit_codes=(75,))
-    assert [is_restart_due(recovery, 1, failures) for failures in (0, 1, 2)] == [True, True, False]
-    assert is_restart_due(recovery, 75, 99)
-    assert not is_restart_due(JobRecovery(), 1, 0)

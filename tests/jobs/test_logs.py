@@ -11,7 +11,7 @@ import pytest
 
 from broker.errors import TransientError
 from broker.jobs import logs
-from broker.jobs.logs import copy_left_log, copy_log, forget_logs, get_log_path, rotate_log
+from broker.jobs.logs import copy_left_log, copy_log, forget_logs, get_log_path, read_last_lines, rotate_log
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, JobStatus, Placement, Task
 from tests.simulation.world import make_offer
@@ -152,3 +152,24 @@ def test_logs_of_jobs_that_ended_long_ago_are_forgotten(stage: Stage) -> None:
     forget_logs(stage.store, stage.folder, older_than_s=START_S + 1.0)
     left = sorted(path.name for path in (stage.folder / "jobs").iterdir())
     assert left == [f"{stage.job_id}.log", "99.txt", "words.log"]
+
+
+def test_last_lines_are_those_of_the_rank_that_died_in_this_attempt(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.copy(Head(b"of attempt 1\n"))
+    own = [f"(rank1) step {number}" for number in range(30)]
+    mixed = "\n".join(f"{line}\nstep of the head\n(rank10) other" for line in own) + "\n"
+    for _ in range(3):  # a visit copies so many bytes only
+        stage.copy(Head(mixed.encode()), 2)
+    assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=1) == own[-20:]
+    assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=0) == ["step of the head"] * 20
+    whole = read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=None)
+    assert whole[-2:] == ["step of the head", "(rank10) other"]
+    assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(1), rank=0) == [], "a later attempt follows"
+
+
+def test_last_lines_of_a_short_attempt_leave_out_the_one_before(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.copy(Head(b"of attempt 1\n"))
+    stage.copy(Head(b"Killed\n"), 2)
+    assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=3) == ["Killed"]

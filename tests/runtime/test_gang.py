@@ -48,7 +48,7 @@ def test_one_failing_rank_ends_the_others_and_gives_its_code(rig: Rig, phase: st
         await rig.start(cluster, task)
         report = await rig.finish(cluster)
         expected = RunStatus.FAILED if phase == "run" else RunStatus.FAILED_SETUP
-        assert (report.status, report.returncode) == (expected, 7), report
+        assert (report.status, report.returncode, report.failed_rank) == (expected, 7, 1), report
 
     asyncio.run(act())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from broker.clouds.simulated import SimulatedCloud
 from broker.jobs.outcomes import Outcome
-from broker.types import RunStatus
+from broker.types import Progress, RunStatus
 from tests.simulation.events import Event, Violation
 from tests.simulation.machines import MachineGang, MachineRun
 
@@ -38,7 +38,9 @@ class SimulatedOutcomes:
         if not status.is_terminal or (head.ended_s is not None and end_s >= head.ended_s):
             return None
         left_s = run.lease_s.get(head.id, math.inf) - end_s
-        return Outcome(status=status, returncode=code, lease_left_s=left_s)
+        step = self._gang.measure(run)[0]
+        progress = Progress(step=step, total=run.program.steps) if step > run.first_step else None
+        return Outcome(status=status, returncode=code, lease_left_s=left_s, progress=progress)
 
     async def read_log(self, place: str, attempt: int) -> bytes | None:
         run = self._find_run(place, attempt)

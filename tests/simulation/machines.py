@@ -28,6 +28,7 @@ class Program:
     """What a job's program does, whatever its broker does.
 
     `hang_at`: the first `hangs` starts stop there. `break_at`: the first `breaks` starts of a gang lose a rank there.
+    `deaths`: of each start in turn, the step at which its last rank dies, and the exit code that this gives.
     """
 
     steps: int = 30
@@ -37,6 +38,7 @@ class Program:
     hangs: int = 0
     break_at: int = 7
     breaks: int = 0
+    deaths: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class Report:
     progress: Progress | None
     reason: str = ""
     advised: tuple[int, ...] = ()
+    failed_rank: int | None = None
 
 
 class MachineGang:
@@ -201,14 +204,18 @@ class MachineGang:
             step_max = min(step_max, run.program.hang_at)
         broken_s = begun_s + self._measure_break_s(run)
         end_s = min(end_s, broken_s)
+        death_s, death_code = self._find_death(run, begun_s)
+        end_s = min(end_s, death_s)
         step = min(step_max, run.first_step + max(0, int(end_s - begun_s)))
         code = run.program.exit_codes[run.serial] if run.serial < len(run.program.exit_codes) else 0
         if step >= run.program.steps:
             return step, RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED, code
-        if run.cancelled_s <= min(now_s, lost_s):
+        if run.cancelled_s <= min(now_s, lost_s, death_s, broken_s):
             return step, RunStatus.CANCELLED, None
-        if broken_s <= min(now_s, lost_s):  # whatever becomes of its nodes afterwards
+        if broken_s <= min(now_s, lost_s, death_s):  # whatever becomes of its nodes afterwards
             return step, RunStatus.FAILED, None
+        if death_s <= min(now_s, lost_s):
+            return step, RunStatus.FAILED, death_code
         if lost_s <= now_s:
             return step, RunStatus.FAILED, 1
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
@@ -218,7 +225,21 @@ class MachineGang:
         begun_s = run.started_s + run.program.setup_s
         step = self.measure(run)[0]
         ends_s = [self._find_loss_s(run, begun_s), run.cancelled_s, begun_s + self._measure_break_s(run)]
+        ends_s.append(self._find_death(run, begun_s)[0])
         return begun_s + step - run.first_step if step >= run.program.steps else min(ends_s)
+
+    def has_died(self, run: MachineRun) -> bool:
+        """Whether its program ended with an exit code of its own, and not with a node."""
+        step, status, code = self.measure(run)
+        death_s = self._find_death(run, run.started_s + run.program.setup_s)[0]
+        is_done = step >= run.program.steps
+        return status is RunStatus.FAILED and bool(code) and (is_done or death_s <= self.measure_end_s(run))
+
+    def _find_death(self, run: MachineRun, begun_s: float) -> tuple[float, int]:
+        if run.serial >= len(run.program.deaths):
+            return math.inf, 0
+        step, code = run.program.deaths[run.serial]
+        return begun_s + max(0, step - run.first_step), code
 
     def _find_loss_s(self, run: MachineRun, begun_s: float) -> float:
         ends = {node.id: node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None}

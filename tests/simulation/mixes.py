@@ -148,6 +148,15 @@ def draw_jobs(random: Random) -> tuple[JobSpec, ...]:
     )
 
 
+def draw_deaths(random: Random, steps: int) -> tuple[tuple[int, int], ...]:
+    """Of a third of all programs: ranks that are killed, abort or fail, at one step or on the way."""
+    if random.random() < 0.67:
+        return ()
+    same = random.randrange(steps)
+    at = [same if random.random() < 0.5 else random.randrange(steps) for _ in range(random.choice((1, 2, 5)))]
+    return tuple((step, random.choice((137, 134, 1))) for step in at)
+
+
 def draw_goal(random: Random, steps: int, budget_usd: float | None) -> Goal | None:
     """A deadline now and then: then a spot policy says where the job runs, and moves it."""
     if random.random() < 0.15:
@@ -158,7 +167,7 @@ def draw_goal(random: Random, steps: int, budget_usd: float | None) -> Goal | No
 
 def draw_job(random: Random) -> JobSpec:
     recovery = JobRecovery(
-        max_restarts_on_errors=random.choice((0, 0, 2)),
+        max_restarts_on_errors=random.choice((None, 0, 2)),
         stall_timeout_s=random.choice((None, None, 40.0)),
         strategy=random.choice((None, "failover", "eager_next_region", "cheapest")),
         nodes_min=random.choice((None, None, None, 1, 2)),
@@ -172,6 +181,7 @@ def draw_job(random: Random) -> JobSpec:
         hangs=random.choice((0, 1)) if recovery.stall_timeout_s else 0,
         break_at=random.choice((0, 7)),
         breaks=random.choice((0, 0, 0, 1, 2)),
+        deaths=draw_deaths(random, steps),
     )
     budget_usd = random.choice((None, None, None, None, None, 0.05))
     task = Task(

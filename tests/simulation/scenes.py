@@ -47,6 +47,7 @@ def make_job(
     exit_codes: tuple[int, ...] = (),
     hangs: int = 0,
     breaks: int = 0,
+    deaths: tuple[tuple[int, int], ...] = (),
     budget_usd: float | None = None,
     recovery: JobRecovery = JobRecovery(),
     submit_s: float = 0.5,
@@ -65,7 +66,9 @@ def make_job(
         checkpoint=CheckpointSpec(to="s3://bucket" if has_bucket else None),
         unattended_s=unattended_s,
     )
-    program = Program(steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks)
+    program = Program(
+        steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks, deaths=deaths
+    )
     return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge, needs=needs)
 
 
@@ -281,6 +284,8 @@ COLLECTING = tuple((3.5 + 0.5 * count, collect) for count in range(7))
 LOGINS = ((5.0, log_in_elsewhere), (6.0, cut_off_gang), (305.0, log_in_at_home))
 STALL = JobRecovery(stall_timeout_s=20.0)
 AGAIN = JobRecovery(max_restarts_on_errors=1)
+NEVER_AGAIN = JobRecovery(max_restarts_on_errors=0)
+KILLED = ((4, 137), (8, 134), (8, 1), (11, 139))  # a step, and the exit code there, of each start
 ELASTIC = JobRecovery(nodes_min=2)
 CANCELLED = (JobStatus.CANCELLED,)
 SCENES: tuple[Scene, ...] = (
@@ -346,13 +351,25 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="late nodes", mix=make_mix(cloud=FaultRates(late=0.7)), seed=1),
     Scene(name="blank lists", mix=make_mix(cloud=FaultRates(blank=0.5)), acts=((5.0, preempt),)),
     Scene(name="program fails once", mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=AGAIN))),
-    Scene(name="program fails", mix=make_mix(make_job(nodes=1, exit_codes=(3,))), ends=(JobStatus.FAILED,)),
+    Scene(
+        name="program fails",
+        mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=NEVER_AGAIN)),
+        ends=(JobStatus.FAILED,),
+    ),
     Scene(
         name="retry of a failed job",
-        mix=make_mix(make_job(nodes=1, exit_codes=(3,)), heal_s=90.0),
+        mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=NEVER_AGAIN), heal_s=90.0),
         acts=((60.0, retry),),
         ends=(JobStatus.FAILED, JobStatus.SUCCEEDED),
     ),
+    Scene(name="killed ranks and headway", mix=make_mix(make_job(deaths=KILLED)), starts=len(KILLED) + 1),
+    Scene(
+        name="ranks killed at one step",
+        mix=make_mix(make_job(deaths=((7, 137),) * 9), end_s_max=600.0),
+        ends=(JobStatus.FAILED,),
+        starts=3,
+    ),
+    Scene(name="a typo", mix=make_mix(make_job(nodes=1, deaths=((0, 1),))), ends=(JobStatus.FAILED,), starts=1),
     Scene(name="hung program", mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL))),
     Scene(
         name="hung program on nodes that refuse to end",
@@ -374,7 +391,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         name="a pipeline whose first job fails",
-        mix=make_mix(make_job(nodes=1, exit_codes=(3,)), make_job(nodes=1, needs=(0,))),
+        mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=NEVER_AGAIN), make_job(nodes=1, needs=(0,))),
         ends=(JobStatus.FAILED, JobStatus.CANCELLED),
     ),
     Scene(name="a leader that sleeps", mix=make_mix(make_job(steps=60), is_doubled=True), acts=((5.0, stop_leader),)),
@@ -491,7 +508,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         name="broker away while its job fails, with a bucket",
-        mix=make_mix(make_job(steps=300, exit_codes=(3,), has_bucket=True), poll_s=10.0),
+        mix=make_mix(make_job(steps=300, exit_codes=(3,), recovery=NEVER_AGAIN, has_bucket=True), poll_s=10.0),
         acts=((5.0, leave(1800.0)),),
         ends=(JobStatus.FAILED,),
         self_ends=("done",),

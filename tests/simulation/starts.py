@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from broker.types import JobStatus
 from tests.simulation.events import TERMINAL, Event, Violation
+
+DEATHS_MAX = 3  # as docs/RECOVERY.md promises
 
 if TYPE_CHECKING:
     from tests.simulation.universe import Universe
@@ -72,6 +75,26 @@ def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
         status = universe.read("SELECT status FROM jobs WHERE id = ?", (other,))[0][0]
         if status != JobStatus.SUCCEEDED:
             raise Violation("S15", f"{event.run.cluster} starts, and job {other}, which it needs, is {status}")
+
+
+def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
+    """A program that dies is started again as often as its task says; else until three deaths without headway."""
+    run = event.run
+    assert run is not None
+    restarts_max = universe.tasks[run.job].resources[0].job_recovery.max_restarts_on_errors
+    rows = universe.read(
+        "SELECT number, (SELECT max(max(last_step, coalesce(checkpoint_step, 0))) FROM attempt_steps AS steps "
+        "WHERE steps.job_id = attempts.job_id AND steps.number <= attempts.number) FROM attempts "
+        "WHERE job_id = ? AND json_extract(body, '$.returncode') IS NOT NULL ORDER BY number",
+        (run.job,),
+    )
+    deaths = [reached or 0 for _, reached in rows]
+    if restarts_max is not None and len(deaths) > restarts_max:
+        raise Violation("S17", f"{run.cluster} starts after {len(deaths)} deaths; {restarts_max} restarts are allowed")
+    if restarts_max is None and deaths and max(Counter(deaths).values()) >= DEATHS_MAX:
+        raise Violation("S17", f"{run.cluster} starts after deaths at steps {deaths}")
+    if restarts_max is None and 0 in deaths:
+        raise Violation("S17", f"{run.cluster} starts, and its program died before its first step")
 
 
 def note_moves(universe: Universe, event: Event) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
-from broker.jobs.controller import Planner
+from broker.jobs.acquisition import Planner
 from broker.types import JobStatus, NodeState
 from tests.simulation.world import FOREIGN, OWNER, Crash, World
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.config import Config
 from broker.errors import CloudError, TransientError
-from broker.jobs.controller import JobController, Planner
+from broker.jobs.acquisition import Planner
+from broker.jobs.controller import JobController
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import (
@@ -78,6 +79,7 @@ class Report:
     progress: Progress | None
     reason: str = ""
     advised: tuple[int, ...] = ()
+    failed_rank: int | None = None
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 

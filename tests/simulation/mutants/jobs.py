@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import allowance, controller, daemon, lost_gang
+from broker.jobs import acquisition, allowance, controller, daemon, endings, lost_gang
 from broker.jobs.controller import JobController
 from broker.jobs.endings import Endings
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
@@ -96,7 +96,8 @@ def cancel_forgotten_in_recovery() -> Patches:
 def budget_unchecked() -> Patches:
     return (
         patch.object(controller, "find_overspending", lambda job, store, clock: ""),
-        patch.object(controller, "check_budget", lambda job, store, clock: None),
+        patch.object(acquisition, "find_overspending", lambda job, store, clock: ""),
+        patch.object(acquisition, "check_budget", lambda job, store, clock: None),
     )
 
 
@@ -169,6 +170,11 @@ def outcome_and_status_in_two_commits() -> Patches:
         return float(self.finish(job, status, failure))
 
     return (patch.object(Endings, "end", end),)
+
+
+def restarted_without_headway() -> Patches:
+    """Whatever dies is started again, for as long as there is money."""
+    return (patch.object(endings, "is_restart_due", lambda *arguments, **more: True),)
 
 
 def needs_ignored() -> Patches:

@@ -125,6 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
     Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
+    Mutant(plant=jobs.restarted_without_headway, letters="S17", scene="ranks killed at one step"),
     Mutant(plant=jobs.needs_ignored, letters="S15", scene="a pipeline"),
     Mutant(plant=keeping.intents_not_durable, letters="S1", scene="a cluster beside a job"),
     Mutant(plant=keeping.synchronous_never_back_to_full, letters="S1", scene="plain"),

@@ -1,0 +1,103 @@
+"""Gets a job its machines: plans what is left to do, searches, and records the attempt that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from broker.clock import Clock
+from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
+from broker.jobs.budget import Overspent, check_budget, find_overspending
+from broker.jobs.endings import Endings
+from broker.jobs.order import cut_to_rest, drop_limits, order_plan
+from broker.jobs.pilot import Pause, Pilot
+from broker.provision.backoff import draw_backoff_s
+from broker.provision.failover import describe
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Task
+
+Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
+
+
+class Acquisition:
+    """Of one job."""
+
+    def __init__(
+        self, store: Store, provisioner: Provisioner, planner: Planner, clock: Clock, pilot: Pilot, endings: Endings
+    ) -> None:
+        self._store = store
+        self._provisioner = provisioner
+        self._planner = planner
+        self._clock = clock
+        self._pilot = pilot
+        self._endings = endings
+        self._refusals = 0  # in a row; only paces the retries
+
+    async def begin_attempt(self, job: Job) -> Attempt | float:
+        """Return the new attempt, its nodes up; or, where there is none now, the seconds until the next step."""
+        number = job.next_attempt
+        if failure := find_overspending(job, self._store, self._clock):
+            return self._endings.finish(job, JobStatus.FAILED, failure)
+        if job.status is JobStatus.PENDING:
+            self._store.set_job_status(job.id, JobStatus.STARTING)
+        try:
+            plan = self._pilot.plan(job) or order_plan(self.plan_rest(job), job.attempts)
+        except Pause as pause:
+            return pause.wait_s
+        except NoOfferError as error:
+            return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
+        try:
+            cluster = await self._provisioner.up(
+                job.name_cluster(number),
+                plan,
+                attempt=number,
+                job_id=job.id,
+                on_event=lambda message: self._tell(job, "failover", message),
+                hedge=job.hedge,
+                check_budget=lambda: check_budget(job, self._store, self._clock),
+            )
+        except Overspent as error:
+            return self._endings.finish(job, JobStatus.FAILED, str(error))
+        except (CapacityError, AuthError) as error:
+            return self._wait(job, error)
+        except InvalidRequestError as error:
+            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+        self._refusals = 0
+        return self._record(job, number, cluster)
+
+    def plan_rest(self, job: Job) -> Plan:
+        """What is left to do, at today's prices; a job that is late already still wants to finish."""
+        now_s = self._clock.now_s()
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
+        try:
+            return self._planner(rest, None)
+        except NoOfferError:
+            if not job.attempts or rest.goal is None or rest.goal.deadline_hours is None:
+                raise
+            plan = self._planner(drop_limits(rest), None)
+            self._tell(job, "late", "the deadline cannot be kept with the asked confidence any more; going on")
+            return plan
+
+    def _record(self, job: Job, number: int, cluster: Cluster) -> Attempt:
+        placement = cluster.placement
+        attempt = Attempt(
+            job_id=job.id, number=number, cluster=cluster.name, placement=placement, started_s=cluster.created_s
+        )
+        with self._store.transaction():
+            self._store.put_attempt(attempt)
+            self._tell(job, "attempt", f"attempt {number}: {describe(placement)} at {placement.usd_hour:.2f} USD/h")
+        return attempt
+
+    def _wait(self, job: Job, error: CapacityError | AuthError) -> float:
+        """A login that has expired under a job that worked ends only its patience."""
+        if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
+            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+        self._refusals += 1
+        wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
+        self._tell(job, "waiting", f"{error.message}; trying again in {wait_s:.0f} s")
+        if not job.attempts:
+            self._store.set_job_status(job.id, JobStatus.PENDING)
+        return wait_s
+
+    def _tell(self, job: Job, kind: str, message: str) -> None:
+        self._store.add_event(kind, message, job_id=job.id)

@@ -1,0 +1,103 @@
+"""A program that ended with an exit code of its own: the likely cause, and whether to start it again. Pure.
+
+By default a job is restarted while it makes headway: a step, or a checkpoint, beyond what it had reached at its last
+death. Deaths at steps 40, 90 and 130 are three restarts; three deaths at step 40 end the job. A job that has never
+reached a step fails at once, unless a signal ended a program that keeps checkpoints: a typo is not worth three tries.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+
+from broker.state.jobs import StepRange
+from broker.types import Attempt, JobRecovery
+
+DEATHS_MAX = 3  # at one step: then it is the program, not the machines
+SHELL_BASE = 128  # a shell reports death by signal n as 128 + n
+CAUSES = {
+    signal.SIGKILL: "killed, probably out of memory",
+    signal.SIGABRT: "aborted, as by NCCL's watchdog or a failed CUDA assertion",
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGBUS: "bus error, often a full /dev/shm",
+    signal.SIGTERM: "terminated",
+    signal.SIGILL: "illegal instruction: built for another CPU",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGINT: "interrupted",
+}
+CODES = {
+    75: "it asked for a restart: no headway for too long",
+    126: "the command cannot be executed",
+    127: "the command was not found",
+}
+# What a launcher such as torchrun prints of the rank that died first; its own exit code is 1 then.
+LAUNCHERS = re.compile(r"exitcode\s*:\s*-(\d+)|[Ss]ignal (\d+) \(SIG")
+OUT_OF_GPU_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|HIP out of memory")
+
+
+def find_signal(returncode: int) -> int | None:
+    """The signal that ended the program; None where it exited by itself."""
+    number = -returncode if returncode < 0 else returncode - SHELL_BASE
+    return number if number in set(signal.Signals) else None
+
+
+def describe_cause(returncode: int | None, last_lines: Sequence[str] = ()) -> str:
+    """Return the likely cause in a few words; empty where nothing tells it."""
+    if returncode is None:
+        return ""
+    text = "\n".join(last_lines)
+    if OUT_OF_GPU_MEMORY.search(text):
+        return "out of GPU memory"
+    number = find_signal(returncode)
+    if number is None and (found := LAUNCHERS.search(text)):
+        number = int(found[1] or found[2])
+    if number is None:
+        return CODES.get(returncode, "")
+    if number not in set(signal.Signals):
+        return ""
+    name = signal.Signals(number).name
+    return f"{name}: {CAUSES[signal.Signals(number)]}" if signal.Signals(number) in CAUSES else name
+
+
+def measure_headway(steps: Mapping[int, StepRange], *, until: int) -> int:
+    """Return the highest step that attempts up to this number were seen at, or have saved; 0 where none is known."""
+    reached = (max(each.last_step, each.checkpoint_step or 0) for number, each in steps.items() if number <= until)
+    return max(reached, default=0)
+
+
+def is_counted(recovery: JobRecovery, attempt: Attempt) -> bool:
+    """Return whether this attempt ended with an exit code that the task does not list."""
+    return attempt.returncode is not None and attempt.returncode not in recovery.recover_on_exit_codes
+
+
+def count_deaths(
+    recovery: JobRecovery, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, present: int
+) -> int:
+    """Return how often the program died with the job no further than it is now, this death included."""
+    reached = measure_headway(steps, until=present)
+    earlier = (old for old in attempts if old.number < present and is_counted(recovery, old))
+    return 1 + sum(1 for old in earlier if measure_headway(steps, until=old.number) == reached)
+
+
+def is_restart_due(
+    recovery: JobRecovery,
+    returncode: int | None,
+    *,
+    failures: int = 0,
+    deaths: int = 1,
+    reached: int = 0,
+    keeps_checkpoints: bool = False,
+) -> bool:
+    """Return whether the program is started again.
+
+    `failures`: earlier restarts after exit codes that are not listed. `deaths`: at the step `reached`, this one
+    included. What the task says of exit codes and restarts counts before the default.
+    """
+    if returncode in recovery.recover_on_exit_codes:  # whatever their number (SkyPilot)
+        return True
+    if recovery.max_restarts_on_errors is not None:
+        return failures < recovery.max_restarts_on_errors
+    if returncode is None or deaths >= DEATHS_MAX:
+        return False
+    return reached > 0 or (keeps_checkpoints and find_signal(returncode) is not None)

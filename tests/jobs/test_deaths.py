@@ -1,0 +1,83 @@
+"""What an exit code tells of a program's death, and when the program is started again."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.jobs.deaths import DEATHS_MAX, count_deaths, describe_cause, find_signal, is_restart_due, measure_headway
+from broker.state.jobs import StepRange
+from broker.types import Attempt, JobRecovery, Placement
+from tests.simulation.world import make_offer
+
+PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+
+
+@pytest.mark.parametrize(
+    ("code", "signal"), [(137, 9), (-9, 9), (134, 6), (-6, 6), (143, 15), (1, None), (75, None), (255, None)]
+)
+def test_death_by_a_signal_is_told_in_either_way(code: int, signal: int | None) -> None:
+    assert find_signal(code) == signal
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "cause"),
+    [
+        (137, (), "SIGKILL: killed, probably out of memory"),
+        (-6, (), "SIGABRT: aborted, as by NCCL's watchdog or a failed CUDA assertion"),
+        (139, (), "SIGSEGV: segmentation fault"),
+        (143, (), "SIGTERM: terminated"),
+        (127, (), "the command was not found"),
+        (1, (), ""),
+        (None, (), ""),
+        (1, ("  exitcode  : -9 (pid: 71)",), "SIGKILL: killed, probably out of memory"),
+        (1, ("  traceback : Signal 6 (SIGABRT) received by PID 71",), "SIGABRT: aborted, as by NCCL's "
+         "watchdog or a failed CUDA assertion"),
+        (1, ("torch.OutOfMemoryError: CUDA out of memory. Tried",), "out of GPU memory"),
+    ],
+)  # fmt: skip
+def test_likely_cause_of_a_death(code: int | None, lines: tuple[str, ...], cause: str) -> None:
+    assert describe_cause(code, lines) == cause
+
+
+def make_attempt(number: int, returncode: int | None) -> Attempt:
+    return Attempt(
+        job_id=1, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=0.0, returncode=returncode
+    )
+
+
+def make_steps(*reached: tuple[int, int | None]) -> dict[int, StepRange]:
+    return {
+        number: StepRange(first_step=0, last_step=step, checkpoint_step=saved)
+        for number, (step, saved) in enumerate(reached, start=1)
+    }
+
+
+def test_headway_is_the_furthest_step_that_was_seen_or_saved() -> None:
+    steps = make_steps((40, None), (12, 50), (45, 40))
+    assert [measure_headway(steps, until=number) for number in (0, 1, 2, 3)] == [0, 40, 50, 50]
+
+
+def test_deaths_count_from_the_last_headway() -> None:
+    recovery = JobRecovery(recover_on_exit_codes=(75,))
+    attempts = [make_attempt(number, code) for number, code in enumerate((1, 137, None, 75, 1), start=1)]
+    steps = make_steps((40, None), (60, None), (55, 50), (60, None), (58, None))
+    counts = [count_deaths(recovery, attempts, steps, present=number) for number in (1, 2, 5)]
+    assert counts == [1, 1, 2], "neither a preemption nor a listed code is a death"
+
+
+def test_what_the_task_says_counts_before_the_default() -> None:
+    listed = JobRecovery(recover_on_exit_codes=(75,), max_restarts_on_errors=0)
+    assert is_restart_due(listed, 75, failures=99, deaths=99)
+    assert not is_restart_due(listed, 137, deaths=1, reached=40)
+    counted = JobRecovery(max_restarts_on_errors=2)
+    assert [is_restart_due(counted, 1, failures=each, deaths=9) for each in (0, 1, 2)] == [True, True, False]
+
+
+def test_by_default_headway_is_worth_another_start_and_standing_still_is_not() -> None:
+    default = JobRecovery()
+    assert [is_restart_due(default, 1, deaths=each, reached=7) for each in range(1, DEATHS_MAX + 1)] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert not is_restart_due(default, 1, keeps_checkpoints=True), "a typo is not worth a second try"
+    assert is_restart_due(default, 137, keeps_checkpoints=True)
+    assert not is_restart_due(default, 137), "without checkpoints all would be done again"
