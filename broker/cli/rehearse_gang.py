@@ -60,10 +60,11 @@ class RehearsedGang:
     ) -> None:
         """With no accelerators: this machine stands in for those that have them."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = self._folder / f"progress-{cluster.attempt}.jsonl"
+        number = cluster.attempt + run_id - 1  # later runs on a cluster are later attempts
+        file = self._folder / f"progress-{number}.jsonl"
         head = min(cluster.nodes, key=lambda node: node.rank)
         source = Path(head.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
-        self.attempts.setdefault(cluster.attempt, Watched(cluster.attempt, self._real.now_s(), source, file))
+        self.attempts.setdefault(number, Watched(number, self._real.now_s(), source, file))
         offer = replace(cluster.placement.offer, accelerator=None, accelerator_count=0)
         bare = replace(cluster, placement=replace(cluster.placement, offer=offer))
         lease_s = max(lease_s or 0.0, LEASE_REAL_S)
@@ -74,11 +75,12 @@ class RehearsedGang:
         """Time goes on by the steps of the last poll: whoever hears of a step first hears of it when it was done."""
         self.pass_steps()
         report = await self._gang.poll(cluster, run_id)
-        watched = self._keep_progress(cluster)
+        number = cluster.attempt + run_id - 1
+        watched = self._keep_progress(number)
         if watched is not None and watched.running_s is None and report.status is RunStatus.RUNNING:
             watched.running_s = self._real.now_s()
         if report.progress is not None:
-            self._note(cluster, report.progress.step, report.progress.total)
+            self._note(cluster, number, report.progress.step, report.progress.total)
         if report.status.is_terminal:
             self.pass_steps()
         return report
@@ -101,27 +103,27 @@ class RehearsedGang:
         self._pace.clock.advance(self._pending_s)
         self._pending_s = 0.0
 
-    def look(self, cluster: Cluster, *, is_resumed: bool) -> Line | None:
-        """The newest line of the progress file as it is now; time goes on up to it once work is known to."""
-        watched = self._keep_progress(cluster)
+    def look(self, cluster: Cluster, number: int, *, is_resumed: bool) -> Line | None:
+        """The newest line of attempt `number`'s file as it is now; time goes on up to it once work is known to."""
+        watched = self._keep_progress(number)
         if watched is None:
             return None
         line = read_newest_line(watched.progress_file)
         if line is not None and is_resumed:
-            self._note(cluster, line.step, line.total)
+            self._note(cluster, number, line.step, line.total)
             self.pass_steps()
         return line
 
-    def _keep_progress(self, cluster: Cluster) -> Watched | None:
-        watched = self.attempts.get(cluster.attempt)
+    def _keep_progress(self, number: int) -> Watched | None:
+        watched = self.attempts.get(number)
         if watched is not None and not watched.progress_file.exists():
             with contextlib.suppress(OSError):
                 os.link(watched.source, watched.progress_file)
         return watched
 
-    def _note(self, cluster: Cluster, step: int, total: int | None) -> None:
+    def _note(self, cluster: Cluster, number: int, step: int, total: int | None) -> None:
         """Simulated seconds that new steps stand for, beyond the real ones they took."""
-        watched = self.attempts.get(cluster.attempt)
+        watched = self.attempts.get(number)
         if watched is None or (watched.looks and step <= watched.looks[-1][1]):
             return
         now_s = self._real.now_s()

@@ -101,15 +101,16 @@ class Driver:
         job = self.context.store.get_job(job_id)
         if job is None or job.status is not JobStatus.RUNNING:
             return
-        cluster = self.context.store.get_cluster(job.attempts[-1].cluster)
+        attempt = job.attempts[-1]
+        cluster = self.context.store.get_cluster(attempt.cluster)
         if cluster is None:
             return
-        line = self.context.program.look(cluster, is_resumed=job.attempts[-1].resumed_s is not None)
-        is_struck = bool(self.strikes) and self.strikes[-1].attempt == cluster.attempt
+        line = self.context.program.look(cluster, attempt.number, is_resumed=attempt.resumed_s is not None)
+        is_struck = bool(self.strikes) and self.strikes[-1].attempt == attempt.number
         if line is not None and not is_struck:
             self._tell_progress(job, line)
-        if self._is_due(cluster, line):
-            await self._strike(cluster, line)
+        if self._is_due(attempt.number, line):
+            await self._strike(cluster, attempt.number, line)
 
     def _tell_progress(self, job: Job, line: Line) -> None:
         real_s = SystemClock().now_s()
@@ -123,27 +124,27 @@ class Driver:
         parts += [f"checkpoint {line.checkpoint_step}"] if line.checkpoint_step else []
         self.tell(f"{self._stamp()}   " + "  ".join([*parts, f"{show_usd(spent)} USD so far"]))
 
-    def _is_due(self, cluster: Cluster, line: Line | None) -> bool:
+    def _is_due(self, number: int, line: Line | None) -> bool:
         """Mid-run, and a few steps past a checkpoint, so that something is lost and something is kept."""
         attempts = self.context.program.attempts
-        if len(self.strikes) >= self.preemptions or cluster.attempt not in attempts:
+        if len(self.strikes) >= self.preemptions or number not in attempts:
             return False
-        if self.strikes and self.strikes[-1].attempt == cluster.attempt:
+        if self.strikes and self.strikes[-1].attempt == number:
             return False
         if line is None or not line.total:  # it does not say how far it has come: then time must do
             has_told = line is None and any(each.looks for each in attempts.values())
-            running_s = attempts[cluster.attempt].running_s
+            running_s = attempts[number].running_s
             return not has_told and running_s is not None and SystemClock().now_s() - running_s >= SILENT_S_MAX
         due = line.total * (len(self.strikes) + 1) / (self.preemptions + 1)
         before = max((each.step or 0 for each in self.strikes), default=0)
         is_past = line.checkpoint_step is None or line.step > line.checkpoint_step
         return due <= line.step < line.total and line.step > before and is_past
 
-    async def _strike(self, cluster: Cluster, line: Line | None) -> None:
+    async def _strike(self, cluster: Cluster, number: int, line: Line | None) -> None:
         self.context.program.pass_steps()
         cloud = self.context.rehearsed[cluster.placement.offer.cloud]
         notice_s = self._choose_notice_s(cluster)
-        self.strikes.append(Strike(attempt=cluster.attempt, step=line.step if line else None, notice_s=notice_s))
+        self.strikes.append(Strike(attempt=number, step=line.step if line else None, notice_s=notice_s))
         warning = f"with {show_duration(min(notice_s, NOTICE_S_MAX))} notice" if notice_s else "with no warning"
         place = cluster.placement.offer.zone or cluster.placement.offer.region
         self.tell_market(f"the spot market of {place} takes all nodes away {warning}")

@@ -7,14 +7,13 @@ from dataclasses import replace
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import CloudError
-from broker.jobs.gang import Gang
+from broker.jobs.gang import Gang, get_run_id
 from broker.jobs.judgement import list_lost_ranks
 from broker.jobs.logs import copy_log
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job
 
-RUN_ID = 1  # every attempt has a cluster of its own, so its run is always the first
 LOOK_S = 0.5
 
 
@@ -31,15 +30,16 @@ class Undertaker:
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
 
-    async def end_program(self, cluster: Cluster, *, grace_s: float = 0.0) -> None:
+    async def end_program(self, attempt: Attempt, cluster: Cluster, *, grace_s: float = 0.0) -> None:
         """SIGTERM; and so long for the program to save what it has."""
+        run_id = get_run_id(attempt, cluster)
         try:
-            await self._gang.cancel(cluster, RUN_ID)
+            await self._gang.cancel(cluster, run_id)
         except CloudError:
             return  # its nodes end next, and the program with them
         until_s = self._clock.now_s() + grace_s
         while self._clock.now_s() < until_s:
-            report = await self._gang.poll(cluster, RUN_ID)
+            report = await self._gang.poll(cluster, run_id)
             live_count = len(cluster.nodes) - len(list_lost_ranks(cluster.nodes))
             if report.status.is_terminal or len(report.unreachable) >= live_count:
                 return
@@ -48,7 +48,7 @@ class Undertaker:
     async def cancel(self, job: Job, live: Attempt | None) -> None:
         cluster = self._store.get_cluster(live.cluster) if live else None
         if live and cluster and live.running_s is not None and not live.outcome:
-            await self.end_program(cluster)
+            await self.end_program(live, cluster)
             await self.copy_log(live, cluster)
         # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
         await self._provisioner.down(live.cluster if live else job.name_cluster(job.next_attempt))
@@ -64,9 +64,13 @@ class Undertaker:
         await self.bury(live)
 
     def close(self, attempt: Attempt) -> None:
+        """Its cost is the cluster's, less that of earlier attempts on the same nodes."""
         now_s = self._clock.now_s()
-        usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
+        attempts = self._store.list_attempts(attempt.job_id)
+        earlier = (old.usd for old in attempts if old.cluster == attempt.cluster and old.number < attempt.number)
+        usd = max(0.0, self._store.spend_usd(cluster=attempt.cluster, now_s=now_s) - sum(earlier))
         self._store.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
 
     async def copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
-        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=RUN_ID)
+        run_id = get_run_id(attempt, cluster)
+        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=run_id)

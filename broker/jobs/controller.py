@@ -24,10 +24,11 @@ from broker.errors import (
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.budget import find_overspending
-from broker.jobs.burial import RUN_ID, Undertaker
+from broker.jobs.burial import Undertaker
 from broker.jobs.endings import NOT_STARTED_OUTCOME, OVERSPENT_OUTCOME, REFUSED_OUTCOME, STALLED_OUTCOME, Endings
 from broker.jobs.environment import make_envs
-from broker.jobs.gang import Gang, GangReport, HearsNews
+from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
+from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.mending import Mender
@@ -80,15 +81,18 @@ class JobController:
         self._endings = Endings(job_id, store, clock)
         self._acquisition = Acquisition(store, provisioner, planner, clock, self._pilot, self._endings)
         self._mender = Mender(store, provisioner, gang, clock)
+        self._in_place = InPlace(store, provisioner, gang, clock, self._undertaker)
         self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
         self._watch: Watch | None = None
+        self._watched = 0  # number of the attempt
         self._blind_to = ""  # why lists tell nothing of its nodes, as last told
-        self._quiet: Cluster | None = None  # runs, and nothing but news or time changes what is to be done
+        self._quiet: tuple[Cluster, int] | None = None  # runs, with this id, and only news or time changes what to do
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Between two steps: less than `wait_s` when `wake` is set, longer where the gang itself tells of news."""
         if self._quiet is not None and isinstance(self._gang, HearsNews):
-            await self._gang.wait_news(self._quiet, RUN_ID, wake=wake, timeout_s=NEWS_S)
+            cluster, run_id = self._quiet
+            await self._gang.wait_news(cluster, run_id, wake=wake, timeout_s=NEWS_S)
         else:
             await self._clock.sleep(wait_s)
 
@@ -101,6 +105,8 @@ class JobController:
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._mender.stop()
+        if live is None or live.kept_until_s is None or job.status.is_terminal or job.cancel_requested:
+            self._in_place.stop()
         if job.status.is_terminal:
             await self._undertaker.clean_up(job, live)
             return math.inf
@@ -112,8 +118,7 @@ class JobController:
                     return wait_s
                 return await self._until_unwanted(job, self._bring_up(job))
             if live.outcome:
-                await self._undertaker.bury(live)
-                return self._endings.conclude_unstarted(job, live)
+                return await self._follow(job, live)
             if live.running_s is None:
                 if find_overspending(job, self._store, self._clock):
                     return self._endings.refuse(live, OVERSPENT_OUTCOME)
@@ -144,6 +149,22 @@ class JobController:
         attempt = await self._acquisition.begin_attempt(job)
         return await self._start(job, attempt) if isinstance(attempt, Attempt) else attempt
 
+    async def _follow(self, job: Job, live: Attempt) -> float:
+        """What comes after an attempt that has ended."""
+        if live.kept_until_s is not None:
+            return await self._until_unwanted(job, self._continue_in_place(job, live))
+        await self._undertaker.bury(live)
+        return self._endings.conclude_unstarted(job, live)
+
+    async def _continue_in_place(self, job: Job, live: Attempt) -> float:
+        """The next attempt on the nodes of this one, once they are whole and its program has ended."""
+        kept = await self._in_place.look(job, live)
+        if kept is Kept.WAITING:
+            return POLL_S
+        if kept is Kept.GIVEN_UP:
+            return self._endings.give_up_nodes(live)
+        return await self._start(job, self._in_place.begin_attempt(job, live))
+
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is None:
@@ -154,7 +175,7 @@ class JobController:
             await self._gang.prepare(cluster, task)
             lease_s = find_lease_s(job, cluster, self._store, self._clock)
             envs = self._make_envs(job, attempt, cluster)
-            await self._gang.start(cluster, task, run_id=RUN_ID, envs=envs, lease_s=lease_s)
+            await self._gang.start(cluster, task, run_id=get_run_id(attempt, cluster), envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
             return self._endings.refuse(attempt, f"{REFUSED_OUTCOME}: {error.message}")
         except CloudError as error:
@@ -189,7 +210,7 @@ class JobController:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
         if cluster is None:
             return self._endings.lose(attempt, "its cluster was taken down")
-        report = await self._gang.poll(cluster, RUN_ID)
+        report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         watch.hear(report)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
@@ -208,18 +229,25 @@ class JobController:
             await self._renew_lease(job, watch, cluster)
             find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
-            await self._mender.look(job, cluster, make_envs=find_envs, find_lease_s=find_lease)
+            run_id = get_run_id(attempt, cluster)
+            await self._mender.look(job, cluster, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
             return await self._look_closer(job, attempt, cluster, watch, report)
         if verdict is Verdict.LOST:
             was_attended = watch.is_attended(self._clock.now_s())
             return await self._lost_gang.conclude(
                 job, attempt, cluster, report, is_noticed=signs.is_noticed, was_attended=was_attended
             )
-        return self._endings.conclude(job, attempt, verdict, self._read_end(attempt, report))
+        return self._endings.conclude(job, attempt, verdict, self._read_end(attempt, cluster, report))
 
-    def _read_end(self, attempt: Attempt, report: GangReport) -> RunEnd:
-        logs = self._config.logs
-        return read_run_end(self._store, logs, attempt=attempt, told=report, progress=report.progress)
+    def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
+        return read_run_end(
+            self._store,
+            self._config.logs,
+            attempt=attempt,
+            told=report,
+            progress=report.progress,
+            is_whole=are_running(cluster.nodes) and not report.unreachable,
+        )
 
     async def _refresh(self, watch: Watch, report: GangReport, cluster: Cluster) -> Cluster | None:
         """As the cloud lists it now, where it is time to look; None where a list that is needed tells nothing."""
@@ -243,7 +271,7 @@ class JobController:
         """It runs: but does it get anywhere, and is there money left?"""
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
-            await self._undertaker.end_program(cluster, grace_s=GRACE_S)
+            await self._undertaker.end_program(attempt, cluster, grace_s=GRACE_S)
             return self._endings.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
         if await self._pilot.reconsider(job, attempt, cluster, report.progress):
             return 0.0
@@ -252,10 +280,10 @@ class JobController:
         if timeout_s is None or watch.measure_stall_s(report, now_s) < timeout_s:
             # A gang that is being mended, or whose signs are not clear, is looked at closely.
             is_clear = not watch.is_suspicious(report) and recovery.nodes_min is None
-            self._quiet = cluster if is_clear else None
+            self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
         what = f"no new step for {timeout_s:g} s"
-        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, self._read_end(attempt, report))
+        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, self._read_end(attempt, cluster, report))
 
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""
@@ -320,8 +348,8 @@ class JobController:
         watch.note_lease(self._clock.now_s())
 
     def _get_watch(self, attempt: Attempt) -> Watch:
-        if self._watch is None or self._watch.cluster != attempt.cluster:
-            self._watch = Watch(attempt.cluster)
+        if self._watch is None or self._watched != attempt.number:
+            self._watch, self._watched = Watch(attempt.cluster), attempt.number
         return self._watch
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:

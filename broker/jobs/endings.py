@@ -26,6 +26,7 @@ APART_OUTCOME = "fell apart"
 OVERSPENT_OUTCOME = "out of budget"
 NOT_STARTED_OUTCOME = "not started"
 REFUSED_OUTCOME = "refused"
+END_S_MAX = 120.0  # for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's last word
 LAST_LINES_KIND = "last lines"  # of events
 START_TRIES_MAX = 3
 REPEATS_MAX = 3  # at one step: then it is the program, not the machines
@@ -39,11 +40,13 @@ class Endings:
         self._store = store
         self._clock = clock
 
-    def lose(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
-        """The cloud took what it ran on."""
+    def lose(
+        self, attempt: Attempt, reason: str, *, lost_s: float | None = None, kept_until_s: float | None = None
+    ) -> float:
+        """The cloud took what it ran on, or a part of it."""
         gone_s = self._clock.now_s() if lost_s is None else lost_s
         reason = f"preempted: {reason}"
-        return self._restart(attempt, reason, kind="preempted", told=reason, lost_s=gone_s)
+        return self._restart(attempt, reason, kind="preempted", told=reason, lost_s=gone_s, kept_until_s=kept_until_s)
 
     def leave_unattended(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
         """Its nodes ended themselves while no broker renewed their lease: no market took them."""
@@ -62,6 +65,8 @@ class Endings:
             return self.repeat(job, attempt, APART_OUTCOME, f"the gang fell apart ({run.reason})", run)
         if verdict is Verdict.FAILED_SETUP:
             failure = f"`setup` exited with code {run.returncode}"
+            if is_in_place(job, attempt):  # it has passed on fresh nodes, and need not bear what a run left behind
+                return self._restart(attempt, "failed in setup", told=f"{failure} on used nodes: new nodes are tried")
             with self._store.transaction():
                 self._tell_last_lines(attempt, run)
                 return self.end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
@@ -88,7 +93,8 @@ class Endings:
             self._tell_last_lines(attempt, run)
             if is_due:
                 step = f" at step {reached}" if reached else ""
-                return self._restart(attempt, outcome, told=f"the program exited with {code}{step} and is restarted")
+                told = f"the program exited with {code}{step} and is restarted"
+                return self._restart_here(job, attempt, outcome, told, run)
             times = f", {deaths} times at step {reached}" if deaths > 1 else ""
             return self.end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with {code}{times}")
 
@@ -101,7 +107,25 @@ class Endings:
             self._tell_last_lines(attempt, run)
             if times >= REPEATS_MAX:
                 return self.end(job, attempt, JobStatus.FAILED, outcome, f"{what}, {times} times at step {step}")
-            return self._restart(attempt, outcome, told=f"{what} at step {step}: restarted on new nodes")
+            return self._restart_here(job, attempt, outcome, f"{what} at step {step}: restarted", run)
+
+    def _restart_here(self, job: Job, attempt: Attempt, outcome: str, told: str, run: RunEnd) -> float:
+        """On the same nodes where all of them are well, unless that was just tried and brought no headway."""
+        steps = self._store.list_steps(job.id)
+        reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
+        is_sick = is_in_place(job, attempt) and reached == before
+        is_known = attempt.started_s > self._store.restored_s  # else later attempts may run there
+        if not run.is_whole or is_sick or not is_known:
+            return self._restart(attempt, outcome, told=f"{told} on new nodes")
+        until_s = self._clock.now_s() + END_S_MAX
+        return self._restart(attempt, outcome, told=f"{told} on the same nodes", kept_until_s=until_s)
+
+    def give_up_nodes(self, attempt: Attempt) -> float:
+        """What was kept for the next attempt is given back: that one gets new nodes."""
+        with self._store.transaction():
+            self._store.put_attempt(replace(attempt, kept_until_s=None))
+            self._tell("restart", f"the nodes of attempt {attempt.number} are given back: new ones are asked for")
+        return 0.0
 
     def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
         with self._store.transaction():
@@ -136,11 +160,18 @@ class Endings:
         return 0.0
 
     def _restart(
-        self, attempt: Attempt, outcome: str, *, told: str, kind: str = "restart", lost_s: float | None = None
+        self,
+        attempt: Attempt,
+        outcome: str,
+        *,
+        told: str,
+        kind: str = "restart",
+        lost_s: float | None = None,
+        kept_until_s: float | None = None,
     ) -> float:
         lost_s = self._clock.now_s() if lost_s is None else lost_s
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s))
+            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
             self._store.set_job_status(self._job_id, JobStatus.RECOVERING)
             self._tell(kind, told)
         return 0.0
@@ -154,3 +185,8 @@ class Endings:
 
     def _tell(self, kind: str, message: str) -> None:
         self._store.add_event(kind, message, job_id=self._job_id)
+
+
+def is_in_place(job: Job, attempt: Attempt) -> bool:
+    """Whether it has the nodes of an earlier attempt."""
+    return any(old.cluster == attempt.cluster and old.number < attempt.number for old in job.attempts)

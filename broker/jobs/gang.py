@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from broker.types import Cluster, Progress, RunStatus, Task
+from broker.types import Attempt, Cluster, Progress, RunStatus, Task
 
 
 class GangReport(Protocol):
@@ -34,6 +34,11 @@ class GangReport(Protocol):
     @property
     def advised(self) -> tuple[int, ...]:
         """Ranks whose cloud thinks a preemption likelier than usual: news, and no notice."""
+        ...
+
+    @property
+    def statuses(self) -> Sequence[RunStatus | None]:
+        """Of each node, by rank; None where one did not answer or does not know the run."""
         ...
 
     @property
@@ -72,6 +77,11 @@ class Gang(Protocol):
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
         """From now on the nodes may live so many seconds without a word from us."""
         ...
+
+
+def get_run_id(attempt: Attempt, cluster: Cluster) -> int:
+    """Each attempt on a cluster is a run of its own there: the first is that of the attempt it was brought up for."""
+    return attempt.number - cluster.attempt + 1
 
 
 @runtime_checkable

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError
 from broker.jobs.budget import Overspent, check_budget
-from broker.jobs.burial import RUN_ID
 from broker.jobs.gang import Gang
 from broker.jobs.judgement import list_lost_ranks
 from broker.jobs.order import get_recovery
@@ -37,11 +36,13 @@ class Mender:
         self._refusals = 0
         self._next_try_s = 0.0
 
-    async def look(self, job: Job, cluster: Cluster, *, make_envs: MakeEnvs, find_lease_s: Callable[[], float]) -> None:
+    async def look(
+        self, job: Job, cluster: Cluster, *, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
+    ) -> None:
         """One step: tell of a loss, ask for a node, take one in. Returns soon; a node takes minutes to come."""
         if get_recovery(job.task).nodes_min is None:
             return
-        await self._take_in(job, cluster, make_envs, find_lease_s)
+        await self._take_in(job, cluster, run_id, make_envs, find_lease_s)
         self._hear(job)
         current = self._store.get_cluster(cluster.name)  # a node may just have been replaced
         lost = list_lost_ranks(current.nodes) if current else []
@@ -63,7 +64,8 @@ class Mender:
             )
 
     def stop(self) -> None:
-        """The attempt is over: what is on its way ends with the cluster."""
+        """The attempt is over: what is on its way ends with the cluster, or is taken up for the next attempt on it."""
+        self._taking_part = frozenset()
         if self._doing is not None:
             self._doing.cancel()
             self._doing.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -86,7 +88,7 @@ class Mender:
         self._tell(job, "waiting", f"no node to replace the lost one: {error}; trying again in {wait_s:.0f} s")
 
     async def _take_in(
-        self, job: Job, cluster: Cluster, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
+        self, job: Job, cluster: Cluster, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
     ) -> None:
         """Submit to all nodes: those that run already only answer."""
         live = frozenset(node.id for node in list_live(cluster))
@@ -95,7 +97,7 @@ class Mender:
         task = add_mounts(job.task)
         try:
             await self._gang.prepare(cluster, task)
-            await self._gang.start(cluster, task, run_id=RUN_ID, envs=make_envs(), lease_s=find_lease_s())
+            await self._gang.start(cluster, task, run_id=run_id, envs=make_envs(), lease_s=find_lease_s())
         except CloudError:
             return  # one does not answer yet, or another is just being lost: at the next look
         self._taking_part = live

@@ -150,7 +150,7 @@ class Pilot:
             outcome = f"{MOVED_OUTCOME}: {decision.reason}" if decision.reason else MOVED_OUTCOME
             self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
-        await self._undertaker.end_program(cluster, grace_s=SAVE_S_MAX)
+        await self._undertaker.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
 
     def _tell(self, job: Job, situation: Situation, decision: Decision) -> None:
         """Each decision once, not each look that came to the same."""

@@ -13,13 +13,15 @@ from broker.types import Attempt, Progress
 
 @noun
 class RunEnd:
-    """`failed_rank`: whose program was the first to end with an exit code; the last lines are of that rank."""
+    """`failed_rank`: whose program was the first to end with an exit code; the last lines are of that rank. `is_whole`:
+    every node runs and answers, so that the next attempt may have them."""
 
     returncode: int | None = None
     reason: str = ""
     progress: Progress | None = None
     failed_rank: int | None = None
     last_lines: tuple[str, ...] = ()
+    is_whole: bool = False
 
 
 class TellsEnd(Protocol):
@@ -33,7 +35,9 @@ class TellsEnd(Protocol):
     def failed_rank(self) -> int | None: ...
 
 
-def read_run_end(store: Store, logs: Path, *, attempt: Attempt, told: TellsEnd, progress: Progress | None) -> RunEnd:
+def read_run_end(
+    store: Store, logs: Path, *, attempt: Attempt, told: TellsEnd, progress: Progress | None, is_whole: bool = False
+) -> RunEnd:
     """With the last lines that are copied of its log: the caller copies it first."""
     lines = read_last_lines(store, logs, attempt=attempt, rank=told.failed_rank)
     return RunEnd(
@@ -42,4 +46,5 @@ def read_run_end(store: Store, logs: Path, *, attempt: Attempt, told: TellsEnd, 
         progress=progress,
         failed_rank=told.failed_rank,
         last_lines=tuple(lines),
+        is_whole=is_whole,
     )

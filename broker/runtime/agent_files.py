@@ -141,6 +141,13 @@ def describe_run(run_id: int) -> dict[str, Any]:
     return report
 
 
+def is_over(run_id: int) -> bool:
+    """Whether nothing of the run is left: where its runner was killed, the watcher ends its programs first."""
+    folder = run_folder(run_id)
+    has_ended = (folder / "outcome.json").exists() or not (folder / "state.json").exists()
+    return has_ended and describe_run(run_id)["status"] in TERMINAL
+
+
 def read_progress(path: Path) -> dict[str, Any] | None:
     """The newest whole line that is a JSON object."""
     try:

@@ -133,12 +133,10 @@ class Runner:
     def _execute(self) -> None:
         """Our turn, setup, the gang's go, run; a verdict ends any of them."""
         while not self._verdict and any(
-            agent_files.describe_run(other)["status"] not in agent_files.TERMINAL
-            for other in agent_files.list_run_ids()
-            if other < self._id
+            not agent_files.is_over(other) for other in agent_files.list_run_ids() if other < self._id
         ):
             self._pause()
-        returncode = self._run_phase("setup")
+        returncode = self._set_up()
         self._send("setup", returncode=returncode)
         while returncode == 0 and not self._is_go and not self._verdict:
             self._pause()
@@ -147,6 +145,16 @@ class Runner:
             returncode = self._run_phase("run")
         self._returncode = returncode
         self._send("exit", returncode=returncode)
+
+    def _set_up(self) -> int:
+        """Run `setup`, unless an earlier run of the same job has done so on this node: it may not bear repetition."""
+        digest, path = self._spec.get("setup_digest"), agent_files.STATE / "setup.json"
+        if digest and (agent_files.read_json(path) or {}).get("digest") == digest:
+            return 0
+        returncode = self._run_phase("setup")
+        if digest and returncode == 0 and not self._verdict:
+            agent_files.write_json(path, {"digest": digest})
+        return returncode
 
     def _run_phase(self, phase: str) -> int:
         script = str(self._spec.get(phase) or "")

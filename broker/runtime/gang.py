@@ -116,6 +116,8 @@ class Gang:
             "name": task.name or "",
             "setup": task.setup,
             "run": task.run,
+            # A managed job's next attempt may come to nodes that its last one has set up.
+            "setup_digest": digest_setup(task, image) if "BROKER_JOB_ID" in envs else None,
             "envs": {**task.envs, **envs},
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
             "num_nodes": len(nodes),
@@ -277,6 +279,11 @@ def pack_agent() -> tuple[str, bytes]:
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return hashlib.sha256(packed.getvalue()).hexdigest(), packed.getvalue()
+
+
+def digest_setup(task: Task, image: str | None) -> str:
+    parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:

@@ -52,6 +52,7 @@ class Attempt:
     outcome: str = ""
     usd: float = 0.0
     returncode: int | None = None  # of a program that ended by itself
+    kept_until_s: float | None = None  # its nodes are kept for the next attempt, until then; None: given back
 
 
 @noun

@@ -192,13 +192,17 @@ def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(sh
 
 def test_a_rank_that_is_killed_costs_a_restart_and_the_story_says_why(shell: Shell) -> None:
     die = "[ $n$SKYPILOT_NODE_RANK != 101 ] || [ $BROKER_ATTEMPT -gt 1 ] || { echo allocating; kill -9 $$; }"
-    task = shell.write("count.yaml", COUNT.replace("sleep 0.1\n", f"sleep 0.1\n    {die}\n"))
-    shell.run("jobs", "launch", task, "--yes")
+    text = COUNT.replace("sleep 0.1\n", f"sleep 0.1\n    {die}\n")
+    text = text.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")  # it bears no repetition
+    shell.run("jobs", "launch", shell.write("count.yaml", text), "--yes")
     (job,) = shell.read_json("jobs", "queue")
+    assert len({each["cluster"] for each in job["attempts"]}) == 1, "it is restarted on the same nodes"
+    log = shell.run("jobs", "logs", "1", "--no-follow").stdout
+    assert log.count("setting up") == 2, "once on each node"
     assert [each["outcome"] for each in job["attempts"]] == ["failed with exit code 137", "succeeded"]
     story = shell.run("jobs", "why", "1").stdout
     assert "exited with code 137 (SIGKILL: killed, probably out of memory) at step" in story
-    assert "last lines of rank 1 in attempt 1:\n  (rank1) allocating\n" in story
+    assert "last lines of rank 1 in attempt 1:\n  (rank1) setting up\n  (rank1) allocating\n" in story
 
 
 def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:

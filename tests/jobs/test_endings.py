@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.endings import APART_OUTCOME, LAST_LINES_KIND, OVERSPENT_OUTCOME, REPEATS_MAX, STALLED_OUTCOME, Endings
+from broker.jobs.endings import (
+    APART_OUTCOME,
+    END_S_MAX,
+    LAST_LINES_KIND,
+    OVERSPENT_OUTCOME,
+    REPEATS_MAX,
+    STALLED_OUTCOME,
+    Endings,
+)
 from broker.jobs.judgement import Verdict
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
@@ -52,17 +60,35 @@ class Stage:
     def attempt(self) -> Attempt:
         return self.job.attempts[-1]
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, cluster: str = "") -> None:
         started_s = self.clock.now_s()
         self.store.put_attempt(
-            Attempt(job_id=self.job_id, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=started_s)
+            Attempt(
+                job_id=self.job_id,
+                number=number,
+                cluster=cluster or f"c{number}",
+                placement=PLACEMENT,
+                started_s=started_s,
+            )
         )
 
     def conclude(
-        self, verdict: Verdict, returncode: int | None = None, *, step: int | None = None, lines: tuple[str, ...] = ()
+        self,
+        verdict: Verdict,
+        returncode: int | None = None,
+        *,
+        step: int | None = None,
+        lines: tuple[str, ...] = (),
+        is_whole: bool = False,
     ) -> None:
-        progress = None if step is None else Progress(step=step)
-        run = RunEnd(returncode=returncode, reason="a reason", progress=progress, failed_rank=1, last_lines=lines)
+        run = RunEnd(
+            returncode=returncode,
+            reason="a reason",
+            progress=None if step is None else Progress(step=step),
+            failed_rank=1,
+            last_lines=lines,
+            is_whole=is_whole,
+        )
         assert self.endings.conclude(self.job, self.attempt, verdict, run) == 0.0
 
     def see(self) -> tuple[JobStatus, str, str, float | None]:
@@ -157,7 +183,7 @@ def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Sta
         stage.conclude(Verdict.FAILED, 137)
         assert stage.see()[:2] == (JobStatus.RECOVERING, "failed with exit code 137")
         cause = "SIGKILL: killed, probably out of memory"
-        told = f"the program exited with code 137 ({cause}) at step {step} and is restarted"
+        told = f"the program exited with code 137 ({cause}) at step {step} and is restarted on new nodes"
         assert stage.list_told()[-1] == ("restart", told)
         stage.begin(number + 1)
 
@@ -195,6 +221,39 @@ def test_before_any_step_only_a_signal_is_worth_another_try(tmp_path: Path, code
     stage = Stage(tmp_path, task=Task(run="python -m trainers.lm"))
     stage.conclude(Verdict.FAILED, code)
     assert stage.job.status is (JobStatus.RECOVERING if is_restarted else JobStatus.FAILED)
+
+
+def test_nodes_are_kept_where_all_are_well_until_a_restart_on_them_brings_no_headway(stage: Stage) -> None:
+    kept: list[float | None] = []
+    for number, (verdict, code, step) in enumerate(
+        [(Verdict.FAILED, 137, 7), (Verdict.APART, None, 9), (Verdict.FAILED, 1, 9)], start=1
+    ):
+        make_headway(stage, step)
+        stage.conclude(verdict, code, step=step, is_whole=True)
+        assert stage.job.status is JobStatus.RECOVERING
+        kept.append(stage.attempt.kept_until_s)
+        stage.begin(number + 1, "c1")
+    assert kept == [START_S + END_S_MAX, START_S + END_S_MAX, None]
+
+
+def test_nodes_are_given_back_where_one_is_not_well_or_records_may_lack_attempts(stage: Stage) -> None:
+    make_headway(stage, 7)
+    stage.conclude(Verdict.FAILED, 137, is_whole=False)
+    assert stage.attempt.kept_until_s is None
+    stage.begin(2)
+    make_headway(stage, 9)
+    stage.store.put_meta("restored_s", str(START_S))
+    stage.conclude(Verdict.FAILED, 137, is_whole=True)
+    assert stage.attempt.kept_until_s is None, "a later attempt may run on them"
+
+
+def test_setup_that_fails_on_used_nodes_is_tried_on_new_ones(stage: Stage) -> None:
+    stage.begin(2, "c1")
+    stage.conclude(Verdict.FAILED_SETUP, 128, is_whole=True)
+    assert (stage.job.status, stage.attempt.kept_until_s) == (JobStatus.RECOVERING, None)
+    stage.begin(3)
+    stage.conclude(Verdict.FAILED_SETUP, 128, is_whole=True)
+    assert stage.job.status is JobStatus.FAILED_SETUP
 
 
 def test_the_last_lines_of_the_rank_that_died_first_are_kept(stage: Stage) -> None:

@@ -105,7 +105,7 @@ def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
     """We end a working gang only for a reason that is true: not because of one odd answer."""
     node = event.node
     assert node is not None
-    run = universe.gang.runs.get(node.cluster)
+    run = universe.gang.find_run(node.cluster)
     if run is None or node.id not in run.ids or not universe.gang.is_working(run):
         return
     row = universe.read("SELECT status, cancel_requested FROM jobs WHERE id = ?", (run.job,))[0]
@@ -163,10 +163,11 @@ def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
     """A broker that was told of a program's success never calls that attempt lost."""
     if "attempts" not in event.written:
         return
-    for cluster, process in universe.gang.told.items():
+    for key, process in universe.gang.told.items():
         if process is event.process:
-            sql = "SELECT body FROM attempts WHERE json_extract(body, '$.cluster') = ?"
-            rows = universe.read(sql, (cluster,))
+            cluster, run = key[0], universe.gang.runs[key]
+            sql = "SELECT body FROM attempts WHERE job_id = ? AND number = ?"
+            rows = universe.read(sql, (run.job, run.attempt))
             if rows and '"outcome":"preempted' in rows[0][0]:
                 raise Violation("S7", f"{cluster} has succeeded and counts as lost")
 

@@ -59,13 +59,15 @@ def check_s7_left_success_is_heard(universe: Universe, event: Event) -> None:
     if "attempts" not in event.written:
         return
     known = universe.memory.setdefault("lost attempts", set())
-    for (cluster,) in universe.read(
-        "SELECT json_extract(body, '$.cluster') FROM attempts WHERE json_extract(body, '$.outcome') LIKE 'preempted%'"
+    for job_id, number in universe.read(
+        "SELECT job_id, number FROM attempts WHERE json_extract(body, '$.outcome') LIKE 'preempted%'"
     ):
-        run = universe.gang.runs.get(cluster)
-        if cluster in known or run is None:
+        runs = universe.gang.runs_by_job.get(job_id, ())
+        run = next((each for each in runs if each.attempt == number), None)
+        if (job_id, number) in known or run is None:
             continue
-        known.add(cluster)
+        known.add((job_id, number))
+        cluster = run.cluster
         is_excused = not run.has_bucket or cluster in universe.unread or cluster in universe.asked_down
         left = None if is_excused else universe.outcomes.find_outcome(run)
         if left is not None and left.status is RunStatus.SUCCEEDED:

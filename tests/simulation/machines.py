@@ -85,6 +85,7 @@ class Report:
     reason: str = ""
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
+    statuses: tuple[RunStatus | None, ...] = ()
 
 
 class MachineGang:
@@ -112,9 +113,9 @@ class MachineGang:
         self._on_save = on_save
         self._on_lease = on_lease
         self._on_self_end = on_self_end
-        self.runs: dict[str, MachineRun] = {}
+        self.runs: dict[tuple[str, int], MachineRun] = {}  # by cluster and run id
         self.runs_by_job: dict[int, list[MachineRun]] = {}
-        self.told: dict[str, Process | None] = {}  # cluster -> who was told of its program's success
+        self.told: dict[tuple[str, int], Process | None] = {}  # run -> who was told of its program's success
         self.programs: dict[int, Program] = {}
         self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it goes on with
         self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
@@ -131,11 +132,12 @@ class MachineGang:
         self._on_effect("start:asked")
         await self._reach(cluster)
         self._on_effect("start:before")
-        if cluster.name not in self.runs:
+        key = (cluster.name, run_id)
+        if key not in self.runs:
             nodes_min = task.resources[0].job_recovery.nodes_min
-            self._begin(cluster, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
-            self.runs[cluster.name].has_bucket = "://" in envs.get("BROKER_CHECKPOINT_DIR", "")
-        self._join(cluster)
+            self._begin(cluster, run_id, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
+            self.runs[key].has_bucket = "://" in envs.get("BROKER_CHECKPOINT_DIR", "")
+        self._join(cluster, self.runs[key])
         self._renew(cluster, lease_s)
         self._on_effect("start:after")
 
@@ -145,7 +147,7 @@ class MachineGang:
         if silent and self.silence_s:
             await self._clock.sleep(self.silence_s)
             silent = self._find_silent(cluster)
-        run = self.runs.get(cluster.name)
+        run = self.runs.get((cluster.name, run_id))
         self._hear(cluster, silent)
         if run is None or len(silent) == len(list_live(cluster.nodes)):
             status = RunStatus.SETTING_UP
@@ -153,7 +155,7 @@ class MachineGang:
         self.save(run)
         step, status, code = self.measure(run)
         if status is RunStatus.SUCCEEDED:
-            self.told[cluster.name] = get_process()
+            self.told[cluster.name, run_id] = get_process()
         progress = None
         if 0 not in silent and step > run.first_step:
             skew_s = self.skews.get(run.ids[0], 0.0)
@@ -164,13 +166,16 @@ class MachineGang:
                 time_s=self._loop.time() + skew_s,
             )
         reason = "rank 1 is lost" if status is RunStatus.FAILED and code is None else ""
-        return Report(status=status, returncode=code, unreachable=silent, progress=progress, reason=reason)
+        rank = len(run.members) - 1 if code else None
+        return Report(
+            status=status, returncode=code, unreachable=silent, progress=progress, reason=reason, failed_rank=rank
+        )
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         await self._clock.sleep(0.05)
         silent = self._find_silent(cluster)
         self._on_effect("cancel:before")
-        run = self.runs.get(cluster.name)
+        run = self.runs.get((cluster.name, run_id))
         if run is not None and len(silent) < len(list_live(cluster.nodes)):
             self.save(run)
             run.cancelled_s = min(run.cancelled_s, self._loop.time())
@@ -179,7 +184,7 @@ class MachineGang:
             raise TransientError("a node does not answer")
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
-        run = self.runs.get(cluster.name)
+        run = self.runs.get((cluster.name, run_id))
         if 0 in self._find_silent(cluster):
             raise TransientError("the head does not answer")
         if run is None:
@@ -305,7 +310,12 @@ class MachineGang:
                 joined.append((begin_s, end_s))
         return joined
 
-    def _begin(self, cluster: Cluster, job: int, attempt: int, nodes_min: int | None) -> None:
+    def find_run(self, cluster: str) -> MachineRun | None:
+        """The newest on these nodes."""
+        of_cluster = [run for (name, _), run in self.runs.items() if name == cluster]
+        return of_cluster[-1] if of_cluster else None
+
+    def _begin(self, cluster: Cluster, run_id: int, job: int, attempt: int, nodes_min: int | None) -> None:
         root = self.roots.get(job, job)
         family = [root, *(each for each, of in self.roots.items() if of == root)]
         for run in [run for each in family for run in self.runs_by_job.get(each, ())]:
@@ -323,19 +333,18 @@ class MachineGang:
             program=self.programs[job],
             serial=len(old),
         )
-        self.runs[cluster.name] = started
+        self.runs[cluster.name, run_id] = started
         self._on_start(started)
         old.append(started)
 
-    def _join(self, cluster: Cluster) -> None:
+    def _join(self, cluster: Cluster, run: MachineRun) -> None:
         """Nodes that have taken the place of lost ones; a program that has ended takes in none."""
-        run = self.runs[cluster.name]
         for node in list_live(cluster.nodes):
             if node.id not in run.ids and self.is_working(run):
                 run.members.append(Member(rank=node.rank, id=node.id, joined_s=self._loop.time()))
 
     def _renew(self, cluster: Cluster, lease_s: float | None) -> None:
-        run = self.runs.get(cluster.name)
+        run = self.find_run(cluster.name)
         if run is None or lease_s is None:
             return
         silent = self._find_silent(cluster)
@@ -372,7 +381,7 @@ class MachineGang:
 
     def _hear(self, cluster: Cluster, silent: tuple[int, ...]) -> None:
         """Whoever was asked knows that the broker is there."""
-        run = self.runs.get(cluster.name)
+        run = self.find_run(cluster.name)
         for node in list_live(cluster.nodes) if run is not None else ():
             if node.rank not in silent and node.id in run.heard_s:
                 run.heard_s[node.id] = self._loop.time()

@@ -18,6 +18,7 @@ from tests.simulation import host, stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.universe import ZONES, Universe
+from tests.simulation.world import OWNER
 
 MARKET = Market(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
 Act = Callable[[Universe], None]
@@ -27,7 +28,8 @@ Act = Callable[[Universe], None]
 class Scene:
     """`acts`: seconds after the first start, and what happens then. `ends`: how each job may end.
 
-    `self_ends`: the reasons for which nodes end themselves. `starts`: of programs in all; None: any number.
+    `self_ends`: the reasons for which nodes end themselves. `starts`: of programs in all; `machines`: nodes that were
+    made in all; None: any number.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Scene:
     seed: int = 0
     self_ends: tuple[str, ...] = ()
     starts: int | None = None
+    machines: int | None = None
 
 
 def make_job(
@@ -264,6 +267,9 @@ def check_end(universe: Universe, scene: Scene) -> str:
     starts = len(universe.gang.runs)
     if scene.starts is not None and starts != scene.starts:
         wrong.append(f"{starts} programs were started, not {scene.starts}")
+    machines = sum(1 for node in universe.cloud.observe() if node.owner == OWNER)
+    if scene.machines is not None and machines != scene.machines:
+        wrong.append(f"{machines} machines were made, not {scene.machines}")
     if not wrong and not scene.mix.leaves_broker_dead and abs(ours_usd - theirs_usd) > 0.05 * theirs_usd + 0.01:
         wrong.append(f"the bill is {theirs_usd:.4f} USD and the store says {ours_usd:.4f}")
     return "; ".join(wrong)
@@ -362,7 +368,26 @@ SCENES: tuple[Scene, ...] = (
         acts=((60.0, retry),),
         ends=(JobStatus.FAILED, JobStatus.SUCCEEDED),
     ),
-    Scene(name="killed ranks and headway", mix=make_mix(make_job(deaths=KILLED)), starts=len(KILLED) + 1),
+    # The second death at step 8 shows that the nodes are no better for another start.
+    Scene(name="killed ranks and headway", mix=make_mix(make_job(deaths=KILLED)), starts=5, machines=4),
+    Scene(name="a killed rank and two brokers", mix=make_mix(make_job(deaths=KILLED[:2]), is_doubled=True), machines=2),
+    Scene(
+        name="a node lost under a restart in place",
+        mix=make_mix(make_job(deaths=KILLED[:1])),
+        acts=((5.0, end_rank_1),),
+    ),
+    Scene(
+        name="taken down under a restart in place",
+        mix=make_mix(make_job(deaths=KILLED[:1])),
+        acts=((6.5, take_down),),
+    ),
+    Scene(
+        name="cancelled under a restart in place",
+        mix=make_mix(make_job(deaths=KILLED[:1])),
+        acts=((6.0, cancel),),
+        ends=CANCELLED,
+        machines=2,
+    ),
     Scene(
         name="ranks killed at one step",
         mix=make_mix(make_job(deaths=((7, 137),) * 9), end_s_max=600.0),
@@ -370,7 +395,7 @@ SCENES: tuple[Scene, ...] = (
         starts=3,
     ),
     Scene(name="a typo", mix=make_mix(make_job(nodes=1, deaths=((0, 1),))), ends=(JobStatus.FAILED,), starts=1),
-    Scene(name="hung program", mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL))),
+    Scene(name="hung program", mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL)), starts=2, machines=1),
     Scene(
         name="hung program on nodes that refuse to end",
         mix=make_mix(make_job(nodes=1, hangs=1, recovery=STALL), cloud=FaultRates(refused=0.7), market=SLOW_END),

@@ -27,7 +27,13 @@ def test_a_kill_at_any_deed_changes_nothing_about_the_end(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a budget that is spent while its leader sleeps", "a leader that sleeps", "two brokers"]
+    "name",
+    [
+        "a budget that is spent while its leader sleeps",
+        "a leader that sleeps",
+        "a killed rank and two brokers",
+        "two brokers",
+    ],
 )
 def test_a_leader_that_is_stopped_at_any_deed_changes_nothing_about_the_end(name: str) -> None:
     scene = next(scene for scene in SCENES if scene.name == name)

@@ -104,8 +104,8 @@ class SimulatedGang:
         self._clock = clock
         self.steps = steps
         self._exit_codes = exit_codes  # of each started attempt in turn; afterwards 0
-        self._runs: dict[str, _Run] = {}
-        self._names_by_job: dict[str, list[str]] = {}
+        self._runs: dict[tuple[str, int], _Run] = {}
+        self._keys_by_job: dict[str, list[tuple[str, int]]] = {}
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
         self.start_error: CloudError | None = None
@@ -122,16 +122,17 @@ class SimulatedGang:
         self._reach(cluster)
         if self.start_error:
             raise self.start_error
-        if cluster.name in self._runs:
+        key = (cluster.name, run_id)
+        if key in self._runs:
             return
         job = envs["BROKER_JOB_ID"]
-        for name in self._names_by_job.setdefault(job, []):
-            run = self._runs[name]
-            assert not self._is_working(run), f"{name} still works while {cluster.name} starts"
+        for old in self._keys_by_job.setdefault(job, []):
+            run = self._runs[old]
+            assert not self._is_working(run), f"{old} still works while {key} starts"
             self._save(run)
-        self._names_by_job[job].append(cluster.name)
+        self._keys_by_job[job].append(key)
         assert {node.cluster for node in cluster.nodes} == {cluster.name}
-        self._runs[cluster.name] = _Run(
+        self._runs[key] = _Run(
             number=len(self._runs),
             job=job,
             ids=tuple(node.id for node in cluster.nodes),
@@ -143,7 +144,7 @@ class SimulatedGang:
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
         truth = self._find_nodes(cluster)
         dead = tuple(rank for rank, node in enumerate(truth) if node.state is not NodeState.RUNNING)
-        run = self._runs[cluster.name]
+        run = self._runs[cluster.name, run_id]
         self._save(run)
         step, status, code = self._measure(run)
         progress = Progress(step=step, total=self.steps, checkpoint_step=self._checkpoints[run.job])
@@ -153,12 +154,12 @@ class SimulatedGang:
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         self._reach(cluster)
-        run = self._runs[cluster.name]
+        run = self._runs[cluster.name, run_id]
         run.cancelled_s = run.cancelled_s or self._clock.now_s()
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
         self._reach(cluster)
-        run = self._runs.get(cluster.name)
+        run = self._runs.get((cluster.name, run_id))
         if run is None:
             return b"", offset
         last = self._measure(run)[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import acquisition, allowance, controller, daemon, endings, lost_gang
+from broker.jobs import acquisition, allowance, burial, controller, daemon, endings, in_place, lost_gang
 from broker.jobs.controller import JobController
 from broker.jobs.endings import Endings
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
@@ -175,6 +175,33 @@ def outcome_and_status_in_two_commits() -> Patches:
 def restarted_without_headway() -> Patches:
     """Whatever dies is started again, for as long as there is money."""
     return (patch.object(endings, "is_restart_due", lambda *arguments, **more: True),)
+
+
+def started_beside_the_old_program() -> Patches:
+    """A restart in place does not wait until the old program has ended."""
+    return (patch.object(in_place, "has_ended", lambda report: True),)
+
+
+def report_of_the_old_run_counts() -> Patches:
+    """All attempts on a cluster share one run."""
+    return tuple(
+        patch.object(module, "get_run_id", lambda attempt, cluster: 1) for module in (burial, controller, in_place)
+    )
+
+
+def nodes_given_back_at_every_restart() -> Patches:
+    return (patch.object(controller, "are_running", lambda nodes: False),)
+
+
+def restart_in_place_in_two_commits() -> Patches:
+    """Between them, the job has a gang that no attempt of it knows."""
+    begin = in_place.InPlace.begin_attempt
+
+    def begin_later(self: Any, job: Job, old: Attempt) -> Attempt:
+        self._undertaker.close(replace(old, kept_until_s=None))
+        return begin(self, job, old)
+
+    return (patch.object(in_place.InPlace, "begin_attempt", begin_later),)
 
 
 def needs_ignored() -> Patches:

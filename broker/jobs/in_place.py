@@ -1,0 +1,137 @@
+"""The next attempt on the nodes of the last one: its program has ended everywhere, lost nodes are replaced, one commit.
+
+An attempt that ended may keep its nodes until `kept_until_s`. Each step looks at them once; when all run, answer and
+have ended the old program, one commit closes the old attempt and opens the next on the same cluster. Its number
+fences what the old one may still write, and its run id what its agents may still report. Where that does not come
+about in time, or would cost more than new nodes, the cluster is given back as after any other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+
+from broker.clock import Clock
+from broker.errors import BrokerError, CloudError
+from broker.jobs.budget import Overspent, check_budget, find_overspending
+from broker.jobs.burial import Undertaker
+from broker.jobs.gang import Gang, GangReport, get_run_id
+from broker.jobs.judgement import list_lost_ranks
+from broker.jobs.watch import list_answering
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, ClusterStatus, Job, Node, NodeState
+
+KEPT_S_MAX = 1800.0  # longer only after the wall clock was set back
+LIST_AGE_S_MAX = 5.0
+
+
+class Kept(StrEnum):
+    """What became of nodes that are kept."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    GIVEN_UP = "given up"
+
+
+class InPlace:
+    """Of one job."""
+
+    def __init__(
+        self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, undertaker: Undertaker
+    ) -> None:
+        self._store = store
+        self._provisioner = provisioner
+        self._gang = gang
+        self._clock = clock
+        self._undertaker = undertaker
+        self._replacing: asyncio.Task[Cluster] | None = None
+
+    def stop(self) -> None:
+        """A node that is on its way is found by its intent."""
+        if self._replacing is not None:
+            self._replacing.cancel()
+            self._replacing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._replacing = None
+
+    async def look(self, job: Job, attempt: Attempt) -> Kept:
+        """Take one step towards a whole gang without a program."""
+        cluster = self._store.get_cluster(attempt.cluster)
+        if cluster is None or cluster.status is not ClusterStatus.UP:
+            return Kept.GIVEN_UP
+        left_s = (attempt.kept_until_s or 0.0) - self._clock.now_s()
+        if not 0.0 < left_s <= KEPT_S_MAX or find_overspending(job, self._store, self._clock):
+            return Kept.GIVEN_UP
+        report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
+        try:
+            answering = list_answering(report, cluster)
+            cluster = await self._provisioner.refresh(cluster, age_s_max=LIST_AGE_S_MAX, answering=answering)
+        except CloudError:
+            return Kept.WAITING
+        if not has_ended(report):
+            await self._end_program(attempt, cluster)
+        if list_lost_ranks(cluster.nodes) or self._replacing is not None:
+            return self._replace(job, cluster)
+        if report.unreachable or not has_ended(report) or not are_running(cluster.nodes):
+            return Kept.WAITING
+        await self._undertaker.copy_log(attempt, cluster)
+        return Kept.READY
+
+    def begin_attempt(self, job: Job, old: Attempt) -> Attempt:
+        """One commit: there is no moment without a live attempt, in which the nodes would be nobody's."""
+        new = Attempt(
+            job_id=job.id,
+            number=job.next_attempt,
+            cluster=old.cluster,
+            placement=old.placement,
+            started_s=self._clock.now_s(),
+        )
+        with self._store.transaction():
+            self._undertaker.close(replace(old, kept_until_s=None))
+            self._store.put_attempt(new)
+            self._store.add_event("attempt", f"attempt {new.number}: the nodes of attempt {old.number}", job_id=job.id)
+        return new
+
+    def _replace(self, job: Job, cluster: Cluster) -> Kept:
+        """One lost node after another; the first refusal ends it, as the place has no room."""
+        if self._replacing is not None:
+            if not self._replacing.done():
+                return Kept.WAITING
+            done, self._replacing = self._replacing, None
+            if (error := done.exception()) is None:
+                return Kept.WAITING  # looked at once more
+            if not isinstance(error, BrokerError | Overspent):
+                raise error
+            self._store.add_event("waiting", f"no node to replace the lost one: {error}", job_id=job.id)
+            return Kept.GIVEN_UP
+        lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
+        if len(lost) < len(list_lost_ranks(cluster.nodes)) or len(lost) == len(cluster.nodes):
+            return Kept.GIVEN_UP  # one is stopped and holds its place, or nothing is left to keep
+        if not self._provisioner.can_replace_node(cluster):
+            return Kept.GIVEN_UP
+        self._replacing = asyncio.ensure_future(
+            self._provisioner.replace_node(
+                cluster,
+                job.task,
+                rank=lost[0].rank,
+                check_budget=lambda: check_budget(job, self._store, self._clock),
+            )
+        )
+        return Kept.WAITING
+
+    async def _end_program(self, attempt: Attempt, cluster: Cluster) -> None:
+        try:
+            await self._gang.cancel(cluster, get_run_id(attempt, cluster))
+        except CloudError:
+            pass  # asked again at the next look
+
+
+def has_ended(report: GangReport) -> bool:
+    """Whether the program runs on no node that answered; a node that replaced another has not heard of it."""
+    return report.status.is_terminal and all(status is None or status.is_terminal for status in report.statuses)
+
+
+def are_running(nodes: Sequence[Node]) -> bool:
+    return all(node.state is NodeState.RUNNING for node in nodes)

@@ -1,0 +1,79 @@
+"""The next attempt on the nodes of the last one: one program at a time, and new nodes where that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.jobs.in_place import has_ended
+from broker.types import JobRecovery, JobStatus, Resources, RunStatus, Task
+from tests.simulation.test_crashes import check, run_to_end
+from tests.simulation.world import Report, World
+
+
+def make_world(folder: Path, *, exit_codes: tuple[int, ...] = (), hangs: int = 0) -> World:
+    world = World(folder, exit_codes=exit_codes)
+    world.gang.hangs = hangs
+    recovery = JobRecovery(stall_timeout_s=30.0, max_restarts_on_errors=5)
+    world.task = Task(name="train", run="train", num_nodes=2, resources=(Resources(job_recovery=recovery),))
+    world.job_id = world.store.add_job("train", world.task).id
+    return world
+
+
+def test_a_hung_program_is_ended_and_started_again_on_its_nodes(tmp_path: Path) -> None:
+    world = make_world(tmp_path, hangs=1)
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    first, second = world.get_job().attempts
+    assert (first.cluster, first.number, second.number) == (second.cluster, 1, 2)
+    assert world.gang.starts == 2 and first.ended_s == second.started_s
+    assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 2
+    spent_usd = world.store.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
+    assert first.usd > 0 and first.usd + second.usd == pytest.approx(spent_usd)
+
+
+def test_a_restart_that_brings_no_headway_is_followed_by_one_on_new_nodes(tmp_path: Path) -> None:
+    world = make_world(tmp_path, exit_codes=(7, 7))
+    run_to_end(world, "plain")
+    check(world, JobStatus.SUCCEEDED)
+    clusters = [attempt.cluster for attempt in world.get_job().attempts]
+    assert clusters[0] == clusters[1] != clusters[2] and len(clusters) == 3
+
+
+def test_the_log_holds_all_attempts_on_the_same_nodes(tmp_path: Path) -> None:
+    world = make_world(tmp_path, hangs=1)
+    run_to_end(world, "plain")
+    name = world.get_job().attempts[0].cluster
+    log = (world.folder / "logs" / "jobs" / f"{world.job_id}.log").read_text().splitlines()
+    assert log == [f"{name} step {number}" for number in (*range(1, 16), *range(11, 31))]
+
+
+def test_runs_of_a_cluster_are_numbered_by_its_attempts(tmp_path: Path) -> None:
+    world = make_world(tmp_path, hangs=1)
+    seen: list[tuple[int, int]] = []
+    start = world.gang.start
+
+    async def note(cluster: object, task: Task, *, run_id: int, envs: dict[str, str], lease_s: float | None) -> None:
+        seen.append((run_id, int(envs["BROKER_ATTEMPT"])))
+        await start(cluster, task, run_id=run_id, envs=envs, lease_s=lease_s)  # type: ignore[arg-type]
+
+    world.gang.start = note  # type: ignore[method-assign,assignment]
+    run_to_end(world, "plain")
+    assert seen == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("status", "statuses", "is_over"),
+    [
+        (RunStatus.FAILED, (RunStatus.FAILED, RunStatus.FAILED), True),
+        (RunStatus.FAILED, (RunStatus.FAILED, None), True),
+        (RunStatus.FAILED, (RunStatus.FAILED, RunStatus.RUNNING), False),
+        (RunStatus.RUNNING, (RunStatus.RUNNING, RunStatus.RUNNING), False),
+    ],
+)
+def test_a_program_has_ended_when_it_has_on_every_node_that_knows_it(
+    status: RunStatus, statuses: tuple[RunStatus | None, ...], is_over: bool
+) -> None:
+    report = Report(status=status, returncode=None, unreachable=(), progress=None, statuses=statuses)
+    assert has_ended(report) is is_over
