@@ -30,6 +30,7 @@ from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.judgement import Verdict, judge, list_lost_ranks
+from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.mending import Mender
 from broker.jobs.order import get_recovery
@@ -82,6 +83,7 @@ class JobController:
         self._acquisition = Acquisition(store, provisioner, planner, clock, self._pilot, self._endings)
         self._mender = Mender(store, provisioner, gang, clock)
         self._in_place = InPlace(store, provisioner, gang, clock, self._undertaker)
+        self._keeping = Keeping(store, provisioner, self._acquisition, clock)
         self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
         self._watch: Watch | None = None
         self._watched = 0  # number of the attempt
@@ -235,7 +237,13 @@ class JobController:
         if verdict is Verdict.LOST:
             was_attended = watch.is_attended(self._clock.now_s())
             return await self._lost_gang.conclude(
-                job, attempt, cluster, report, is_noticed=signs.is_noticed, was_attended=was_attended
+                job,
+                attempt,
+                cluster,
+                report,
+                is_noticed=signs.is_noticed,
+                was_attended=was_attended,
+                find_kept_until_s=partial(self._keeping.find_until_s, job, attempt, cluster, report),
             )
         return self._endings.conclude(job, attempt, verdict, self._read_end(attempt, cluster, report))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from broker.config import Config
 from broker.jobs.allowance import get_unattended_s, show_hours
@@ -39,8 +39,10 @@ class LostGang:
         *,
         is_noticed: bool,
         was_attended: bool,
+        find_kept_until_s: Callable[[], float | None] = lambda: None,
     ) -> float:
-        """`was_attended`: this broker has renewed the lease just before, so that it is not the lease which ended."""
+        """`was_attended`: this broker has renewed the lease just before, so that it is not the lease which ended.
+        `find_kept_until_s` says until when the nodes that are left are kept."""
         left = await self._read_left(job, attempt, cluster)
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
@@ -60,7 +62,12 @@ class LostGang:
             return self._endings.leave_unattended(attempt, what, lost_s=lost_s)
         if is_noticed and not ranks:
             return self._endings.lose(attempt, f"the cloud gave notice{step}")
-        return self._endings.lose(attempt, f"node {' and '.join(map(str, ranks))} gone{step}", lost_s=lost_s)
+        what = f"node {' and '.join(map(str, ranks))} gone{step}"
+        kept_until_s = find_kept_until_s()
+        if kept_until_s is not None:
+            left_count = len(cluster.nodes) - len(ranks)
+            what = f"{what}: {left_count} of {len(cluster.nodes)} nodes are kept while it is replaced"
+        return self._endings.lose(attempt, what, lost_s=lost_s, kept_until_s=kept_until_s)
 
     async def has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
         left = await self._read_left(job, attempt, cluster)

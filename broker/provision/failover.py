@@ -55,7 +55,7 @@ class Failover:
         self._clouds = clouds
         self._clock = clock
         self._memory = RefusalMemory(store)
-        self._patience = Patience(store)
+        self.patience = Patience(store)
         self.asker = Asker(
             clouds,
             store,
@@ -63,7 +63,7 @@ class Failover:
             owner=owner,
             lister=lister,
             memory=self._memory,
-            patience=self._patience,
+            patience=self.patience,
             write_boot=write_boot,
         )
 
@@ -75,7 +75,7 @@ class Failover:
         `wanted.check_budget` raises. On a CloudError nothing is left; on any other end what was begun stays as open
         intents.
         """
-        race = _Race(wanted, placements, begun, self._clouds, self.asker, self._memory, self._patience, self._clock)
+        race = _Race(wanted, placements, begun, self._clouds, self.asker, self._memory, self.patience, self._clock)
         try:
             return await race.run()
         except BaseException:

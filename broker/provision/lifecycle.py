@@ -20,6 +20,7 @@ from broker.provision.failover import HEDGE, Failover, Wanted, describe
 from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, MISSING, Absence, confirm_gone, find_doubt
+from broker.provision.patience import Answer
 from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
 from broker.provision.zones import join_zones, split_zones
@@ -176,6 +177,10 @@ class Provisioner:
 
     def can_replace_node(self, cluster: Cluster) -> bool:
         return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
+
+    def measure_start_s(self, cloud: str) -> float:
+        """Seconds after which new nodes of this cloud usually run, by what was learned of it."""
+        return sum(self._failover.patience.measure_s(cloud, answer) for answer in Answer)
 
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600

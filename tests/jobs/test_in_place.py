@@ -44,9 +44,10 @@ def test_a_restart_that_brings_no_headway_is_followed_by_one_on_new_nodes(tmp_pa
 def test_the_log_holds_all_attempts_on_the_same_nodes(tmp_path: Path) -> None:
     world = make_world(tmp_path, hangs=1)
     run_to_end(world, "plain")
-    name = world.get_job().attempts[0].cluster
+    job = world.get_job()
     log = (world.folder / "logs" / "jobs" / f"{world.job_id}.log").read_text().splitlines()
-    assert log == [f"{name} step {number}" for number in (*range(1, 16), *range(11, 31))]
+    first = [f"{job.name_cluster(1)} step {number}" for number in range(1, 16)]
+    assert log == first + [f"{job.name_cluster(2)} step {number}" for number in range(11, 31)]
 
 
 def test_runs_of_a_cluster_are_numbered_by_its_attempts(tmp_path: Path) -> None:

@@ -225,11 +225,12 @@ def test_a_job_that_cannot_be_started_ends_with_the_reason_and_leaves_no_node(
 
 def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_path: Path) -> None:
     world = World(tmp_path)
-    create, refused = world.cloud.create_nodes, 0
+    create, asked, refused = world.cloud.create_nodes, 0, 0
 
     async def create_when_logged_in(request: NodeRequest) -> Sequence[Node]:
-        nonlocal refused
-        if request.attempt > 1 and refused < 3:
+        nonlocal asked, refused
+        asked += 1
+        if asked > 1 and refused < 3:
             refused += 1
             raise AuthError("the login has expired")
         return await create(request)
@@ -239,7 +240,7 @@ def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_pat
     assert refused == 3
     assert world.get_job().status is JobStatus.SUCCEEDED
     told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "waiting"]
-    assert len(told) == 3 and "the login has expired; trying again in" in told[0]
+    assert len(told) == 3 and "the login has expired; trying again in" in told[1]
 
 
 def make_stalling(folder: Path, hangs: int) -> World:

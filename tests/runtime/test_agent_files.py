@@ -133,6 +133,18 @@ def test_a_runner_that_vanished_without_an_outcome_is_a_failure_with_an_end(runs
     assert found["ended_s"] == (folder / "spec.json").stat().st_mtime
 
 
+def test_a_run_whose_runner_was_killed_is_over_when_its_programs_were_ended(runs: Path) -> None:
+    folder = make_run(runs, 1, state={"status": "RUNNING"})
+    assert not files.is_over(1), "the watcher ends them, and then writes the outcome"
+    files.write_json(folder / "outcome.json", {"status": "FAILED", "returncode": None, "ended_s": 9.0})
+    assert files.is_over(1)
+    other = make_run(runs, 2)
+    assert files.is_over(2), "it never began"
+    lock = files.try_lock(other / "runner.lock")
+    assert lock is not None and not files.is_over(2)
+    os.close(lock)
+
+
 def test_progress_is_the_newest_whole_line_that_is_an_object(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     assert files.read_progress(path) is None

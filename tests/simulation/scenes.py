@@ -104,6 +104,20 @@ def end_rank_1(universe: Universe) -> None:
     universe.cloud.preempt([run.ids[1]])
 
 
+def end_rank_0(universe: Universe) -> None:
+    run = list(universe.gang.runs.values())[-1]
+    universe.note_fault("preempt", run.cluster)
+    universe.cloud.preempt([run.ids[0]])
+
+
+def fill_place(universe: Universe) -> None:
+    """The zone of the newest gang has no room for another node."""
+    run = list(universe.gang.runs.values())[-1]
+    zone = universe.cloud.find(run.ids)[0].zone
+    assert zone is not None
+    universe.cloud.full_zones[zone] = math.inf
+
+
 def cut_off(universe: Universe) -> None:
     """The head of every program answers nobody for half a minute."""
     universe.note_fault("partition")
@@ -297,7 +311,31 @@ CANCELLED = (JobStatus.CANCELLED,)
 SCENES: tuple[Scene, ...] = (
     Scene(name="plain", mix=make_mix()),
     Scene(name="two jobs at once", mix=make_mix(make_job(nodes=1), make_job(nodes=1, submit_s=3.0))),
-    Scene(name="preemption", mix=make_mix(), acts=((5.0, preempt),)),
+    Scene(name="preemption", mix=make_mix(), acts=((5.0, preempt),), starts=2, machines=3),
+    Scene(name="the first node of a gang is lost", mix=make_mix(), acts=((5.0, end_rank_0),), starts=2, machines=3),
+    Scene(
+        name="a node is lost where no other is given",
+        mix=make_mix(make_job(hedge=1), heal_s=600.0),
+        acts=((5.0, fill_place), (5.0, end_rank_1)),
+        starts=2,
+        machines=4,
+    ),
+    Scene(
+        name="the rest of a gang is lost while a node is replaced",
+        mix=make_mix(market=MIDDLE_BOOT),
+        acts=((5.0, end_rank_1), (16.0, end_rank_0)),
+    ),
+    Scene(
+        name="taken down while a node is replaced",
+        mix=make_mix(market=MIDDLE_BOOT),
+        acts=((5.0, end_rank_1), (16.0, take_down)),
+    ),
+    Scene(
+        name="cancelled while a node is replaced",
+        mix=make_mix(market=MIDDLE_BOOT),
+        acts=((5.0, end_rank_1), (16.0, cancel)),
+        ends=CANCELLED,
+    ),
     Scene(name="two preemptions", mix=make_mix(make_job(nodes=1, steps=20)), acts=((4.0, preempt), (20.0, preempt))),
     Scene(name="cancel", mix=make_mix(), acts=((5.0, cancel),), ends=(*CANCELLED, JobStatus.SUCCEEDED)),
     Scene(

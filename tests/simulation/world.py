@@ -163,7 +163,8 @@ class SimulatedGang:
         if run is None:
             return b"", offset
         last = self._measure(run)[0]
-        text = "".join(f"{cluster.name} step {n}\n" for n in range(run.first_step + 1, last + 1)).encode()
+        name = f"{cluster.name.rpartition('-')[0]}-{cluster.attempt + run_id - 1}"  # as the attempt's own would be
+        text = "".join(f"{name} step {n}\n" for n in range(run.first_step + 1, last + 1)).encode()
         chunk = text[offset : offset + 4096]
         return chunk, offset + len(chunk)
 

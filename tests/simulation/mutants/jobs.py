@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import acquisition, allowance, burial, controller, daemon, endings, in_place, lost_gang
+from broker.jobs import acquisition, allowance, burial, controller, daemon, endings, in_place, keeping, lost_gang
 from broker.jobs.controller import JobController
 from broker.jobs.endings import Endings
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
@@ -202,6 +202,11 @@ def restart_in_place_in_two_commits() -> Patches:
         return begin(self, job, old)
 
     return (patch.object(in_place.InPlace, "begin_attempt", begin_later),)
+
+
+def survivors_given_back() -> Patches:
+    """One lost node ends all the others."""
+    return (patch.object(keeping.Keeping, "find_until_s", lambda self, job, attempt, cluster, report: None),)
 
 
 def needs_ignored() -> Patches:

@@ -1,0 +1,100 @@
+"""Whether the nodes that are left of a gang are kept while a lost one is replaced: by what that costs."""
+
+from __future__ import annotations
+
+from broker.clock import Clock
+from broker.errors import NoOfferError
+from broker.jobs.acquisition import Acquisition
+from broker.jobs.gang import GangReport
+from broker.jobs.judgement import list_lost_ranks
+from broker.jobs.order import get_recovery
+from broker.nouns import noun
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Estimate, Job, NodeState, Placement
+
+LEAVES_AT_ONCE = "eager_next_region"
+PATIENCE_S_MAX = 600.0  # as long as one search waits for nodes to boot
+
+
+@noun
+class Elsewhere:
+    """The best other place: the gang's price there, and how much less the rest of the job is expected to cost."""
+
+    usd_hour: float
+    saving_usd: float = 0.0
+
+
+def measure_patience_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
+    """Return for how many seconds idle survivors may be paid for until new nodes elsewhere would have been cheaper.
+
+    0 where that is over before the lost ones can be replaced, one after another. `start_s`: until new nodes run.
+    4 nodes at 8 USD/h, one lost, 140 s: a start elsewhere at that price costs 0.31 USD, as three nodes do in 187 s.
+    What `setup` takes there is not known, and speaks for waiting even longer.
+    """
+    if elsewhere is None:
+        return PATIENCE_S_MAX
+    idle_usd_hour = placement.usd_hour * (1 - lost_count / placement.node_count)
+    worth_usd = elsewhere.usd_hour * start_s / 3600 - elsewhere.saving_usd
+    patience_s = PATIENCE_S_MAX if idle_usd_hour <= 0 else worth_usd / idle_usd_hour * 3600
+    return min(patience_s, PATIENCE_S_MAX) if patience_s > lost_count * start_s else 0.0
+
+
+class Keeping:
+    """Of one job."""
+
+    def __init__(self, store: Store, provisioner: Provisioner, acquisition: Acquisition, clock: Clock) -> None:
+        self._store = store
+        self._provisioner = provisioner
+        self._acquisition = acquisition
+        self._clock = clock
+
+    def find_until_s(self, job: Job, attempt: Attempt, cluster: Cluster, report: GangReport) -> float | None:
+        """Return until when the nodes that are left are kept; None where they are given back."""
+        lost = list_lost_ranks(cluster.nodes)
+        others = [node for node in cluster.nodes if node.rank not in lost]
+        is_safe = (
+            0 < len(lost) < len(cluster.nodes)
+            and all(node.state is NodeState.TERMINATED for node in cluster.nodes if node.rank in lost)
+            and all(node.state is NodeState.RUNNING and node.rank not in report.unreachable for node in others)
+            and attempt.started_s > self._store.restored_s  # else a later attempt may run there
+            and get_recovery(job.task).strategy != LEAVES_AT_ONCE
+        )
+        if not is_safe or not self._provisioner.can_replace_node(cluster):
+            return None
+        patience_s = measure_patience_s(
+            cluster.placement,
+            lost_count=len(lost),
+            start_s=self._provisioner.measure_start_s(cluster.placement.offer.cloud),
+            elsewhere=self._find_elsewhere(job, cluster.placement),
+        )
+        return self._clock.now_s() + patience_s if patience_s else None
+
+    def _find_elsewhere(self, job: Job, here: Placement) -> Elsewhere | None:
+        try:
+            plan = self._acquisition.plan_rest(job)
+        except NoOfferError:
+            return None
+        other = next((each for each in plan.estimates if not is_at(each.placement, here)), None)
+        if other is None:
+            return None
+        same = next((each for each in plan.estimates if is_at(each.placement, here)), None)
+        return Elsewhere(usd_hour=other.placement.usd_hour, saving_usd=_measure_saving(same, other))
+
+
+def is_at(one: Placement, other: Placement) -> bool:
+    """Whether both are the same machines, bought alike, in the same zone."""
+    zone = other.offer.zone
+    same_zone = zone in (one.offer.zone, *one.other_zones)
+    return same_zone and _strip(one) == _strip(other)
+
+
+def _strip(placement: Placement) -> tuple[object, ...]:
+    offer = placement.offer
+    return offer.cloud, offer.region, offer.instance_type, placement.is_spot, placement.node_count
+
+
+def _measure_saving(here: Estimate | None, other: Estimate) -> float:
+    if here is None or here.expected_usd is None or other.expected_usd is None:
+        return 0.0
+    return here.expected_usd - other.expected_usd

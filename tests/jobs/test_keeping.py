@@ -1,0 +1,98 @@
+"""Nodes that are left of a gang are kept while that costs less than new ones elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.clouds.simulated import FaultRates
+from broker.jobs.keeping import PATIENCE_S_MAX, Elsewhere, is_at, measure_patience_s
+from broker.types import JobStatus, Placement
+from tests.jobs.test_mending import take_nodes
+from tests.simulation.test_crashes import check, drive
+from tests.simulation.world import World, make_offer
+
+GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_count=4)
+
+
+@pytest.mark.parametrize(
+    ("lost", "elsewhere", "patience_s"),
+    [
+        (1, Elsewhere(usd_hour=8.0), 140.0 * 4 / 3),
+        (1, Elsewhere(usd_hour=24.0), 140.0 * 4),  # the dearer the others are, the longer
+        (1, Elsewhere(usd_hour=2400.0), PATIENCE_S_MAX),
+        (1, None, PATIENCE_S_MAX),
+        (2, Elsewhere(usd_hour=8.0), 0.0),  # two come one after the other: over 280 s
+        (3, Elsewhere(usd_hour=8.0), 140.0 * 4),
+        (1, Elsewhere(usd_hour=8.0, saving_usd=5.0), 0.0),  # the rest of the job is cheaper there
+        (1, Elsewhere(usd_hour=1.0), 0.0),
+    ],
+)
+def test_waiting_is_worth_what_a_start_elsewhere_costs(
+    lost: int, elsewhere: Elsewhere | None, patience_s: float
+) -> None:
+    assert measure_patience_s(GANG, lost_count=lost, start_s=140.0, elsewhere=elsewhere) == pytest.approx(patience_s)
+
+
+def test_nodes_that_cost_nothing_are_waited_with() -> None:
+    free = replace(GANG, offer=make_offer("east1a", usd_hour=0.0))
+    assert measure_patience_s(free, lost_count=1, start_s=140.0, elsewhere=Elsewhere(usd_hour=8.0)) == PATIENCE_S_MAX
+
+
+def test_a_place_is_known_by_its_zone_also_among_several() -> None:
+    west = Placement(offer=make_offer("west1a", usd_hour=2.0), is_spot=True, node_count=4, other_zones=("west1b",))
+    assert is_at(replace(west, offer=make_offer("west1a"), other_zones=()), west)
+    assert is_at(west, replace(west, offer=replace(west.offer, zone="west1b"), other_zones=()))
+    assert not is_at(GANG, west) and not is_at(GANG, replace(GANG, is_spot=False))
+
+
+async def act(world: World, *losses: tuple[float, int]) -> None:
+    outside = asyncio.ensure_future(take_nodes(world, *losses))
+    try:
+        await drive(world, "plain", set())
+    finally:
+        outside.cancel()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
+    world = World(tmp_path)
+    world.clock.run(lambda: act(world, (10, rank)))
+    check(world, JobStatus.SUCCEEDED)
+    first, second = world.get_job().attempts
+    assert first.cluster == second.cluster and first.outcome.startswith(f"preempted: node {rank} gone after step")
+    assert "1 of 2 nodes are kept while it is replaced" in first.outcome
+    assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 3
+
+
+def test_a_place_that_gives_no_other_node_is_left(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def lose() -> None:
+        outside = asyncio.ensure_future(take_nodes(world, (10, 1)))
+        while not outside.done():
+            await world.clock.sleep(0.2)
+        world.cloud.full_zones["east1a"] = float("inf")
+
+    async def both() -> None:
+        losing = asyncio.ensure_future(lose())
+        await drive(world, "plain", set())
+        losing.cancel()
+
+    world.clock.run(both)
+    check(world, JobStatus.SUCCEEDED)
+    first, second = world.get_job().attempts
+    assert first.cluster != second.cluster and second.placement.offer.zone == "east1b"
+    told = [event.message for event in world.store.list_events(job_id=world.job_id)]
+    assert any(each.startswith("no node to replace the lost one") for each in told)
+    assert "the nodes of attempt 1 are given back: new ones are asked for" in told
+
+
+def test_whole_gangs_that_are_lost_leave_nothing_to_keep(tmp_path: Path) -> None:
+    world = World(tmp_path, faults=FaultRates())
+    world.clock.run(lambda: act(world, (10, 0), (10, 1)))
+    check(world, JobStatus.SUCCEEDED)
+    assert len({attempt.cluster for attempt in world.get_job().attempts}) == 2
