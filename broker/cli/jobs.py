@@ -111,8 +111,11 @@ def _tell_submitted(jobs: Sequence[Job]) -> None:
 
 
 def _check_runnable(tasks: tuple[Task, ...]) -> None:
-    if idle := next((task for task in tasks if task.run is None and task.setup is None), None):
-        raise UsageError(f"the task {idle.name or '(no name)'} has nothing to run", hints=["give it `run:`"])
+    if idle := next((task for task in tasks if task.run is None), None):
+        raise UsageError(
+            f"the task {idle.name or '(no name)'} has no `run:`, and a managed job ends when its program does",
+            hints=["give it `run:`", "`broker launch TASK.yaml` brings up a cluster without one, for development"],
+        )
 
 
 @app.command()

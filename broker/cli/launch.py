@@ -99,11 +99,17 @@ def launch(
     _check_cluster(context, wanted, plan, autostop, yes=yes)
     (one,) = fill_buckets([one])
     try:
-        asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
+        run_id = asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
     except KeyboardInterrupt:
         tell_what_is_left(context, wanted)
         raise typer.Exit(130) from None
-    follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
+    if run_id is None:
+        print_note(
+            f"the task has no `run:`, so nothing runs; `broker ssh {wanted}` opens a shell, "
+            f"`broker exec {wanted} TASK.yaml` runs a task, `broker down {wanted}` ends the cluster"
+        )
+        return
+    follow_unless(context, wanted, run_id, detach=detach)
 
 
 def _name_cluster(task: Task, owner: str) -> str:
@@ -129,7 +135,8 @@ def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop |
 
 async def _launch(
     context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None, *, hedge: int, is_patient: bool
-) -> None:
+) -> int | None:
+    """Bring the cluster up and submit the task; return the run's id, or None for a task with nothing to run."""
     from broker.storage.mounts import add_mounts
 
     cluster = await context.provisioner.up(
@@ -141,10 +148,16 @@ async def _launch(
             hints=["choose another name with `-c`"],
         )
     print_note(f"cluster `{name}` is up: {show_count(len(cluster.nodes), 'node')}")
-    await submit(context, cluster, add_mounts(task))
-    if autostop:
+    task = add_mounts(task)  # before the look for something to run: mounts are made in `setup`
+    run_id = None
+    if task.run is None and task.setup is None:
+        await _prepare(context, cluster, task)
+    else:
+        run_id = await submit(context, cluster, task)
+    if autostop or run_id is None:  # a node whose agent was never asked anything ends itself as unclaimed
         await context.gang.set_autostop(cluster, autostop)
     await context.provisioner.finish()  # nobody would wait for it later: this process may be the only one
+    return run_id
 
 
 def tell_what_is_left(context: Context, name: str) -> None:

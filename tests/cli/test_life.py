@@ -70,6 +70,26 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
     assert not found, "no file keeps the secret"
 
 
+def test_task_without_run_makes_a_development_cluster_with_its_workdir(shell: Shell) -> None:
+    (shell.folder / "code").mkdir()
+    (shell.folder / "code" / "notes").write_text("sent")
+    task = shell.write("dev.yaml", "resources: {infra: local}\nworkdir: code\n")
+    launched = shell.run("launch", task, "-c", "dev")
+    assert "`broker ssh dev`" in launched.stderr and "`broker down dev`" in launched.stderr
+    assert shell.run("ssh", "dev", "--", "cat", "sky_workdir/notes").stdout == "sent"
+    claimed = shell.run("ssh", "dev", "--", "ls", "-d", ".broker/runs")
+    assert claimed.stdout, "a node whose agent was never asked anything would end itself as unclaimed"
+    assert shell.read_json("queue", "dev") == []
+    assert "7" in shell.run("exec", "dev", "echo 7").stdout
+
+
+def test_managed_job_without_run_is_refused_before_it_is_submitted(shell: Shell) -> None:
+    for text in ("resources: {infra: local}\n", "resources: {infra: local}\nsetup: echo hi\n"):
+        refused = shell.run("jobs", "launch", shell.write("dev.yaml", text), "--yes", code=2)
+        assert "no `run:`" in refused.stderr and "`broker launch TASK.yaml`" in refused.stderr
+    assert shell.read_json("jobs", "queue") == []
+
+
 def test_ssh_opens_a_shell_in_the_nodes_own_home(shell: Shell) -> None:
     shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: touch ~/mine\n"), "-c", "dev")
     process = shell.open("ssh", "dev", stdin=subprocess.PIPE)
