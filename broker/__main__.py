@@ -8,6 +8,9 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run one command and leave with its exit code."""
+    from broker.cli.interrupts import end_on_interrupt
+
+    end_on_interrupt()
     # Importing makes tens of thousands of objects and no garbage: the collector's default takes a thirtieth of `plan`.
     gc.set_threshold(50_000)
     from broker.cli.main import main as run

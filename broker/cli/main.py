@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from broker.cli import interrupts
+
 # name -> (module, one line of help). A module of one command has a function of its name; a group has `app`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("broker.cli.plan", "Rank where a task could run, with costs; starts nothing"),
@@ -64,6 +66,19 @@ class LazyGroup(TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command; from here on Ctrl-C is raised in it."""
+        found = super().resolve_command(ctx, args)
+        interrupts.raise_on_interrupt()
+        return found
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write(interrupts.NOTE)
+            raise typer.Exit(interrupts.CODE) from None
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -74,17 +89,23 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def root(
-    debug: bool = typer.Option(False, "--debug", help="Show the stack trace of an error."),
-    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
-) -> None:
-    """Finish a training job on the cheapest machines of any cloud."""
-    if version:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         from broker import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: bool = typer.Option(False, "--debug", help="Show the stack trace of an error."),
+    # Eager: answered while the line is parsed, before a command is missed.
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Finish a training job on the cheapest machines of any cloud."""
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:
@@ -103,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_encoding(given)
         app(args=given)
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        sys.exit(130)
+        sys.stderr.write(interrupts.NOTE)
+        sys.exit(interrupts.CODE)
     except BrokenPipeError:
         sys.exit(141)
     except Exception as error:
