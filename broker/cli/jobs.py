@@ -12,7 +12,7 @@ from broker.cli import jobs_show, options
 from broker.cli.context import Context
 from broker.cli.jobs_show import find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import note_damage, print_json, print_line, print_note
+from broker.cli.render import note_damage, print_json, print_line, print_note, show_count
 from broker.errors import BrokerError, UsageError
 from broker.types import JobStatus
 
@@ -129,10 +129,16 @@ def cancel(
     context = Context()
     known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
-    for text in [] if everything else jobs or []:
-        wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
-    if not wanted and not everything:
+    if not jobs and not everything:
         raise UsageError("no job was named", hints=["`broker jobs cancel ID`, or `--all`"])
+    missing = []
+    for text in [] if everything else jobs or []:
+        try:
+            wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
+        except UsageError as error:
+            missing.append(error)
+    if missing and not wanted:
+        raise missing[0]
     as_json = as_json or output is options.Format.JSON
     told = []
     for job in wanted:
@@ -147,6 +153,11 @@ def cancel(
         context.ensure_daemon()
     if as_json:
         print_json(told)
+    if missing:
+        raise BrokerError(
+            f"{show_count(len(missing), 'name')} of no job", details=[each.message for each in missing],
+            hints=missing[0].hints,
+        )  # fmt: skip
 
 
 @app.command()
