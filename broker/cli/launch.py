@@ -15,7 +15,7 @@ from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import print_json, print_note, show_count, show_usd
 from broker.cli.uploads import fill_buckets
-from broker.errors import NoOfferError, TransientError, UnreachedError, UsageError
+from broker.errors import NoOfferError, TransientError, UnknownNameError, UnreachedError, UsageError
 from broker.task.allowed import CLUSTER_NAME
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, Task
 
@@ -29,6 +29,8 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
         return context.plan(task)
     try:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
+    except UnknownNameError:
+        raise
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
         hint = f"set up here: {usable}; `--dryrun` plans on every cloud, `--infra local` runs the task on this machine"

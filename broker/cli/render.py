@@ -6,6 +6,7 @@ import errno
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -103,7 +104,7 @@ def print_table(
 ) -> None:
     """A plain table, as wide as the terminal at most: the widest column that is not `firm` gives way first.
 
-    Columns in `least` keep that width until no other can give.
+    Columns in `least` keep that width until no other can give. Cells that differ are never cut to the same text.
     """
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
@@ -114,17 +115,36 @@ def print_table(
         if widths[widest] <= COLUMN_MIN:
             break
         widths[widest] -= 1
-    for row in [list(columns), *cells]:
-        fitted = [_fit(cell, width) for cell, width in zip(row, widths, strict=True)]
-        aligned = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(fitted, widths, columns, strict=True)
-        ]
-        print_line("  ".join(aligned).rstrip())
+    fitted = [_fit_column([row[i] for row in cells], width) for i, width in enumerate(widths)]
+    header = [[_fit(name, width)] for name, width in zip(columns, widths, strict=True)]
+    for row in [header, *([column[number] for column in fitted] for number in range(len(cells)))]:
+        for parts in zip_longest(*row, fillvalue=""):
+            aligned = [
+                part.rjust(width) if name in right else part.ljust(width)
+                for part, width, name in zip(parts, widths, columns, strict=True)
+            ]
+            print_line("  ".join(aligned).rstrip())
 
 
-def _fit(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else cell[: width - 1] + "…"
+def _fit_column(cells: Sequence[str], width: int) -> list[list[str]]:
+    """The lines of each cell: cut at its end where that leaves different cells different, else in the middle, else
+    wrapped.
+
+    Names of machines share their first letters: `Standard_ND96isr_H100_v5`, `Standard_ND96isr_H200_v5`.
+    """
+    for head in range(width - 1, -1, -1):
+        fitted = {cell: _fit(cell, width, head=head) for cell in cells}
+        if len(set(fitted.values())) == len(fitted):
+            return [[fitted[cell]] for cell in cells]
+    return [[cell[start : start + width] for start in range(0, max(1, len(cell)), width)] for cell in cells]
+
+
+def _fit(cell: str, width: int, *, head: int | None = None) -> str:
+    """At most `width` characters; of a longer cell the first `head`, an ellipsis and its end."""
+    if len(cell) <= width:
+        return cell
+    head = width - 1 if head is None else head
+    return f"{cell[:head]}…{cell[len(cell) - (width - 1 - head) :]}"
 
 
 def clean(text: str) -> str:

@@ -47,6 +47,15 @@ def test_nothing_fits_is_exit_3() -> None:
     assert "no offer fits" in shown.stderr
 
 
+def test_misspelt_region_gets_its_near_miss_in_plan_and_launch() -> None:
+    for command in (["plan"], ["launch", "--dryrun", "--yes"]):
+        words = [] if command == ["plan"] else ["true"]
+        shown = broker(*command, *words, "--infra", "aws/us-eest-1", "--gpus", "H100:8")
+        assert shown.returncode == 3
+        assert "no region of aws is called `us-eest-1`" in shown.stderr
+        assert "hint: did you mean `us-east-1`" in shown.stderr and "drop `cloud" not in shown.stderr
+
+
 def test_gpus_lists_one_accelerator() -> None:
     shown = broker("gpus", "h100:8")
     assert shown.returncode == 0
