@@ -46,7 +46,8 @@ def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> 
     try:
         asyncio.run(_follow(context, context.find_cluster(name), run_id, is_following=True))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; the run goes on. {come_back}")
+        print_note(f"\ndetached; the run continues. {come_back}")
+        raise typer.Exit(130) from None
 
 
 async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> None:
@@ -87,7 +88,8 @@ def logs(
     try:
         asyncio.run(_follow(context, found, wanted, is_following=follow))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; `broker logs {cluster} {wanted}` comes back")
+        print_note(f"\ndetached; `broker logs {cluster} {wanted}` reattaches")
+        raise typer.Exit(130) from None
 
 
 def queue(cluster: ClusterName, as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False) -> None:

@@ -1,4 +1,4 @@
-"""`broker jobs`: managed jobs, driven by the daemon of the state folder. Here what changes them; `jobs_show` tells."""
+"""`broker jobs`: managed jobs, driven by the daemon. Here what changes them; `jobs_queue` and `jobs_show` tell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.cli import jobs_show, options
+from broker.cli import jobs_queue, jobs_show, options
 from broker.cli.context import Context
 from broker.cli.jobs_show import find_job, follow_job
 from broker.cli.plan import show_plan
@@ -225,7 +225,7 @@ def wait(
         asyncio.run(context.clock.sleep(LOOK_S))
 
 
-app.command()(jobs_show.queue)
+app.command()(jobs_queue.queue)
 app.command()(jobs_show.logs)
 app.command()(jobs_show.events)
 app.command()(jobs_show.why)
