@@ -73,6 +73,14 @@ def print_wrapped(text: str, *, indent: int) -> None:
     print_line(textwrap.fill(clean(text), WIDTH_DEFAULT, subsequent_indent=" " * indent, break_on_hyphens=False))
 
 
+def print_wrapped_note(text: str) -> None:
+    """Progress and advice of several lines, each wrapped."""
+    import textwrap
+
+    for line in text.splitlines():
+        print_note(textwrap.fill(clean(line), WIDTH_DEFAULT, subsequent_indent="  ", break_on_hyphens=False))
+
+
 def print_note(text: str) -> None:
     """Progress and advice: for people, so on stderr."""
     sys.stderr.write(text + "\n")
