@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.refreshing import raise_unasked, refresh_clusters
 from broker.cli.render import (
@@ -25,7 +26,9 @@ from broker.errors import RunFailedError, UsageError
 from broker.types import Cluster, ClusterStatus, RunStatus
 
 POLL_S = 0.3
-ClusterName = Annotated[str, typer.Argument(help="The cluster's name.", show_default=False)]
+ClusterName = Annotated[
+    str, typer.Argument(help="The cluster's name.", show_default=False, autocompletion=complete_clusters)
+]
 
 
 def find_up(context: Context, name: str) -> Cluster:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.cli import jobs_queue, jobs_show, options
+from broker.cli.completion import complete_jobs
 from broker.cli.context import Context
-from broker.cli.jobs_show import find_job, follow_job
+from broker.cli.jobs_show import JobName, find_job, follow_job
 from broker.cli.plan import show_plan
 from broker.cli.render import note_damage, print_json, print_line, print_note, show_count
 from broker.errors import BrokerError, UsageError
@@ -27,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 LOOK_S = 0.3
-JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
 
 
 @app.command()
@@ -120,7 +120,9 @@ def _check_runnable(tasks: tuple[Task, ...]) -> None:
 
 @app.command()
 def cancel(
-    jobs: Annotated[list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.")] = None,
+    jobs: Annotated[
+        list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.", autocompletion=complete_jobs)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every live job.")] = False,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from broker.cli import options
+from broker.cli.completion import complete_jobs
 from broker.cli.context import Context
 from broker.cli.render import (
     clean,
@@ -26,7 +27,7 @@ from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus
 
 LOOK_S = 0.3
-JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
+JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False, autocompletion=complete_jobs)]
 
 # What each state means to the one who asks why.
 MEANING = {

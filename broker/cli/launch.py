@@ -10,6 +10,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up, follow_unless
+from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
@@ -52,7 +53,10 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
 
 def launch(
     entrypoint: options.Entrypoint,
-    cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="The cluster's name.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="The cluster's name.", autocompletion=complete_clusters),
+    ] = None,
     name: options.Name = None,
     workdir: options.Workdir = None,
     infra: options.Infra = None,

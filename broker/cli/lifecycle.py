@@ -15,6 +15,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up
+from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.render import note_damage, print_line, show_count
 from broker.errors import BrokerError, RunFailedError, UsageError
@@ -44,7 +45,9 @@ def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
 
 
 def down(
-    clusters: Annotated[list[str] | None, typer.Argument(help="Names or patterns like `dev-*`.")] = None,
+    clusters: Annotated[
+        list[str] | None, typer.Argument(help="Names or patterns like `dev-*`.", autocompletion=complete_clusters)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every cluster.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
@@ -128,7 +131,12 @@ def autostop(
 
 
 def ssh(
-    node: Annotated[str, typer.Argument(help="CLUSTER, or CLUSTER-RANK for a node other than the head.")],
+    node: Annotated[
+        str,
+        typer.Argument(
+            help="CLUSTER, or CLUSTER-RANK for a node other than the head.", autocompletion=complete_clusters
+        ),
+    ],
     command: Annotated[list[str] | None, typer.Argument(help="What to run, after `--`; a shell without it.")] = None,
 ) -> None:
     """Open a shell on a node, or run one command there."""

@@ -64,7 +64,7 @@ def test_old_prices_are_said_to_be_old_where_they_are_listed(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SystemClock, "now_s", lambda clock: 4e9)
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(arguments)
     told = capsys.readouterr().err
     assert "note: old prices: on-demand of " in told and "spot of aws (" in told
