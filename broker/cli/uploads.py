@@ -53,11 +53,11 @@ def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
 
 
 def _list_folder(folder: Path, prefix: str) -> dict[str, Path]:
-    from broker.runtime.ignoring import read_patterns, walk
+    from broker.runtime.ignoring import walk
 
     return {
         prefix + (place / name).relative_to(folder).as_posix(): place / name
-        for place, names in walk(folder, read_patterns(folder))
+        for place, names in walk(folder)
         for name in names
         if (place / name).is_file()
     }
