@@ -145,8 +145,7 @@ def status(
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
     jobs = context.store.list_live_job_ids()
-    if jobs:
-        context.revive_daemon()
+    context.keep_jobs_going()
     if as_json:
         print_json(
             {

@@ -147,6 +147,11 @@ class Context:
         except StateError as error:
             note_damage(error)
 
+    def keep_jobs_going(self) -> None:
+        """For every command that looks at jobs: while any is live, a daemon that has died is started again."""
+        if self.store.list_live_job_ids():
+            self.revive_daemon()
+
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
         from broker.clouds.base import HandsOutHosts

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.cli import options
+from broker.cli import options, terminal
 from broker.cli.context import Context
 from broker.cli.jobs_show import describe
-from broker.cli.render import note_damage, print_json, print_line, print_table, show_duration, show_usd
+from broker.cli.render import format_table, note_damage, print_json, print_line, show_duration, show_usd
 from broker.types import JobStatus
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 WATCH_S = 2.0
 NEWEST = 50
-CLEAR = "\x1b[H\x1b[2J"
 
 
 def queue(
@@ -33,48 +31,59 @@ def queue(
     """List managed jobs, newest first."""
     context = Context()
     as_json = as_json or output is options.Format.JSON
+    newest = None if everything else NEWEST
+    if not watch:
+        _print_jobs(context) if as_json else _show(list_lines(context, newest))
+        return
     try:
-        while True:
-            if as_json:
-                _print_jobs(context)
-            else:
-                _show_queue(context, newest=None if everything else NEWEST, is_cleared=watch and sys.stdout.isatty())
-            if not watch:
-                return
-            asyncio.run(context.clock.sleep(WATCH_S))
+        _watch(context, newest, as_json=as_json)
     except KeyboardInterrupt:
         return
 
 
+def _watch(context: Context, newest: int | None, *, as_json: bool) -> None:
+    """One view that is drawn over on a terminal; one list after another in a pipe."""
+    if as_json:
+        while True:
+            _print_jobs(context)
+            asyncio.run(context.clock.sleep(WATCH_S))
+    with terminal.show_view() as view:
+        while True:
+            lines = list_lines(context, newest)
+            if view is None:
+                _show(lines)
+            else:
+                stamp = time.strftime("%H:%M:%S", time.localtime(context.clock.now_s()))
+                view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C ends", terminal.FAINT)])
+            asyncio.run(context.clock.sleep(WATCH_S))
+
+
+def _show(lines: Sequence[str]) -> None:
+    for line in lines:
+        print_line(line)
+
+
 def _print_jobs(context: Context) -> None:
     jobs = context.store.list_jobs(on_damage=note_damage)
-    _keep_going(context, any(not job.status.is_terminal for job in jobs))
+    context.keep_jobs_going()
     spent = context.store.list_spend_usd(now_s=context.clock.now_s())
     print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
 
 
-def _keep_going(context: Context, has_live_jobs: bool) -> None:
-    """Whoever looks at live jobs makes sure that somebody drives them."""
-    if has_live_jobs:
-        context.revive_daemon()
-
-
-def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
+def list_lines(context: Context, newest: int | None) -> list[str]:
+    """The table, and how many jobs it leaves out."""
     lines = context.store.list_job_lines(newest, on_damage=note_damage)
-    _keep_going(context, any(not line.status.is_terminal for line in lines))
+    context.keep_jobs_going()
     now_s = context.clock.now_s()
     rows = list_rows(lines, context.store.list_spend_usd(now_s=now_s), now_s)
-    if is_cleared:
-        print_line(CLEAR + time.strftime("%H:%M:%S", time.localtime(now_s)))
     if not rows:
-        print_line("No managed jobs; `broker jobs launch TASK.yaml` submits one")
-        return
-    print_table(
+        return ["No managed jobs; `broker jobs launch TASK.yaml` submits one"]
+    table = format_table(
         ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
-    if hidden := context.store.count_jobs() - len(lines):
-        print_line(f"... and {hidden} that ended before; `--all` shows them")
+    hidden = context.store.count_jobs() - len(lines)
+    return [*table, *([f"... and {hidden} that ended before; `--all` shows them"] if hidden else [])]
 
 
 def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:

@@ -65,12 +65,14 @@ def logs(
     if follow:
         follow_job(context, found.id, as_json=as_json)
     else:
+        context.keep_jobs_going()
         _print_log(context, found.id, 0, as_json=as_json)
 
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """List what happened to a job."""
     context = Context()
+    context.keep_jobs_going()
     found = context.store.list_events(job_id=find_job(context, job).id)
     if as_json or output is options.Format.JSON:
         print_json(plain(list(found)))
@@ -84,6 +86,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     from broker.jobs.summary import summarize
 
     context = Context()
+    context.keep_jobs_going()
     found, now_s = find_job(context, job), context.clock.now_s()
     paid = context.store.spend_usd(job_id=found.id, now_s=now_s)
     summary = summarize(found, found.attempts, context.store.list_steps(found.id), paid_usd=paid, now_s=now_s)

@@ -15,6 +15,7 @@ from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import print_json, print_note, show_count, show_usd
+from broker.cli.terminal import Bar, show_wait
 from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, TransientError, UnknownNameError, UnreachedError, UsageError
 from broker.task.allowed import CLUSTER_NAME
@@ -105,17 +106,25 @@ def launch(
     _check_cluster(context, wanted, plan, autostop, yes=yes)
     (one,) = fill_buckets([one])
     try:
-        run_id = asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
+        with show_wait(f"bringing up `{wanted}`", is_told=False) as bar:
+            run_id = asyncio.run(
+                _launch(context, wanted, one, plan, autostop, bar, hedge=hedge, is_patient=retry_until_up)
+            )
     except KeyboardInterrupt:
         tell_what_is_left(context, wanted)
         raise typer.Exit(130) from None
     if run_id is None:
-        print_note(
-            f"the task has no `run:`, so nothing runs; `broker ssh {wanted}` opens a shell, "
-            f"`broker exec {wanted} TASK.yaml` runs a task, `broker down {wanted}` ends the cluster"
-        )
-        return
-    follow_unless(context, wanted, run_id, detach=detach)
+        _note_development(wanted)
+    else:
+        follow_unless(context, wanted, run_id, detach=detach)
+
+
+def _note_development(name: str) -> None:
+    """What to do with a cluster whose task has nothing to run."""
+    print_note(
+        f"the task has no `run:`, so nothing runs; `broker ssh {name}` opens a shell, "
+        f"`broker exec {name} TASK.yaml` runs a task, `broker down {name}` ends the cluster"
+    )
 
 
 def _name_cluster(task: Task, owner: str) -> str:
@@ -140,7 +149,15 @@ def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop |
 
 
 async def _launch(
-    context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None, *, hedge: int, is_patient: bool
+    context: Context,
+    name: str,
+    task: Task,
+    plan: Plan,
+    autostop: Autostop | None,
+    bar: Bar,
+    *,
+    hedge: int,
+    is_patient: bool,
 ) -> int | None:
     """Bring the cluster up and submit the task; return the run's id, or None for a task with nothing to run."""
     from broker.storage.mounts import add_mounts
@@ -154,6 +171,7 @@ async def _launch(
             hints=["choose another name with `-c`"],
         )
     print_note(f"cluster `{name}` is up: {show_count(len(cluster.nodes), 'node')}")
+    bar.describe(f"sending files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`")
     task = add_mounts(task)  # before the look for something to run: mounts are made in `setup`
     run_id = None
     if task.run is None and task.setup is None:

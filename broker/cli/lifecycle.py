@@ -18,6 +18,7 @@ from broker.cli.clusters import ClusterName, find_up
 from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.render import note_damage, print_line, show_count
+from broker.cli.terminal import show_wait
 from broker.errors import BrokerError, RunFailedError, UsageError
 from broker.types import Autostop, Cluster
 
@@ -26,7 +27,8 @@ def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster's machines and keep their disks."""
     context = Context()
     find_up(context, cluster)
-    asyncio.run(context.provisioner.stop(cluster))
+    with show_wait(f"stopping `{cluster}`", is_told=False):
+        asyncio.run(context.provisioner.stop(cluster))
     print_line(f"cluster `{cluster}` is stopped; `broker start {cluster}` goes on")
 
 
@@ -40,7 +42,8 @@ def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
         if rule:  # what the agents knew ended with their machines
             await context.gang.set_autostop(started, rule)
 
-    asyncio.run(go_on())
+    with show_wait(f"starting `{cluster}`", is_told=False):
+        asyncio.run(go_on())
     print_line(f"cluster `{cluster}` is up")
 
 
@@ -61,7 +64,8 @@ def down(
         raise_failures(failures, ended_count=0)
     if wanted and not yes and sys.stdin.isatty():
         typer.confirm(f"Take down {', '.join(each.name for each in wanted)}?", abort=True)
-    refused = asyncio.run(_take_down(context, wanted))
+    with show_wait(f"taking down {show_count(len(wanted), 'cluster')}", is_told=False):
+        refused = asyncio.run(_take_down(context, wanted))
     raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from broker.cli.context import Context
 from broker.cli.jobs_queue import list_rows, sum_up
+from broker.cli.main import main
 from broker.clock import SystemClock
 from broker.jobs.submission import submit_tasks
 from broker.state.store import Store
@@ -50,3 +52,28 @@ def test_flag_names_a_pipeline_before_its_header_does(tmp_path: Path) -> None:
 def test_status_of_a_pipeline_is_what_its_user_would_say(statuses: list[str], expected: str) -> None:
     for order in itertools.permutations(statuses):
         assert sum_up([JobStatus(each) for each in order]).value == expected
+
+
+LOOKS = [
+    ("jobs", "queue"), ("jobs", "queue", "--json"), ("jobs", "why", "1"), ("jobs", "events", "1"),
+    ("jobs", "logs", "1", "--no-follow"), ("status",), ("cost",), ("gc", "--dry-run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", LOOKS, ids=" ".join)
+def test_every_command_that_looks_at_live_jobs_starts_a_dead_daemon_again(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: started.append(True))
+    monkeypatch.setattr(Context, "clouds", {})
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    job = store.add_job("train", Task())
+    for count, status in enumerate([None, JobStatus.SUCCEEDED]):
+        if status:
+            store.set_job_status(job.id, status)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(arguments)
+        assert len(started) == 1, "once while the job is live, and not after its end" if count else "not started"
+    store.close()
