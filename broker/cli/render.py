@@ -171,6 +171,8 @@ def _fit_column(cells: Sequence[str], width: int) -> list[list[str]]:
 
     Names of machines share their first letters: `Standard_ND96isr_H100_v5`, `Standard_ND96isr_H200_v5`.
     """
+    if all(len(cell) <= width for cell in cells):  # also a column without a name and text, which has no width
+        return [[cell] for cell in cells]
     for head in range(width - 1, -1, -1):
         fitted = {cell: _fit(cell, width, head=head) for cell in cells}
         if len(set(fitted.values())) == len(fitted):

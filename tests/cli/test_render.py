@@ -24,6 +24,11 @@ def test_name_that_no_cut_tells_apart_is_wrapped() -> None:
     assert _fit_column(cells, 4) == [["aaaa", "1bbb", "b"], ["aaaa", "2bbb", "b"]]
 
 
+def test_column_without_name_and_text_takes_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["A", "", "B"], [["1", "", "2"]])
+    assert capsys.readouterr().out == "A    B\n1    2\n"
+
+
 def test_table_without_rows_shows_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(["A", "B"], [])
     assert capsys.readouterr().out == "A  B\n"
