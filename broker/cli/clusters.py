@@ -121,7 +121,10 @@ def cancel(
     found = find_up(context, cluster)
 
     async def end() -> list[int]:
-        live = [run.id for run in await context.gang.list_runs(found) if not run.status.is_terminal]
+        runs = await context.gang.list_runs(found)
+        live = [run.id for run in runs if not run.status.is_terminal]
+        for run_id in set(run_ids or []) - {run.id for run in runs}:
+            print_note(f"there is no run {run_id} on `{cluster}`")
         wanted = live if everything else [each for each in run_ids or [] if each in live]
         for run_id in wanted:
             await context.gang.cancel(found, run_id)

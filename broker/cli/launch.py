@@ -10,7 +10,6 @@ import typer
 
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up, follow_unless
-from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
@@ -54,10 +53,7 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
 
 def launch(
     entrypoint: options.Entrypoint,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", "-c", help="The cluster's name.", autocompletion=complete_clusters),
-    ] = None,
+    cluster: options.ClusterOption = None,
     name: options.Name = None,
     workdir: options.Workdir = None,
     infra: options.Infra = None,
@@ -107,9 +103,8 @@ def launch(
     (one,) = fill_buckets([one])
     try:
         with show_wait(f"bringing up `{wanted}`", is_told=False) as bar:
-            run_id = asyncio.run(
-                _launch(context, wanted, one, plan, autostop, bar, hedge=hedge, is_patient=retry_until_up)
-            )
+            work = _launch(context, wanted, one, plan, autostop, bar, hedge=hedge, is_patient=retry_until_up)
+            run_id = asyncio.run(work)
     except KeyboardInterrupt:
         tell_what_is_left(context, wanted)
         raise typer.Exit(130) from None

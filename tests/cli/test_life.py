@@ -52,6 +52,7 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
 
     shell.run("exec", "dev", shell.write("long.yaml", LONG), "--detach-run")
     assert "run 3 is cancelled" in shell.run("cancel", "dev", "--all").stdout
+    assert "no run 99 on `dev`" in shell.run("cancel", "dev", "99").stderr
     shell.wait_until(lambda: shell.read_json("queue", "dev")[-1]["status"] == "CANCELLED", "run 3 has ended")
 
     assert shell.run("ssh", "dev-1", "--", "cat", "kept").stdout == "kept\n"
