@@ -34,7 +34,7 @@ MEANING = {
     JobStatus.PENDING: "waits: for the jobs it needs, or for a place that has room",
     JobStatus.STARTING: "is getting its machines",
     JobStatus.RUNNING: "runs",
-    JobStatus.RECOVERING: "has lost its machines; the old ones are being confirmed gone, then it starts on new ones",
+    JobStatus.RECOVERING: "is being restarted: on its machines where they are well, else on new ones",
     JobStatus.CANCELLING: "was cancelled; its machines are being taken down",
     JobStatus.SUCCEEDED: "ran to its end",
     JobStatus.CANCELLED: "was cancelled",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from broker.clock import Clock
-from broker.errors import BrokerError, CloudError
+from broker.errors import BrokerError, CloudError, InvalidRequestError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.burial import Undertaker
 from broker.jobs.gang import Gang, GangReport, get_run_id
@@ -22,10 +22,10 @@ from broker.jobs.judgement import list_lost_ranks
 from broker.jobs.watch import list_answering
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
+from broker.storage.mounts import add_mounts
 from broker.types import Attempt, Cluster, ClusterStatus, Job, Node, NodeState
 
 KEPT_S_MAX = 1800.0  # longer only after the wall clock was set back
-LIST_AGE_S_MAX = 5.0
 
 
 class Kept(StrEnum):
@@ -67,13 +67,16 @@ class InPlace:
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         try:
             answering = list_answering(report, cluster)
-            cluster = await self._provisioner.refresh(cluster, age_s_max=LIST_AGE_S_MAX, answering=answering)
+            # Asked for now: an older list lacks a node that was just made, and would make it look gone.
+            cluster = await self._provisioner.refresh(cluster, answering=answering)
         except CloudError:
             return Kept.WAITING
         if not has_ended(report):
             await self._end_program(attempt, cluster)
         if list_lost_ranks(cluster.nodes) or self._replacing is not None:
             return self._replace(job, cluster)
+        if report.unreachable and not await self._prepare(job, cluster, report.unreachable):
+            return Kept.GIVEN_UP
         if report.unreachable or not has_ended(report) or not are_running(cluster.nodes):
             return Kept.WAITING
         await self._undertaker.copy_log(attempt, cluster)
@@ -120,6 +123,17 @@ class InPlace:
             )
         )
         return Kept.WAITING
+
+    async def _prepare(self, job: Job, cluster: Cluster, ranks: Sequence[int]) -> bool:
+        """Put the agent on nodes that do not answer, as new ones have none. False where the task's files are gone."""
+        silent = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.rank in ranks))
+        try:
+            await self._gang.prepare(silent, add_mounts(job.task))
+        except InvalidRequestError:
+            return False
+        except CloudError:
+            pass  # it boots; asked again at the next look
+        return True
 
     async def _end_program(self, attempt: Attempt, cluster: Cluster) -> None:
         try:

@@ -225,6 +225,8 @@ class Asker:
             token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
             spec=wanted.make_spec(placement),
+            # A gang is of one account: a login for another one cannot see, and not end, what is there already.
+            account=next((node.account for node in cluster.nodes if node.account), "") if is_addition else "",
         )
         with self._store.transaction():
             current = self._store.get_cluster(cluster.name)

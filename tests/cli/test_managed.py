@@ -96,6 +96,26 @@ def test_nodes_lost_while_the_daemon_is_dead_are_replaced_and_no_step_runs_twice
         assert word in story
 
 
+def test_one_node_that_is_lost_is_replaced_beside_the_others_and_the_program_restarted_on_all(shell: Shell) -> None:
+    held = hold(shell)
+    text = COUNT.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")
+    shell.run("jobs", "launch", shell.write("count.yaml", text), "--yes", "--detach-run")
+    wait_for_step(shell, 5)
+    shell.run("local", "preempt", "count", "--node", "1")
+    held.unlink()
+    job = wait_for_end(shell)
+    assert job["status"] == "SUCCEEDED"
+    assert len({each["cluster"] for each in job["attempts"]}) == 1  # type: ignore[attr-defined]
+    ledger = read_ledger(shell)
+    attempts = [attempt for attempt, _ in ledger]
+    assert attempts == sorted(attempts) and set(attempts) == {1, 2}, "one attempt after the other"
+    assert {step for _, step in ledger} == set(range(1, 41))
+    story = shell.run("jobs", "events", "1").stdout
+    assert "1 of 2 nodes are kept while it is replaced" in story and "node 1 of job-1-" in story, story
+    log = shell.run("jobs", "logs", "1", "--no-follow").stdout
+    assert log.count("setting up") == 3, "on the first two nodes and on the new one"
+
+
 def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shell) -> None:
     held = hold(shell)
     shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")

@@ -113,6 +113,7 @@ class MachineGang:
         self._on_save = on_save
         self._on_lease = on_lease
         self._on_self_end = on_self_end
+        self._prepared: set[str] = set()  # nodes that have the agent
         self.runs: dict[tuple[str, int], MachineRun] = {}  # by cluster and run id
         self.runs_by_job: dict[int, list[MachineRun]] = {}
         self.told: dict[tuple[str, int], Process | None] = {}  # run -> who was told of its program's success
@@ -125,6 +126,7 @@ class MachineGang:
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         await self._reach(cluster)
+        self._prepared.update(node.id for node in list_live(cluster.nodes))
 
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
@@ -148,6 +150,8 @@ class MachineGang:
             await self._clock.sleep(self.silence_s)
             silent = self._find_silent(cluster)
         run = self.runs.get((cluster.name, run_id))
+        bare = (node.rank for node in list_live(cluster.nodes) if node.id not in self._prepared)
+        silent = tuple(sorted({*silent, *bare}))
         self._hear(cluster, silent)
         if run is None or len(silent) == len(list_live(cluster.nodes)):
             status = RunStatus.SETTING_UP

@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=jobs.started_beside_the_old_program, letters="S4", scene="hung program"),
     Mutant(plant=jobs.report_of_the_old_run_counts, letters="S11 S17", scene="killed ranks and headway"),
     Mutant(plant=jobs.nodes_given_back_at_every_restart, letters="S11", scene="hung program"),
-    Mutant(plant=jobs.restart_in_place_in_two_commits, letters="S11 S4", scene="hung program"),
+    Mutant(plant=jobs.restart_in_place_in_two_commits, letters="S11 S4 L2", scene="hung program"),
     Mutant(plant=jobs.survivors_given_back, letters="S11", scene="preemption"),
     Mutant(plant=jobs.needs_ignored, letters="S15", scene="a pipeline"),
     Mutant(plant=keeping.intents_not_durable, letters="S1", scene="a cluster beside a job"),
