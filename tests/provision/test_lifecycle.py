@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from broker.clouds.simulated import SimulatedCloud
-from broker.errors import AuthError, CapacityError, TransientError, UsageError
+from broker.errors import AccountError, AuthError, CapacityError, TransientError, UsageError
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
 from broker.types import (
     Autostop,
@@ -209,6 +209,22 @@ def test_a_cloud_that_is_not_set_up_any_more_is_named(stage: Stage) -> None:
     with pytest.raises(AuthError, match="simulated"):
         stage.run(lambda: without.refresh(cluster))
     assert not without.can_replace_node(cluster)
+
+
+def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Stage) -> None:
+    cluster = stage.up()
+    stage.cloud.preempt([cluster.nodes[1].id])
+
+    async def replace_it() -> Cluster:
+        await stage.world.clock.sleep(300.0)  # until the list tells of it
+        refreshed = await stage.provisioner.refresh(cluster)
+        stage.cloud.account = "account-2"
+        return await stage.provisioner.replace_node(refreshed, Task(), rank=1, check_budget=lambda: None)
+
+    with pytest.raises(AccountError, match="account-1"):
+        stage.run(replace_it)
+    assert [node.id for node in stage.world.list_live_nodes()] == [cluster.nodes[0].id]
+    assert not stage.world.store.list_open_intents("c")
 
 
 def test_a_node_asks_for_what_its_task_says(stage: Stage) -> None:
