@@ -26,6 +26,7 @@ from tests.simulation.records import (
 )
 from tests.simulation.starts import (
     check_s4_one_active_attempt,
+    check_s7_deaths_are_true,
     check_s7_no_start_after_a_cancel,
     check_s7_no_start_after_success,
     check_s7_no_start_after_the_end,
@@ -361,6 +362,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_s3_only_the_lost_are_collected,
         check_s3_records_outlive_nodes,
         check_s7_success_is_kept,
+        check_s7_deaths_are_true,
         check_s7_left_success_is_heard,
         check_s4_stale_writes,
         check_s7_ends_are_final,

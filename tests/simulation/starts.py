@@ -97,6 +97,21 @@ def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
         raise Violation("S17", f"{run.cluster} starts, and its program died before its first step")
 
 
+def check_s7_deaths_are_true(universe: Universe, event: Event) -> None:
+    """An exit code on record is one of the program itself, and not of a rank whose peer's machine was lost."""
+    if "attempts" not in event.written:
+        return
+    known = universe.memory.setdefault("deaths", set())
+    for key in universe.read(
+        "SELECT job_id, number FROM attempts WHERE json_extract(body, '$.returncode') IS NOT NULL"
+    ):
+        runs = universe.gang.runs_by_job.get(key[0], ())
+        run = next((each for each in runs if each.attempt == key[1]), None)
+        if key not in known and run is not None and not universe.gang.has_died(run):
+            raise Violation("S7", f"attempt {key[1]} of job {key[0]} counts as failed, and its program did not fail")
+        known.add(key)
+
+
 def note_moves(universe: Universe, event: Event) -> None:
     """A job that follows a deadline is moved to another place while it works."""
     if "attempts" in event.written and universe.follows_deadline:
