@@ -38,6 +38,7 @@ lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 trainers broker/runtime/agent*.py
 
 audit: $(INSTALLED) ## bandit over the code, pip-audit over what is installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[audit]'
