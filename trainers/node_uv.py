@@ -57,7 +57,7 @@ UV_NAMES = {
 }
 SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_NO_INDEX")
 INDEX_HINT = "name an index that the node reaches (`UV_DEFAULT_INDEX` in the task's `envs:`), or an image with torch"
-TRIES, RETRY_S, ANSWER_S = 3, 2.0, 60.0
+TRIES, RETRY_S, ANSWER_S = 3, 5.0, 60.0
 
 
 def read_settings(variables: Mapping[str, str]) -> dict[str, str]:

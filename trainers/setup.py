@@ -15,9 +15,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Mapping, Sequence
 
+from trainers import node_uv
 from trainers.node_gpus import TORCH, Accelerator, SetupError, choose_build, find_accelerator
 from trainers.node_pythons import PYTHON_OLDEST, Python, find_python, judge, show
 from trainers.node_uv import INDEX_HINT, find_uv, names_index, read_settings
@@ -117,14 +119,18 @@ def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str
 
 
 def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str]) -> None:
-    """In `folder`, so that no project file of the user's working folder counts."""
-    sys.stdout.flush()
-    code = subprocess.run(argv, cwd=folder, env=dict(settings), stderr=subprocess.STDOUT, check=False).returncode
-    if code:
-        raise SetupError(
-            f"`uv {' '.join(argv[1:3])}` failed with code {code}; its words are above",
-            INDEX_HINT,
-        )
+    """In `folder`, so that no project file of the user's working folder counts.
+
+    An index may be out of reach for a moment, and a setup that fails ends the job: tried again a few times.
+    """
+    code = 0
+    for attempt in range(node_uv.TRIES):
+        time.sleep(node_uv.RETRY_S * attempt)
+        sys.stdout.flush()
+        code = subprocess.run(argv, cwd=folder, env=dict(settings), stderr=subprocess.STDOUT, check=False).returncode
+        if code == 0:
+            return
+    raise SetupError(f"`uv {' '.join(argv[1:3])}` failed with code {code}; its words are above", INDEX_HINT)
 
 
 def link(python: Python, folder: Path, extras: Path | None, variables: Mapping[str, str]) -> None:

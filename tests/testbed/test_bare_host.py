@@ -68,7 +68,7 @@ def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) 
     log = stage.run("jobs", "logs", "1").stdout
     assert len(job.attempts) == 2 and "step 60/60" in log, log
     installs = [line for line in log.splitlines() if "trainers: installing torch" in line]
-    assert len(installs) == 4, log  # two hosts, and two after the preemption
+    assert len(installs) == len(stage.bridge.hosts) > len(first), log  # once on each, the replacement included
     resumed = re.search(r"^step (\d+)/60  resumed", log, re.MULTILINE)
     assert resumed and int(resumed[1]) >= 5, log
 
