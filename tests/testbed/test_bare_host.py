@@ -29,6 +29,21 @@ done
 for name in python uv; do command -v "$name" >/dev/null && echo "has $name"; done
 true
 """
+# Python imports it at its start. The first node stays up to 5 s at each step until it is released, so that the
+# run does not end before the new host has installed torch, however fast the machine is.
+HOLD = """\
+import os, sys, time
+if "trainers.lm" in sys.orig_argv and os.environ.get("SKYPILOT_NODE_RANK") == "0":
+    from trainers.progress import Progress
+    report = Progress.report
+    def report_and_stay(self, **values):
+        report(self, **values)
+        for _ in range(50 if values.get("loss") is not None else 0):
+            if os.path.exists("released"):
+                break
+            time.sleep(0.1)
+    Progress.report = report_and_stay
+"""
 PATIENCE_S = 900.0  # several hosts install at once, on processors that others may use
 
 
@@ -42,11 +57,11 @@ def stage(tmp_path: Path, metadata: MetadataServer) -> Iterator[Stage]:
         yield stage
 
 
-def launch(stage: Stage, template: str, model: str) -> None:
+def launch(stage: Stage, template: str, model: str, *options: str) -> None:
     place = ("--infra", "aws/us-east-1/us-east-1a", "--instance-type", "m5.large")
     envs = ("--env", "UV_DEFAULT_INDEX", "--env", "AWS_REGION=us-east-1", "--env", f"MODEL={model}")
     stage.run(
-        "jobs", "launch", str(ROOT / "task_templates" / template), *place, *BUCKET_LOGIN, *envs, "--yes", "-d"
+        "jobs", "launch", str(ROOT / "task_templates" / template), *place, *BUCKET_LOGIN, *envs, *options, "--yes", "-d"
     )  # fmt: skip
 
 
@@ -74,8 +89,11 @@ def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) 
 
 
 def test_elastic_run_takes_in_a_bare_host_for_a_lost_one(stage: Stage) -> None:
-    launch(stage, "elastic.yaml", "--train.batch 24 --train.steps 1500 --checkpoint.every_steps 200")
-    stage.wait_for_step(5)
+    folder = stage.folder / "work"
+    (folder / "sitecustomize.py").write_text(HOLD)
+    hold = ("--workdir", str(folder), "--env", "PYTHONPATH=/home/ubuntu/sky_workdir")
+    launch(stage, "elastic.yaml", "--train.batch 24 --train.steps 200 --checkpoint.every_steps 50", *hold)
+    stage.wait_for_step(2)
     first = stage.list_by_rank()
     stage.bridge.preempt(first[2], notice_s=0)
 
@@ -84,5 +102,6 @@ def test_elastic_run_takes_in_a_bare_host_for_a_lost_one(stage: Stage) -> None:
         return log.count("trainers: torch") == 4 and log.count("ranks 3") > log.count("started  ranks 3")
 
     stage.wait_until(is_taken_in, "the new host trains with the others")
+    stage.bridge.hosts[first[0]].execute("touch", "/home/ubuntu/sky_workdir/released")
     job = stage.finish()
     assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.tell()
