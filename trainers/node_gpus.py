@@ -67,18 +67,33 @@ def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
 
 
 def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
-    """Ask `nvidia-smi`, else the driver's own file. None where there is no driver."""
+    """Ask `nvidia-smi`, else the driver's own file. None where there is no driver.
+
+    Raises SetupError where `nvidia-smi` fails on a node that should have GPUs: nothing that is installed helps there.
+    """
     program = shutil.which("nvidia-smi", path=variables.get("PATH"))
     if program:
-        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_S, check=False)
-        fields = [field.strip() for field in done.stdout.partition("\n")[0].split(",")]
-        if done.returncode == 0 and len(fields) == 3:
+        said, is_well = query(program)
+        fields = [field.strip() for field in said.partition("\n")[0].split(",")]
+        if is_well and len(fields) == 3:
             return Accelerator("cuda", fields[0], read_version(fields[1]), read_version(fields[2]))
+        if variables.get("SKYPILOT_NUM_GPUS_PER_NODE") and "BROKER_NODE_DIR" not in variables:
+            last = said.strip().rpartition("\n")[2]
+            raise SetupError(f"`nvidia-smi` fails on this node: {last}", "its driver or a GPU is out of order")
     if NVIDIA_VERSION.exists():
         words = NVIDIA_VERSION.read_text(encoding="ascii", errors="replace").partition("\n")[0].split()
         drivers = [read_version(word) for word in words if word.count(".") and word[0].isdigit()]
         return Accelerator("cuda", "NVIDIA GPU", drivers[0] if drivers else ())
     return None
+
+
+def query(program: str) -> tuple[str, bool]:
+    """What `nvidia-smi` says, and whether it succeeds."""
+    try:
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error), False
+    return done.stdout if done.returncode == 0 else done.stdout + done.stderr, done.returncode == 0
 
 
 def is_without_driver() -> bool:

@@ -82,6 +82,15 @@ def test_gpu_is_what_nvidia_smi_says(tmp_path: Path) -> None:
     assert find_accelerator({**asked, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}) == CPU, "the task asks for none"
 
 
+def test_node_whose_driver_fails_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    write_nvidia_smi(tmp_path, "NVIDIA-SMI has failed: no communication with the driver", code=9)
+    asked = {"PATH": str(tmp_path), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    with pytest.raises(SetupError, match="`nvidia-smi` fails on this node: NVIDIA-SMI has failed"):
+        find_accelerator(asked)
+    assert find_accelerator({**asked, "BROKER_NODE_DIR": "/n"}) == CPU
+    assert find_accelerator({"PATH": str(tmp_path)}) == CPU, "an image for GPUs on a node without any"
+
+
 def test_node_without_the_gpus_that_were_asked_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.node_gpus.PCI", tmp_path / "pci")
     asked = {"PATH": str(tmp_path), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
