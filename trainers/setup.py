@@ -31,6 +31,10 @@ LINKS = {"python": "", "python3": "", "pip": "-m pip", "torchrun": "-m torch.dis
 HERE_HINT = (
     "run `pip install 'intercloud-broker[train]'` where broker is installed: nodes of this machine use its Python"
 )
+PYTHON_HINT = (
+    f"choose an image with Python {show(PYTHON_OLDEST)} or newer, or let the node reach GitHub, where uv finds one "
+    "(`UV_PYTHON_INSTALL_MIRROR` in the task's `envs:` names a mirror)"
+)
 COMPLETE = "complete"
 
 
@@ -88,7 +92,9 @@ def install(found: Accelerator, folder: Path | None, variables: Mapping[str, str
     shutil.rmtree(venv, ignore_errors=True)
     cache = folder / "cache"  # on the same disk: files are linked, not copied
     settings = {**settings, "UV_CACHE_DIR": str(cache), **({"UV_TORCH_BACKEND": build} if build else {})}
-    run_uv([uv, "venv", "--python", f">={show(PYTHON_OLDEST)},<{PYTHON_NEWEST}", str(venv)], folder, settings)
+    run_uv(
+        [uv, "venv", "--python", f">={show(PYTHON_OLDEST)},<{PYTHON_NEWEST}", str(venv)], folder, settings, PYTHON_HINT
+    )
     packages = [*PACKAGES, BUCKETS] if keeps_in_bucket(variables) else list(PACKAGES)
     run_uv([uv, "pip", "install", "--python", str(venv / "bin/python"), *packages], folder, settings)
     python, reason = judge(str(venv / "bin/python"), found)
@@ -118,7 +124,7 @@ def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str
     return extras
 
 
-def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str]) -> None:
+def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint: str = INDEX_HINT) -> None:
     """In `folder`, so that no project file of the user's working folder counts.
 
     An index may be out of reach for a moment, and a setup that fails ends the job: tried again a few times.
@@ -130,7 +136,7 @@ def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str]) -> No
         code = subprocess.run(argv, cwd=folder, env=dict(settings), stderr=subprocess.STDOUT, check=False).returncode
         if code == 0:
             return
-    raise SetupError(f"`uv {' '.join(argv[1:3])}` failed with code {code}; its words are above", INDEX_HINT)
+    raise SetupError(f"`uv {' '.join(argv[1:3])}` failed with code {code}; its words are above", hint)
 
 
 def link(python: Python, folder: Path, extras: Path | None, variables: Mapping[str, str]) -> None:

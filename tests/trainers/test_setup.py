@@ -171,7 +171,7 @@ def test_python_that_only_another_name_leads_to_becomes_python(tmp_path: Path) -
 FAKE_UV = """\
 echo "$UV_TORCH_BACKEND $*" >> "$HOME/calls"
 [ "$1" = venv ] && for each; do last=$each; done && mkdir -p "$last/bin" && cp "$HOME/made" "$last/bin/python"
-[ "$1 $FAILS" = "pip 1" ] && exit 3
+[ "$1" = "$FAILS" ] && exit 3
 case "$*" in *--target*) while [ "$1" != --target ]; do shift; done; mkdir -p "$2" ;; esac
 exit 0
 """
@@ -209,9 +209,15 @@ def test_torch_is_installed_once_where_no_python_has_it(tmp_path: Path, index: P
 
 def test_installation_that_was_interrupted_is_done_again(tmp_path: Path, index: Path) -> None:
     with pytest.raises(SetupError, match="failed with code 3"):
-        run_setup(tmp_path, SYSTEM, UV_DEFAULT_INDEX=f"file://{index}", FAILS="1")
+        run_setup(tmp_path, SYSTEM, UV_DEFAULT_INDEX=f"file://{index}", FAILS="pip")
     run_setup(tmp_path, SYSTEM, UV_DEFAULT_INDEX=f"file://{index}")
     assert [call.split()[0] for call in read_calls(tmp_path)] == ["venv", *["pip"] * node_uv.TRIES, "venv", "pip"]
+
+
+def test_node_that_gets_no_python_is_told_of_python_not_of_an_index(tmp_path: Path, index: Path) -> None:
+    with pytest.raises(SetupError, match="`uv venv") as caught:
+        run_setup(tmp_path, SYSTEM, UV_DEFAULT_INDEX=f"file://{index}", FAILS="venv")
+    assert "UV_PYTHON_INSTALL_MIRROR" in caught.value.hint
 
 
 @pytest.mark.parametrize(
