@@ -20,6 +20,7 @@ from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
@@ -33,6 +34,7 @@ AGENT_FILES = (
     "agent_lease.py",
     "agent_link.py",
     "agent_notice.py",
+    "agent_paths.py",
     "agent_run.py",
     "agent_wire.py",
 )
@@ -75,7 +77,7 @@ class Gang:
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
+        """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files stay."""
         await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
@@ -84,6 +86,8 @@ class Gang:
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
+        if needs_trainers(task):
+            await send_trainers(self._transport, node)
         if task.workdir:
             await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
         for target, source in task.file_mounts.items():
@@ -119,6 +123,7 @@ class Gang:
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],
             "image": image,
+            "trainers": pack_trainers().name if needs_trainers(task) else None,
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
