@@ -67,6 +67,7 @@ class AwsCloud:
         self._sweeper = Sweeper(self._clients)
         self._regions: tuple[float, Sequence[str]] = (0.0, ())
         self._regions_by_id: dict[str, str] = {}
+        self._listable: set[str] = set()  # regions whose newest list was answered
         self._account = ""
         self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
 
@@ -102,6 +103,8 @@ class AwsCloud:
                 f"region {region} is off in this account",
                 hints=(f"Turn it on with `aws account enable-region --region-name {region}`.",),
             )
+        if region not in self._listable:  # make nothing where we could not see it, nor end it
+            await self._list_region(region, request.owner)
         with translated(is_create=True):
             try:
                 instances = await self._launcher.launch(request)
@@ -165,8 +168,10 @@ class AwsCloud:
         return known
 
     async def _list_region(self, region: str, owner: str) -> Sequence[Node]:
+        self._listable.discard(region)
         with translated():
             instances = await self._launcher.find_instances(region, tags.match_tags(owner=owner))
+        self._listable.add(region)
         return self._remember(await self._read_nodes(instances, region))
 
     async def _read_nodes(self, instances: Sequence[Mapping[str, Any]], region: str) -> Sequence[Node]:
