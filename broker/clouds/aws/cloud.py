@@ -48,7 +48,7 @@ def has_login() -> bool:
 
 
 class AwsCloud:
-    """Cloud, HasAccounts, CanStop and CanSweep."""
+    """Cloud, HasAccounts, CanStop, CanSweep and RenewsAccess."""
 
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
@@ -145,6 +145,16 @@ class AwsCloud:
             await self._change_all("start_instances", ids)
         except CapacityError as error:
             raise CapacityError(error.message, hints=(START_HINT,)) from error
+
+    async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        has_changed = False
+        for region, owner, cluster in sorted({(node.region, node.owner, node.cluster) for node in nodes}):
+            ids = [node.id for node in nodes if (node.region, node.owner, node.cluster) == (region, owner, cluster)]
+            with translated():
+                found = await self._launcher.find_instances(region, [{"Name": "instance-id", "Values": ids}])
+                if any(node.state is NodeState.RUNNING for node in await self._read_nodes(found, region)):
+                    has_changed |= await self._launcher.renew_access(region, owner=owner, cluster=cluster)
+        return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         with translated():

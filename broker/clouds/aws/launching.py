@@ -61,6 +61,9 @@ class Launcher:
                 raise await self._quotas.explain(request.placement, translate(refusal).message) from refusal
             raise
 
+    async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
+        return await self._network.renew_access(region, owner=owner, cluster=cluster)
+
     async def find_instances(self, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Instance]:
         found = await self._clients.read_all(region, "describe_instances", "Reservations", Filters=list(filters))
         return [instance for reservation in found for instance in reservation["Instances"]]

@@ -39,7 +39,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 
 
 class GcpCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep. A token gives its gang's names: what is asked for twice is found again."""
+    """Cloud, CanStop, CanPrepare, CanSweep, RenewsAccess. A token names its gang: asked for twice, it is found."""
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0
@@ -142,6 +142,14 @@ class GcpCloud:
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
         await self._each(ids, instances.start)
+
+    async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        has_changed = False
+        for node in {NodeId.parse(node.id).gang: node for node in nodes}.values():
+            seen = await self._look_again(node)
+            if seen is not None and seen.state is NodeState.RUNNING:
+                has_changed |= await self._launcher.renew_access(NodeId.parse(node.id), node.owner)
+        return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         """Firewall rules are all that a gang leaves behind; disks and addresses go with their instance."""
