@@ -36,6 +36,7 @@ class Launcher:
         """Instances as EC2 describes them. Raises CloudError and RefusedError; see `Cloud.create_nodes`."""
         offer = request.placement.offer
         data = pack_boot(request)
+        self._images.choose(offer, request.spec)  # before anything is asked for
         zones = (offer.zone, *request.placement.other_zones) if offer.zone else ()
         site, image, efa_count, *_ = await asyncio.gather(
             self._network.find_site(offer.region, *zones),
