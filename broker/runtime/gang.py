@@ -153,6 +153,7 @@ class Gang:
         silent = {node.id for node, answer in zip(live, found, strict=True) if answer is None}
         self._silent = (self._silent - {node.id for node in nodes}) | silent
         by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
+        await self._ask_again(live, run_id, by_rank)
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
@@ -168,6 +169,17 @@ class Gang:
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
         )
+
+    async def _ask_again(self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]) -> None:
+        """The head says last that a run has succeeded, so a node that said RUNNING was only asked before it ended.
+
+        Nodes answer in any order: without this a report could show a success in which some ranks still run.
+        """
+        if _read_run_status(by_rank.get(0)) is not RunStatus.SUCCEEDED:
+            return
+        late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
+        found = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
+        by_rank.update({node.rank: answer for node, answer in zip(late, found, strict=True) if answer is not None})
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
         """Until a node has something new since the last poll, `wake` is set, or the time is up.
@@ -290,6 +302,10 @@ def sort_nodes(cluster: Cluster) -> list[Node]:
 def list_live(nodes: Sequence[Node]) -> list[Node]:
     """Without those that the cloud has confirmed gone: a gang may go on without them."""
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
+
+
+def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
+    return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
