@@ -307,4 +307,5 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         tokens_per_s=number("tokens_per_s"),
         checkpoint_step=whole("checkpoint_step"),
         time_s=number("time_s") or number("time") or 0.0,
+        busy_s=number("busy_s"),
     )
