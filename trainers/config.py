@@ -105,7 +105,7 @@ class WatchdogConfig:
     """A run that hangs is ended, so that it can be started again."""
 
     timeout_s: float = knob(
-        600.0, "longest time for a step, and for a restore without a byte read by any rank; 0 waits for ever"
+        600.0, "longest time for a step, and for a restore without a byte read by any rank; 0 watches nothing at all"
     )
     start_s: float = knob(
         1800.0, "longest time for data, compilation and all else until the first step is done; 0 waits for ever"

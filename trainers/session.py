@@ -116,7 +116,7 @@ class Session:
             step=state.position.steps_done,
             event=event,
             checkpoint_step=checkpoints.step_committed,
-            busy_s=self.watchdog.start_s,
+            busy_s=config.watchdog.start_s,
             **({"ranks": ranks.world_size} if member else {}),
             startup_s=round(time.perf_counter() - STARTED_S, 3),
         )
@@ -149,7 +149,7 @@ class Session:
                 step=found.step,
                 event="restoring",
                 checkpoint_step=found.step,
-                busy_s=self.watchdog.timeout_s,
+                busy_s=self.config.watchdog.timeout_s or self.config.watchdog.start_s,
                 read_gb=round(found.read_bytes / 1e9, 3),
                 of_gb=round(found.wanted_bytes / 1e9, 3),
             )

@@ -37,15 +37,20 @@ class Watchdog:
     """Watches one process from `start` to `stop`; whoever makes headway calls `beat`."""
 
     def __init__(self, timeout_s: float, *, start_s: float | None = None) -> None:
-        """End the process when `timeout_s` pass without a beat, or `start_s` before the first one; 0 is no limit."""
+        """End the process when `timeout_s` pass without a beat, or `start_s` before the first one; 0 is no limit.
+
+        Without a limit for steps nothing is watched: whoever debugs a step has started it, too.
+        """
         self.timeout_s = timeout_s
-        self.start_s = timeout_s if start_s is None else start_s
+        self.start_s = timeout_s if start_s is None or not timeout_s else start_s
         self._is_over = threading.Event()
         self._is_watching = False
         self._beat = Beat(time_s=time.monotonic(), doing="starting", limit_s=self.start_s)
 
     def start(self) -> None:
         """Begin to watch."""
+        if not self.timeout_s:
+            return
         self._is_watching = True
         self.beat("starting", limit_s=self.start_s)
         self._arm_backstop()
@@ -56,7 +61,7 @@ class Watchdog:
 
         May be called at every step: it costs nothing while the limit stays. Called by any thread.
         """
-        limit_s = self.timeout_s if limit_s is None else limit_s
+        limit_s = self.timeout_s if limit_s is None or not self.timeout_s else limit_s
         is_changed = limit_s != self._beat.limit_s
         # One assignment: the watching thread must not see a new limit with an old time.
         self._beat = Beat(time_s=time.monotonic(), doing=doing, limit_s=limit_s)
@@ -66,6 +71,8 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer."""
         self._is_over.set()
+        if not self._is_watching:
+            return
         self._is_watching = False
         faulthandler.cancel_dump_traceback_later()
 

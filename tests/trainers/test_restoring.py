@@ -141,6 +141,10 @@ def test_start_has_a_limit_of_its_own_and_the_first_beat_ends_it(monkeypatch: py
     watchdog.beat("saving", limit_s=0.0)
     clock.now_s += 1e6
     assert watchdog.find_hang() is None
+    for off in (Watchdog(0.0, start_s=1800.0), Watchdog(0.0)):
+        off.beat("saving", limit_s=7200.0)
+        clock.now_s += 1e6
+        assert off.find_hang() is None
 
 
 def run_rank(rank: int, port: int, scenario: str, path: Path, answers: Any) -> None:
