@@ -45,6 +45,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent_container.py",
     "broker/runtime/agent_delivery.py",
     "broker/runtime/agent_files.py",
+    "broker/runtime/agent_flush.py",
     "broker/runtime/agent_follow.py",
     "broker/runtime/agent_gang.py",
     "broker/runtime/agent_lease.py",

@@ -29,6 +29,7 @@ AGENT_FILES = (
     "agent_container.py",
     "agent_delivery.py",
     "agent_files.py",
+    "agent_flush.py",
     "agent_follow.py",
     "agent_gang.py",
     "agent_lease.py",
@@ -54,7 +55,8 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 class GangReport:
     """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
 
-    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on.
+    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `flush`: while the program has
+    ended, but not all that it wrote lies in its bucket, what a node says about that.
     """
 
     status: RunStatus
@@ -65,6 +67,7 @@ class GangReport:
     run_id: int
     reason: str = ""
     advised: tuple[int, ...] = ()
+    flush: str = ""
 
 
 class Gang:
@@ -168,6 +171,7 @@ class Gang:
             run_id=run_id,
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
+            flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 
     async def _ask_again(self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]) -> None:
@@ -328,4 +332,5 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         tokens_per_s=number("tokens_per_s"),
         checkpoint_step=whole("checkpoint_step"),
         time_s=number("time_s") or number("time") or 0.0,
+        busy_s=number("busy_s"),
     )
