@@ -35,9 +35,7 @@ class Gang:
     async def poll(self, cluster: Cluster, run_id: int) -> Any:
         self.looks += 1
         has_ended = self._clock.time_s >= START_S + self._ends_after_s
-        return SimpleNamespace(
-            status=RunStatus.CANCELLED if has_ended else RunStatus.RUNNING, unreachable=self._silent
-        )
+        return SimpleNamespace(status=RunStatus.CANCELLED if has_ended else RunStatus.RUNNING, unreachable=self._silent)
 
 
 def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[Node, ...]) -> float:

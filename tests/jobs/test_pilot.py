@@ -13,6 +13,8 @@ from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
 from tests.jobs.test_deadline import DEAR, TASK, make_moving_stage, plan_of
 from tests.state.test_rows import START_S, Hands
 
+FULL = 2  # SQLite's number of `synchronous`
+
 
 def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_while_its_nodes_live(
     tmp_path: Path,
@@ -20,7 +22,7 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
     stage = make_moving_stage(tmp_path)
     world = stage.world
     told: list[tuple[JobStatus, str, int]] = []
-    stored: set[tuple[JobStatus, str]] = set()  # what a crash could leave, while there is one attempt
+    stored: dict[tuple[JobStatus, str], int] = {}  # what a crash could leave of the first attempt -> how durable
     cancel, commit = world.gang.cancel, type(world.store)._commit
 
     def read() -> tuple[JobStatus, str]:
@@ -32,15 +34,17 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
         await cancel(cluster, run_id)
 
     def note_commit() -> None:
+        level = world.store._rows("PRAGMA synchronous")[0][0]
         commit(world.store)
         if len(world.get_job().attempts) == 1:
-            stored.add(read())
+            stored.setdefault(read(), level)
 
     world.gang.cancel = note_cancel  # type: ignore[method-assign]
     world.store._commit = note_commit  # type: ignore[method-assign]
     stage.run()
     assert told == [(JobStatus.RECOVERING, "moved", 2)]
     assert (JobStatus.RUNNING, "moved") not in stored and (JobStatus.RUNNING, "") in stored
+    assert stored[JobStatus.RECOVERING, "moved"] == FULL
 
 
 def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_most(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerError, StateError, TransientError
+from broker.errors import BrokerError, FencedError, StateError, TransientError
 from broker.provision.adoption import Deed, decide
 from broker.state.restoring import ATTEMPTS_SKIPPED, find_copy, reset, restore
-from broker.types import Attempt, ClusterStatus, Job, JobStatus, Node, NodeState, Placement, Task
+from broker.types import Attempt, ClusterStatus, Job, JobStatus, Node, NodeList, NodeState, Placement, Task
 from tests.simulation.world import OWNER, World, make_offer
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -212,6 +212,21 @@ def test_an_empty_list_alone_does_not_settle_that_nothing_runs(world: World) -> 
     world.cloud.black_out(30.0)
     drive(world)
     assert world.get_job().status is JobStatus.SUCCEEDED and world.gang.starts == 1
+
+
+def test_a_daemon_that_is_replaced_adopts_nothing_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cloud does not tell now is asked again later; that another daemon leads is no such answer."""
+    world.store.forget_adoptions()
+
+    async def fail(owner: str) -> NodeList:
+        raise error
+
+    monkeypatch.setattr(world.cloud, "list_nodes", fail)
+    error: BrokerError = TransientError("no answer")
+    world.clock.run(world.make_provisioner().adopt)
+    error = FencedError("another daemon leads")
+    with pytest.raises(FencedError):
+        world.clock.run(world.make_provisioner().adopt)
 
 
 def test_a_copy_is_checked_before_it_replaces_anything(world: World) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from broker.clouds.simulated import SimulatedCloud
-from broker.errors import AuthError, CapacityError, TransientError, UsageError
+from broker.clouds.simulated import Market, SimulatedCloud
+from broker.errors import AuthError, BrokerError, CapacityError, TransientError, UsageError
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
+from broker.provision.nodes import LOOK_S_MAX
 from broker.types import (
     Autostop,
     Cluster,
@@ -138,6 +140,47 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
     assert not stage.world.store.list_clusters(), "nothing is left of it"
     assert stage.up(retry_until_up=True, on_event=told.append).status is ClusterStatus.UP
     assert any("trying again in" in line for line in told)
+
+
+@pytest.mark.parametrize("error", [AuthError("the login has expired"), UsageError("taken down")])
+def test_a_search_that_is_told_to_go_on_ends_all_the_same_where_no_later_answer_would_differ(
+    stage: Stage, error: BrokerError
+) -> None:
+    calls: list[str] = []
+
+    async def create_nodes(request: NodeRequest) -> Sequence[Node]:
+        calls.append(request.token)
+        raise error
+
+    stage.cloud.create_nodes = create_nodes  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        stage.up(retry_until_up=True)
+    assert len(calls) == 1
+
+
+def test_looks_at_nodes_that_stop_or_end_come_less_and_less_often_down_to_one_in_five_seconds(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.up()
+    listed_s: list[float] = []
+    list_nodes = stage.cloud.list_nodes
+
+    async def note(owner: str) -> Any:
+        listed_s.append(stage.world.clock.now_s())
+        return await list_nodes(owner)
+
+    monkeypatch.setattr(stage.cloud, "list_nodes", note)
+    stage.cloud.lag_s = 120.0
+    stage.run(lambda: stage.provisioner.stop("c"))
+    stops = [later - earlier for earlier, later in pairwise(listed_s)]
+    listed_s.clear()
+    stage.cloud.stopped_at_s, stage.cloud.market = None, Market(terminate_s=120.0)
+    stage.run(lambda: stage.provisioner.down("c"))
+    ends = [later - earlier for earlier, later in pairwise(listed_s)]
+    for pauses in (stops, ends):
+        assert pauses[0] < 0.2 and pauses[-1] == max(pauses) == pytest.approx(LOOK_S_MAX, abs=0.1)
+        assert all(later >= earlier - 0.05 for earlier, later in pairwise(pauses)), "calls take a moment too"
+        assert len(pauses) > 30
 
 
 def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: Stage) -> None:
