@@ -164,11 +164,11 @@ def test_a_log_that_another_deletes_meanwhile_keeps_no_other_from_being_forgotte
         path = folder / f"{number}.log"
         path.touch()
         os.utime(path, (START_S, START_S))
-    act = getattr(Path, step)
+    act, unlink = getattr(Path, step), Path.unlink
 
     def lose(path: Path, **options: Any) -> Any:
         if path.name == "92.log":
-            os.unlink(path)
+            unlink(path)
         return act(path, **options)
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""How a policy's word is carried out: a program is moved as before a preemption, and thought about at a bounded rate."""
+"""How a policy's word is carried out: a program is moved as before a preemption, and looked at at a bounded rate."""
 
 from __future__ import annotations
 
