@@ -162,6 +162,24 @@ def test_a_restored_copy_from_before_the_start_takes_the_running_attempt_up(worl
     assert not world.list_live_nodes()
 
 
+def test_what_is_taken_up_is_ours_and_a_job_that_waited_is_no_longer_told_to_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back(world, world.early_copy)  # type: ignore[attr-defined]
+    assert world.get_job().status is JobStatus.PENDING
+    list_nodes = world.cloud.list_nodes
+
+    async def list_all(owner: str) -> NodeList:
+        """As a cloud would whose tags say nothing of owners to its lists."""
+        listed = await list_nodes(owner)
+        other = make_node(0, cluster="dev", attempt=1, token="x", owner="somebody else")
+        return replace(listed, nodes=(*listed.nodes, other))
+
+    monkeypatch.setattr(world.cloud, "list_nodes", list_all)
+    assert world.clock.run(world.make_provisioner().adopt) == [world.get_job().attempts[0].cluster]
+    assert world.get_job().status is JobStatus.STARTING
+
+
 def test_a_restored_copy_of_an_earlier_attempt_takes_the_newest_one_up(world: World) -> None:
     first = world.store.copy()
     world.cloud.preempt([world.list_live_nodes()[0].id])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from broker.clouds.simulated import Market, SimulatedCloud
+from broker.clouds.simulated import FaultRates, Market, SimulatedCloud
 from broker.errors import AuthError, BrokerError, CapacityError, TransientError, UsageError
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
 from broker.provision.nodes import LOOK_S_MAX
@@ -228,6 +228,69 @@ def test_what_cannot_be_stopped_or_is_not_there_is_refused_with_a_hint(tmp_path:
         plain.clock.run(lambda: provisioner.stop("c"))
     assert "broker down c" in caught.value.hints[0]
     assert provisioner.hint_console(plain.store.list_clusters()[0], "n") is None
+
+
+def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_on_the_disk(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster without its intent would be ended by nobody; an intent that a power cut opens again costs a search."""
+    store = stage.world.store
+    commit, close = type(store)._commit, type(store).close_intent
+    coming: list[bool] = []
+    closed: list[tuple[str, int]] = []
+
+    def note_commit() -> None:
+        commit(store)
+        cluster = store.get_cluster("c")
+        if cluster is not None and cluster.status is ClusterStatus.INIT:
+            coming.append(bool(store.list_open_intents("c")))
+
+    def note_close(token: str, outcome: str) -> None:
+        closed.append((outcome, store._rows("PRAGMA synchronous")[0][0]))
+        close(store, token, outcome)
+
+    monkeypatch.setattr(store, "_commit", note_commit)
+    monkeypatch.setattr(store, "close_intent", note_close)
+    stage.cloud.faults = FaultRates(partial=1.0)
+    with pytest.raises(CapacityError):
+        stage.up(plan=make_plan(stage.world.task, "east1a"))
+    assert coming[0] is True
+    assert closed == [("terminated", 2)], "2 is SQLite's number of FULL"
+
+
+def test_a_node_that_replaces_a_lost_one_is_in_the_record_and_none_is_made_for_a_cluster_that_was_taken_down(
+    stage: Stage,
+) -> None:
+    first = stage.up()
+    stage.cloud.preempt([first.nodes[1].id])
+    lost = stage.run(lambda: stage.provisioner.refresh(first))
+
+    def replace_lost() -> Cluster:
+        work = stage.provisioner.replace_node
+        return stage.run(lambda: work(lost, stage.world.task, rank=1, check_budget=lambda: None))
+
+    again = replace_lost()
+    assert again == stage.get() and again.nodes[0].id == first.nodes[0].id != again.nodes[1].id != first.nodes[1].id
+    assert [(node.rank, node.state) for node in again.nodes] == [(0, NodeState.RUNNING), (1, NodeState.RUNNING)]
+    stage.run(lambda: stage.provisioner.down("c"))
+    with pytest.raises(UsageError, match="taken down"):
+        replace_lost()
+    assert not stage.world.list_live_nodes() and not stage.world.store.list_open_intents()
+
+
+def test_an_adapter_whose_lists_name_no_account_takes_none_from_the_record(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = stage.up()
+    list_nodes = stage.cloud.list_nodes
+
+    async def list_without(owner: str) -> Any:
+        listed = await list_nodes(owner)
+        return replace(listed, account="", nodes=tuple(replace(node, account="") for node in listed.nodes))
+
+    monkeypatch.setattr(stage.cloud, "list_nodes", list_without)
+    refreshed = stage.run(lambda: stage.provisioner.refresh(cluster))
+    assert [node.account for node in refreshed.nodes] == ["account-1", "account-1"]
 
 
 def test_a_console_is_hinted_at_for_nodes_of_the_cluster_only(stage: Stage) -> None:
