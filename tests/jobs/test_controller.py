@@ -195,7 +195,8 @@ def test_a_job_whose_agents_answer_goes_on_whatever_lists_leave_out(world: World
     assert f"{list_names(world)[0]} step 290\n" in log, "its log is copied meanwhile"
 
 
-def test_a_gang_that_works_keeps_its_lease_though_no_list_answers(world: World) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_gang_that_works_keeps_its_lease_whether_lists_answer_or_not(world: World, is_listed: bool) -> None:
     controller = begin(world)
     begun_s, renewed_s = world.clock.now_s(), list[float]()
 
@@ -206,7 +207,8 @@ def test_a_gang_that_works_keeps_its_lease_though_no_list_answers(world: World) 
         raise TransientError("no answer")
 
     world.gang.renew_lease = renew  # type: ignore[method-assign]
-    world.cloud.list_nodes = fail  # type: ignore[method-assign]
+    if not is_listed:
+        world.cloud.list_nodes = fail  # type: ignore[method-assign]
     watch(world, controller, 400.0)
     assert len(renewed_s) >= 3 and max(b - a for a, b in pairwise([0.0, *renewed_s, 400.0])) < 150.0, renewed_s
 

@@ -237,13 +237,13 @@ def test_a_collector_that_is_replaced_ends_nothing_more(stage: Stage) -> None:
     stage.failure = FencedError("another daemon leads")
     stage.put_cluster("up")
     stage.put_intent("up", "t1")
-    stage.put_cluster("going", ClusterStatus.TERMINATING)
     with pytest.raises(FencedError):
         stage.collect()
     stage.store.close_intent("t1", "refused")
+    stage.put_cluster("going", ClusterStatus.TERMINATING)
     with pytest.raises(FencedError):
         stage.collect()
-    stage.cloud.failure = stage.failure
+    stage.cloud.failure, stage.failure = stage.failure, None
     with pytest.raises(FencedError):
         stage.collect()
     assert (stage.downed, stage.buried) == ([], [])
