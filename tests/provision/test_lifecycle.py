@@ -309,6 +309,16 @@ def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing
     assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
 
 
+def test_nodes_that_were_seen_to_end_need_no_list_of_their_region_any_more(stage: Stage) -> None:
+    cluster = stage.up()
+    stage.cloud.preempt([node.id for node in cluster.nodes])
+    stage.run(lambda: stage.provisioner.refresh(cluster))
+    stage.cloud.silent_regions["east1"] = TransientError("no answer")
+    stage.run(lambda: stage.provisioner.down("c"))
+    assert not stage.world.store.list_clusters()
+    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+
+
 def test_a_cloud_that_is_not_set_up_any_more_is_named(stage: Stage) -> None:
     cluster = stage.up()
     without = Provisioner({}, stage.world.store, clock=stage.world.clock, owner=OWNER)
