@@ -183,7 +183,8 @@ def round_batch(sequences: float) -> int:
     """The multiple of the largest power of two that is within `BATCH_SLACK`: `--batch 4M` at 4,096 is 1,024 sequences,
     for 977 can hardly be divided by ranks or micro-batches, and so would be slower than a smaller batch."""
     for power in range(24, 0, -1):
-        rounded = round(sequences / 2**power) * 2**power
+        unit = 1 << power
+        rounded = round(sequences / unit) * unit
         if rounded and abs(rounded - sequences) <= BATCH_SLACK * sequences:
             return rounded
     return max(1, round(sequences))
@@ -243,8 +244,8 @@ def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
         speedup = find_field_speedup(wish.training, first.layout)
         if speedup >= FIELD_WORTH:
             print_note(
-                f"note: the bundled trainer limits this: a program such as Megatron-LM is about {speedup:.1f} times as fast "
-                f"on the first option's {first.gpu_count:,} GPUs; `--trainer megatron` costs that"
+                f"note: the bundled trainer limits this: a program such as Megatron-LM is about {speedup:.1f} "
+                f"times as fast on the first option's {first.gpu_count:,} GPUs; `--trainer megatron` costs that"
             )
     if better := find_better_batch(wish.training, first.layout):
         tokens = show_amount(better[0] * wish.training.sequence)
