@@ -28,7 +28,7 @@ def simulate(
     entrypoint: options.Entrypoint,
     traces: Annotated[Path | None, typer.Option("--traces", help="A trace file, or a folder of them.")] = None,
     policy: Annotated[str | None, typer.Option("--policy", help="NAME,NAME,...; default: all.")] = None,
-    starts: Annotated[int, typer.Option("--starts", min=1, max=STARTS_MAX, help="Moments of submission.")] = 24,
+    starts: Annotated[int, typer.Option("--starts", min=1, max=STARTS_MAX, help="Moments of submission.")] = 16,
     optima: Annotated[
         int | None,
         typer.Option("--optima", min=0, help="For how many of them to find the optimum; default: by effort."),

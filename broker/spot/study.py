@@ -14,7 +14,7 @@ from broker.spot.replay import Case, Outcome, replay
 # The optimum's plan may cost at most about so much more than the best: its search is ten times as fast as at 0.02 %.
 OPTIMUM_TOLERANCE = 0.003
 # Changes of markets that the optimum is searched over where its count is left open: 1,000 take about 0.5 s.
-OPTIMA_CHANGES = 4_000
+OPTIMA_CHANGES = 2_500
 
 
 @dataclass(frozen=True, kw_only=True)
