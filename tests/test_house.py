@@ -50,6 +50,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent_lease.py",
     "broker/runtime/agent_link.py",
     "broker/runtime/agent_notice.py",
+    "broker/runtime/agent_paths.py",
     "broker/runtime/agent_run.py",
     "broker/runtime/agent_wire.py",
     "broker/clouds/local_machine.py",

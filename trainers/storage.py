@@ -5,6 +5,7 @@ Paths are relative, with `/`. Files are written once and never changed.
 
 import errno
 import hashlib
+import io
 import os
 import shutil
 import uuid
@@ -16,6 +17,7 @@ from trainers.errors import TrainerError
 
 # What file systems without hard links answer, bucket mounts among them.
 NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+HASH_BYTES = 1 << 20
 
 
 class Storage(Protocol):
@@ -112,7 +114,7 @@ class FolderStorage:
         """Read the file through."""
         try:
             with (self._root / path).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+                return hash_file(file), os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return None
 
@@ -163,3 +165,11 @@ def _flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def hash_file(file: io.BufferedReader) -> str:
+    """The SHA-256 of what is left to read: `hashlib.file_digest`, which Python 3.10 does not have."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()

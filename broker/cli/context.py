@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.optimizer.rating import History
+    from broker.provision.access import AccessRenewer
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
@@ -97,14 +98,23 @@ class Context:
 
     @cached_property
     def transport(self) -> Transport:
+        from broker.runtime.base import AsksForAccess
         from broker.runtime.transports import TRANSPORTS
         from broker.runtime.transports.routed import RoutedTransport
 
         def make(path: str) -> Transport:
             transport: Transport = load_entry(path)(self.config, clock=self.clock)
+            if isinstance(transport, AsksForAccess):
+                transport.renew_access = lambda node: self._access.renew(node)
             return transport
 
         return RoutedTransport({way: partial(make, path) for way, path in TRANSPORTS.items()})
+
+    @cached_property
+    def _access(self) -> AccessRenewer:
+        from broker.provision.access import AccessRenewer
+
+        return AccessRenewer(self.clouds, clock=self.clock)
 
     @cached_property
     def gang(self) -> Gang:
@@ -147,6 +157,11 @@ class Context:
         except StateError as error:
             note_damage(error)
 
+    def keep_jobs_going(self) -> None:
+        """For every command that looks at jobs: while any is live, a daemon that has died is started again."""
+        if self.store.list_live_job_ids():
+            self.revive_daemon()
+
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
         from broker.clouds.base import HandsOutHosts
@@ -163,13 +178,17 @@ class Context:
     def find_cluster(self, name: str) -> Cluster:
         """By name. Raises UsageError that lists the names there are."""
         cluster = self.store.get_cluster(name)
-        if cluster is not None:
-            return cluster
+        if cluster is None:
+            raise self.explain_missing(name)
+        return cluster
+
+    def explain_missing(self, name: str) -> UsageError:
+        """The error for a name that no cluster has, with the names there are."""
         names = [each.name for each in self.store.list_clusters(on_damage=note_damage)]
         hint = (
             f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
         )
-        raise UsageError(f"there is no cluster `{name}`", hints=[hint])
+        return UsageError(f"there is no cluster `{name}`", hints=[hint])
 
     def resolve(self, task: Task) -> Task:
         """The task with its accelerators named as in the price book, and notices of those that nobody sells."""

@@ -9,7 +9,8 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line
+from broker.cli.render import plain, print_json, print_line, show_count
+from broker.cli.terminal import show_wait
 
 
 def gc(
@@ -20,10 +21,15 @@ def gc(
 ) -> None:
     """End machines that nobody needs: left by a crash, or of clusters whose end was cut short."""
     context = Context()
-    adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
-    nodes, names = asyncio.run(context.provisioner.find_lost())
-    if not dry_run:
-        asyncio.run(context.provisioner.collect())
+    context.keep_jobs_going()
+    clouds = ", ".join(context.clouds)
+    with show_wait(f"looking for machines of this installation in {clouds}") as bar:
+        adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
+        nodes, names = asyncio.run(context.provisioner.find_lost())
+        if not dry_run and (nodes or names):
+            bar.describe(f"ending {show_count(len(nodes), 'node')} and {show_count(len(names), 'cluster')}")
+        if not dry_run:
+            asyncio.run(context.provisioner.collect())
     if as_json:
         print_json(
             {"nodes": plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}

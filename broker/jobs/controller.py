@@ -237,7 +237,8 @@ class JobController:
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)
-        is_booting = isinstance(error, UnreachedError) and now_s - attempt.started_s < BOOT_S_MAX
+        # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
+        is_booting = isinstance(error, UnreachedError) and watch.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
         if is_booting or not is_silent:
             return POLL_S
         return self._endings.refuse(attempt, f"{NOT_STARTED_OUTCOME}: {error.message}")

@@ -39,6 +39,7 @@ class Watch:
         self._stepped_s: float | None = None
         self._stall_looked_s: float | None = None
         self._advised: set[str] = set()
+        self._unreached_since_s: dict[str, float] = {}  # by node id
         self.has_succeeded = False
 
     def hear(self, report: GangReport) -> None:
@@ -77,6 +78,14 @@ class Watch:
         if self._silent_since_s is None:
             self._silent_since_s = seen_s
         return self._misses >= MISSES_MIN and seen_s - self._silent_since_s >= UNREACHABLE_S_MIN
+
+    def measure_boot_s(self, node_id: str, now_s: float) -> float:
+        """Seconds since this node, which its cloud lists as running, was first found not to answer yet.
+
+        By our own clock: a node's `created_s` is of its cloud's, from which ours may differ by more than a boot takes.
+        """
+        seen_s = self._stopwatch.look(now_s)
+        return seen_s - self._unreached_since_s.setdefault(node_id, seen_s)
 
     def measure_stall_s(self, report: GangReport, now_s: float) -> float:
         """Seconds without a new step; a program that has reported none yet counts from the first look.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         agent_gang,
         agent_lease,
         agent_link,
+        agent_paths,
         agent_wire,
     )
 else:
@@ -29,6 +30,7 @@ else:
     import agent_gang
     import agent_lease
     import agent_link
+    import agent_paths
     import agent_wire
 
 GRACE_S = 5.0
@@ -155,12 +157,18 @@ class Runner:
             return 0
         workdir = agent_files.HOME / "sky_workdir"
         workdir.mkdir(exist_ok=True)
-        argv, env = ["bash", "-c", script], {**os.environ, **self._make_env(phase)}
+        own, first = self._make_env(phase), agent_paths.list_first(self._spec, self._container)
+        argv, env = ["bash", "-c", script], agent_paths.put_first({**os.environ, **own}, first)
+        folders = agent_paths.list_folders(own) if phase == "run" else []
         if self._container:  # made in `setup`, so that all nodes have it when the gang is told to go
             (self._folder / "progress.jsonl").touch(mode=0o600)
-            agent_container.write_script(self._folder / f"{phase}.sh", script or "true", self._make_env(phase))
+            path = self._folder / f"{phase}.sh"
+            agent_container.write_script(path, script or "true", own, first=first, folders=folders)
             agent = str(Path(__file__).resolve().with_name("agent.py"))
             argv, env = [sys.executable, "-I", "-S", agent, "_contain", str(self._folder), phase], dict(os.environ)
+        else:
+            for error in agent_paths.make_folders(folders):
+                self._write_log(error.encode())
         process = subprocess.Popen(
             argv,
             cwd=str(workdir),
@@ -292,6 +300,8 @@ class Runner:
         )
         if spec.get("nodes_min"):
             env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
+        if spec.get("trainers"):
+            env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(self._container))
         return env
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -46,6 +46,13 @@ class Transport(Protocol):
         """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files stay."""
 
     async def open_shell(self, node: Node) -> Shell: ...
+
+
+@runtime_checkable
+class AsksForAccess(Protocol):
+    """A transport that a firewall may keep out. `renew_access` is called before a node is given up; True: try again."""
+
+    renew_access: Callable[[Node], Awaitable[bool]]
 
 
 @runtime_checkable

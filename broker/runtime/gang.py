@@ -20,6 +20,7 @@ from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
@@ -33,6 +34,7 @@ AGENT_FILES = (
     "agent_lease.py",
     "agent_link.py",
     "agent_notice.py",
+    "agent_paths.py",
     "agent_run.py",
     "agent_wire.py",
 )
@@ -75,7 +77,7 @@ class Gang:
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
+        """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files stay."""
         await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
@@ -84,6 +86,8 @@ class Gang:
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
+        if needs_trainers(task):
+            await send_trainers(self._transport, node)
         if task.workdir:
             await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
         for target, source in task.file_mounts.items():
@@ -119,6 +123,7 @@ class Gang:
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],
             "image": image,
+            "trainers": pack_trainers().name if needs_trainers(task) else None,
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
@@ -148,6 +153,7 @@ class Gang:
         silent = {node.id for node, answer in zip(live, found, strict=True) if answer is None}
         self._silent = (self._silent - {node.id for node in nodes}) | silent
         by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
+        await self._ask_again(live, run_id, by_rank)
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
@@ -163,6 +169,17 @@ class Gang:
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
         )
+
+    async def _ask_again(self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]) -> None:
+        """The head says last that a run has succeeded, so a node that said RUNNING was only asked before it ended.
+
+        Nodes answer in any order: without this a report could show a success in which some ranks still run.
+        """
+        if _read_run_status(by_rank.get(0)) is not RunStatus.SUCCEEDED:
+            return
+        late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
+        found = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
+        by_rank.update({node.rank: answer for node, answer in zip(late, found, strict=True) if answer is not None})
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
         """Until a node has something new since the last poll, `wake` is set, or the time is up.
@@ -285,6 +302,10 @@ def sort_nodes(cluster: Cluster) -> list[Node]:
 def list_live(nodes: Sequence[Node]) -> list[Node]:
     """Without those that the cloud has confirmed gone: a gang may go on without them."""
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
+
+
+def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
+    return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
