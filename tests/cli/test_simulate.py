@@ -6,6 +6,9 @@ import itertools
 import json
 import re
 
+import pytest
+
+from broker.cli.progress_line import watch_progress
 from broker.cli.simulate_html import spread_labels
 from tests.cli.conftest import Shell
 
@@ -67,6 +70,31 @@ def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
         assert text.count(f"<{tag}") - text.count(f"<{tag}r") >= 1
         assert len(re.findall(rf"<{tag}[ >]", text)) == text.count(f"</{tag}>")
     assert text.count("<svg") == 4  # the costs, and three time lines
+    assert "train on recorded spot markets" in text and "made-up" not in text
+
+
+def test_made_up_markets_are_called_so_in_the_report(shell: Shell) -> None:
+    target = shell.folder / "report.html"
+    done = shell.run("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy", "--html", str(target))
+    text = target.read_text()
+    assert "train on made-up spot markets" in text and "recorded" not in text and "recording" not in text
+    assert "made-up" in done.stdout and "\r" not in done.stderr
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watch_progress() as tell:
+        assert tell is None
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with watch_progress() as tell:
+        assert tell is not None
+        for done in (0, 1, 2):
+            tell(done, 400, "greedy")
+        tell(200, 400, "optimum")
+    written = capsys.readouterr().err
+    assert written.count("greedy") == 1 and " 50%  optimum" in written and "\n" not in written
+    assert written.endswith("\r\x1b[2K")
 
 
 def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:
