@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.cli import options
-from broker.cli.progress_line import watch_progress
 from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_hours, show_usd
+from broker.cli.terminal import show_progress
 from broker.errors import NoOfferError, UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ def simulate(
     found = _read_traces(traces)
     job = _measure(Context(), task, found, deadline_hours, notice)
     scenes = _set_scenes(job, found, starts, is_apart=apart)
-    with watch_progress() as tell:
+    with show_progress("replaying") as bar:
+
+        def tell(done: int, total: int, step: str) -> None:
+            bar.describe(f"replaying: {step}")
+            bar.update(done, total=total)
+
         study = run_study(scenes, names, optima_count=optima, tell=tell)
     if html is not None:
         from broker.cli.simulate_html import write_report

@@ -6,9 +6,6 @@ import itertools
 import json
 import re
 
-import pytest
-
-from broker.cli.progress_line import watch_progress
 from broker.cli.simulate_html import spread_labels
 from tests.cli.conftest import Shell
 
@@ -78,23 +75,7 @@ def test_made_up_markets_are_called_so_in_the_report(shell: Shell) -> None:
     done = shell.run("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy", "--html", str(target))
     text = target.read_text()
     assert "train on made-up spot markets" in text and "recorded" not in text and "recording" not in text
-    assert "made-up" in done.stdout and "\r" not in done.stderr
-
-
-def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with watch_progress() as tell:
-        assert tell is None
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with watch_progress() as tell:
-        assert tell is not None
-        for done in (0, 1, 2):
-            tell(done, 400, "greedy")
-        tell(200, 400, "optimum")
-    written = capsys.readouterr().err
-    assert written.count("greedy") == 1 and " 50%  optimum" in written and "\n" not in written
-    assert written.endswith("\r\x1b[2K")
+    assert "made-up" in done.stdout and "\r" not in done.stderr and "\x1b" not in done.stderr
 
 
 def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:
