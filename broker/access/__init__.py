@@ -12,6 +12,7 @@ from broker.access.base import MakeGranter
 # scheme of the bucket -> "module:maker"; a maker is `broker.access.base.MakeGranter`
 GRANTERS: dict[str, str] = {
     "s3": "broker.access.s3:make_granter",
+    "gs": "broker.access.gcs:make_granter",
     "r2": "broker.access.r2:make_granter",
 }
 
