@@ -13,6 +13,7 @@ from broker.access.base import MakeGranter
 GRANTERS: dict[str, str] = {
     "s3": "broker.access.s3:make_granter",
     "gs": "broker.access.gcs:make_granter",
+    "az": "broker.access.azure:make_granter",
     "r2": "broker.access.r2:make_granter",
 }
 

@@ -55,11 +55,11 @@ class Grant:
     """What nodes are given: files by name, and variables that point programs to them.
 
     It ends at `expires_s`, unless a newer one has replaced the files by then; `renew_s` is when to make that one.
-    `is_unlimited`: it does not end while the node lives, whether or not the broker is there.
     """
 
     files: Mapping[str, Secret] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, Secret] = field(default_factory=dict)  # variables that are secrets themselves
     issued_s: float = 0.0
     expires_s: float = float("inf")
     renew_s: float = float("inf")

@@ -137,8 +137,6 @@ class Grants:
 
     def _describe(self, needs: Sequence[Need], grant: Grant, allowance_s: float | None) -> str:
         urls = ", ".join(f"{need.url}*" if need.is_open else need.url for need in needs)
-        if grant.expires_s == float("inf"):
-            return f"nodes get access to {urls} by {grant.by}"
         life_s = grant.expires_s - grant.issued_s
         sentence = f"nodes get access to {urls} by {grant.by}, for {_show_hours(life_s)} at a time, renewed from here"
         if allowance_s is not None and life_s - (grant.renew_s - grant.issued_s) < allowance_s:
@@ -164,6 +162,7 @@ def join_grants(grants: Sequence[Grant]) -> Grant:
     return Grant(
         files={name: content for grant in grants for name, content in grant.files.items()},
         envs={name: value for grant in grants for name, value in grant.envs.items()},
+        secrets={name: value for grant in grants for name, value in grant.secrets.items()},
         issued_s=min(grant.issued_s for grant in grants),
         expires_s=min(grant.expires_s for grant in grants),
         renew_s=min(grant.renew_s for grant in grants),
@@ -173,9 +172,9 @@ def join_grants(grants: Sequence[Grant]) -> Grant:
 
 def _make_request(grant: Grant) -> Mapping[str, Any]:
     """The one place where the contents of a grant leave their wrapping: on the way into the agent's stdin."""
-    expires_s = None if grant.expires_s == float("inf") else grant.expires_s
     files = {name: secret.value for name, secret in grant.files.items()}
-    return {"files": files, "envs": dict(grant.envs), "expires_s": expires_s}
+    envs = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
+    return {"files": files, "envs": envs}
 
 
 def _find_endpoint(scheme: str, task: Task) -> str:

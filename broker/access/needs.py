@@ -8,7 +8,7 @@ from broker.access.base import Need
 from broker.storage.mounts import find_uploads, plan_mounts
 from broker.types import Task
 
-SCHEMES = ("s3", "gs", "r2")
+SCHEMES = ("s3", "gs", "az", "r2")
 
 
 def list_needs(task: Task, owner: str) -> tuple[Need, ...]:

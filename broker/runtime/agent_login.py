@@ -168,7 +168,7 @@ def read_rsa_key(pem: str) -> tuple[int, int]:
     ValueError, IndexError for another form."""
     body = "".join(line.strip() for line in pem.splitlines() if line and not line.startswith("-----"))
     outer = read_items(read_items(base64.b64decode(body, validate=True))[0][1])
-    inner = read_items(read_items(next(content for tag, content in outer if tag == OCTETS))[0][1])
+    inner = read_items(read_items([content for tag, content in outer if tag == OCTETS][0])[0][1])  # noqa: RUF015
     numbers = [int.from_bytes(content, "big") for tag, content in inner if tag == INTEGER]
     return numbers[1], numbers[3]
 
