@@ -25,11 +25,12 @@ class GrantedLogin:
         """Read the file, which is replaced whole."""
         found = json.loads(self._path.read_text(encoding="utf-8"))
         again = datetime.now(timezone.utc) + timedelta(seconds=AGE_S_MAX)  # noqa: UP017  # nodes may have Python 3.9
+        end = str(found.get("Expiration") or "9999-01-01T00:00:00+00:00").replace("Z", "+00:00")
         return {
             "access_key_id": found["AccessKeyId"],
             "secret_access_key": found["SecretAccessKey"],
             "token": found.get("SessionToken"),
-            "expires_at": min(again, datetime.fromisoformat(found["Expiration"].replace("Z", "+00:00"))),
+            "expires_at": min(again, datetime.fromisoformat(end)),
         }
 
 

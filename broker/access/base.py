@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
@@ -83,6 +83,18 @@ class Granter(Protocol):
 
     def prove(self, need: Need, grant: Grant) -> None:
         """Use the grant as a node would: write and delete an object, or list. Raises as `issue`."""
+        ...
+
+
+@runtime_checkable
+class CanSweep(Protocol):
+    """Granters that make something in the account which outlives a grant."""
+
+    def sweep(self) -> int:
+        """Delete all that was made for this installation; returns how many things. Raises CloudError.
+
+        Only when no node that uses it is left.
+        """
         ...
 
 

@@ -6,16 +6,14 @@ Google's own tokens end after an hour, which would end a job whose broker is awa
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from broker.access.base import FOLDER, Grant, Need
 from broker.access.google_iam import GoogleIam, NotYetError
+from broker.access.kept import KeptKeys, name_needs
 from broker.clock import Clock
 from broker.clouds.gcp.login import Login, find_login
 from broker.clouds.gcp.settings import load_settings
@@ -48,7 +46,7 @@ def make_granter(config: Config, *, clock: Clock) -> GcsGranter:
 class GcsGranter:
     def __init__(self, config: Config, *, clock: Clock, open_iam: Callable[[Login], GoogleIam] | None = None) -> None:
         self._settings = load_settings(config.home)
-        self._folder, self._owner, self._clock = config.home / "access", config.owner, clock
+        self._kept, self._owner, self._clock = KeptKeys(config.home, "gs"), config.owner, clock
         self._open_iam = open_iam or _open_iam
         self._is_fresh = False  # whether a key or permission was just made, which Google takes time to apply
 
@@ -74,20 +72,13 @@ class GcsGranter:
             what = "your Google login names no project" if login else "there is no login for Google"
             hint = "gcloud config set project PROJECT" if login else LOGIN
             raise AuthError(f"{what}, so no access to `gs://` can be granted", hints=(hint, OWN_KEY))
-        patterns = sorted(
-            f"{need.bucket}/{each}{need.is_read_only}" for need in wanted for each in need.list_patterns()
-        )
-        digest = hashlib.sha256("\n".join([self._owner, login.project, *patterns]).encode()).hexdigest()
-        path = self._folder / f"gs-{digest[:20]}.json"
-        found = _read(path)
-        now_s = self._clock.now_s()
-        if found is None or not found["issued_s"] <= now_s < found["issued_s"] + LIFE_S / 2:
-            try:
-                found = self._make(login, f"broker-{digest[:20]}", wanted)
-            except AuthError as error:
-                hints = error.hints or (PERMISSIONS, ATTACH, OWN_KEY)
-                raise AuthError(f"Google does not let your login grant access: {error.message}", hints=hints) from error
-            _write(path, found)
+        name = name_needs(self._owner, login.project, wanted)
+        with self._kept.locked():
+            found = self._kept.read(name)
+            now_s = self._clock.now_s()
+            if found is None or not found["issued_s"] <= now_s < found["issued_s"] + LIFE_S / 2:
+                found = self._make(login, f"broker-{name}", wanted)
+                self._kept.write(name, found)
         return Grant(
             files={"google.json": Secret(value=json.dumps(found["key"]))},
             envs={
@@ -113,7 +104,26 @@ class GcsGranter:
                     raise AuthError(f"{grant.by} cannot use `{need.url}`: {error.message}", hints=(OWN_KEY,)) from error
             asyncio.run(self._clock.sleep(PAUSE_S))
 
+    def sweep(self) -> int:
+        """Delete the accounts, with all of their keys; their permissions go with them. Returns how many."""
+        login = find_login(self._settings)
+        if login is None or not (names := self._kept.list_names()):
+            return 0
+        iam = self._open_iam(login)
+        with self._kept.locked():
+            for name in names:
+                iam.delete_account(f"broker-{name}@{login.project}.iam.gserviceaccount.com")
+                self._kept.forget(name)
+        return len(names)
+
     def _make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
+        try:
+            return self._try_make(login, account_id, needs)
+        except AuthError as error:
+            hints = error.hints or (PERMISSIONS, ATTACH, OWN_KEY)
+            raise AuthError(f"Google does not let your login grant access: {error.message}", hints=hints) from error
+
+    def _try_make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
         """Account, permissions and key. What Google does not know yet of the one before is asked again."""
         iam = self._open_iam(login)
         urls = ", ".join(need.url for need in needs)
@@ -183,21 +193,3 @@ def _open_iam(login: Login) -> GoogleIam:
     except google.auth.exceptions.DefaultCredentialsError as error:
         raise AuthError("there is no usable login for Google", hints=(LOGIN, OWN_KEY)) from error
     return GoogleIam(AuthorizedSession(credentials), login.project)  # type: ignore[no-untyped-call]
-
-
-def _read(path: Any) -> dict[str, Any] | None:
-    """None for what is not there or is damaged: another key is made."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found["issued_s"], float) and found["key"]["private_key"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write(path: Any, content: dict[str, Any]) -> None:
-    """Whole or not at all, readable by this user only: jobs and commands share the key for half of its life."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    aside.replace(path)

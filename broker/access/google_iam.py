@@ -85,6 +85,10 @@ class GoogleIam:
             "universe_domain": "googleapis.com",
         }
 
+    def delete_account(self, email: str) -> None:
+        """Its keys and permissions end with it; already gone is success."""
+        self._ask("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
+
     def delete_ended_keys(self, email: str, *, now_s: float) -> None:
         """An account has ten keys at most, ended ones among them."""
         url = f"{self._iam}/serviceAccounts/{email}/keys"

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from broker.access import find_granter
-from broker.access.base import Grant, Granter, Need
+from broker.access import GRANTERS, find_granter
+from broker.access.base import CanSweep, Grant, Granter, Need
 from broker.access.needs import group_needs, list_needs
 from broker.clock import Clock
 from broker.config import Config, has_own_bucket_access
@@ -87,6 +87,12 @@ class Grants:
             return
         self._told.pop(cluster.name, None)
         self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
+
+    def sweep(self) -> int:
+        """Delete the accounts and users that grants were made with; only while no node of ours is left. Returns how
+        many. Raises CloudError."""
+        granters = (self._get_granter(scheme) for scheme in GRANTERS)
+        return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweep))
 
     def _issue(self, cluster: Cluster, task: Task) -> Grant | None:
         cloud = cluster.placement.offer.cloud

@@ -12,7 +12,7 @@ from typing import Any
 from broker.access.base import Need
 from broker.errors import InvalidRequestError
 
-POLICY_CHARACTERS_MAX = 2048  # STS API reference, GetFederationToken and AssumeRole
+POLICY_CHARACTERS_MAX = 2048  # of a session policy (STS API reference), and of a user's policies (IAM quotas)
 READ = ("s3:GetObject",)
 WRITE = ("s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipartUploadParts", "s3:PutObject")
 LOOK = ("s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
@@ -44,12 +44,16 @@ def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
     statements.append(_allow(["kms:Decrypt", "kms:GenerateDataKey"], ["*"], condition))
     text = json.dumps({"Version": "2012-10-17", "Statement": statements}, separators=(",", ":"))
     if len(text) > POLICY_CHARACTERS_MAX:
-        raise InvalidRequestError(
-            f"the task uses too many bucket paths for one AWS session policy ({len(text)} characters, at most "
-            f"{POLICY_CHARACTERS_MAX})",
-            hints=("put the data below one path, or name `instance_profile` in `aws.toml`",),
-        )
+        raise too_long(len(text))
     return text
+
+
+def too_long(length: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the task uses too many bucket paths for one AWS policy ({length} characters, at most "
+        f"{POLICY_CHARACTERS_MAX})",
+        hints=("put the data below one path, or name `instance_profile` in `aws.toml`",),
+    )
 
 
 def _list_objects(needs: Sequence[Need], partition: str) -> list[str]:

@@ -215,7 +215,7 @@ def read_granted(path: pathlib.Path) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.timezone.utc)  # noqa: UP017  # nodes may have Python 3.9
     again = now + datetime.timedelta(minutes=10)
     names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
-    return {**{name: found[theirs] for name, theirs in names.items()}, "expires_at": again}
+    return {**{name: found.get(theirs) for name, theirs in names.items()}, "expires_at": again}
 
 
 def find_region(bucket: str) -> "str | None":

@@ -78,7 +78,7 @@ def test_commands_and_jobs_share_one_key_until_half_of_its_life(config: Config, 
     clock = PatientClock()
     first, second = issue(config, clock), issue(config, clock)
     assert first.files["google.json"].value == second.files["google.json"].value and google.writes == 1
-    (path,) = (config.home / "access").iterdir()
+    (path,) = (config.home / "access").glob("*.json")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     clock.ahead_s += LIFE_S / 2 + 1
     third = issue(config, clock)
@@ -91,13 +91,20 @@ def test_commands_and_jobs_share_one_key_until_half_of_its_life(config: Config, 
     assert len(keys) == 2, "an ended key is deleted: an account has ten at most"
 
 
+def test_sweep_deletes_the_accounts_that_were_made(config: Config, google: FakeGoogle) -> None:
+    granter = GcsGranter(config, clock=SystemClock())
+    assert granter.sweep() == 0
+    granter.issue(list_needs(make_task(PLACE), "0wner"))
+    assert granter.sweep() == 1 and not google.accounts and not list((config.home / "access").glob("*.json"))
+
+
 def test_account_that_is_not_known_everywhere_yet_is_waited_for(config: Config, google: FakeGoogle) -> None:
     google.unknown_count = 3
     clock = PatientClock()
     issue(config, clock)
     assert clock.ahead_s == 15.0
     google.unknown_count, clock.ahead_s = 10**6, 0.0
-    for path in (config.home / "access").iterdir():
+    for path in (config.home / "access").glob("*.json"):
         path.unlink()
     with pytest.raises(Exception, match="unknown service account"):
         issue(config, clock)

@@ -72,6 +72,9 @@ class FakeGoogle:
         if self.unknown_count or email not in self.accounts:
             self.unknown_count = max(0, self.unknown_count - 1)
             raise Refusal(404, "unknown service account")
+        if method == "DELETE" and not rest:
+            self.accounts.remove(email)
+            return {}
         keys = self.keys.setdefault(email, {})
         if rest == "keys:upload":
             self.key_count += 1

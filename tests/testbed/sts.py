@@ -1,4 +1,4 @@
-"""STS and an S3 that enforces what STS granted, on the loopback: real clients speak to it on the wire.
+"""STS, IAM's users, and an S3 that enforces what they grant, on the loopback: real clients speak to it on the wire.
 
 A key is good for what its session's policy allows, until it ends; the long-lived key of the account may do all.
 Signatures are not computed again (tests/runtime/test_agent_bucket.py compares ours with Amazon's): key and session
@@ -32,14 +32,24 @@ class Session:
     token: str
     expires_s: float
     policy: Mapping[str, Any]
+    user: str = ""
 
     def allows(self, action: str, arn: str, prefix: str | None) -> bool:
+        if any(is_past(each["Condition"]) for each in self.policy["Statement"] if each["Effect"] == "Deny"):
+            return False
         return any(
-            any(fnmatch.fnmatchcase(action, each) for each in statement["Action"])
+            statement["Effect"] == "Allow"
+            and any(fnmatch.fnmatchcase(action, each) for each in statement["Action"])
             and any(fnmatch.fnmatchcase(arn, each) for each in statement["Resource"])
             and holds(statement.get("Condition", {}), prefix)
             for statement in self.policy["Statement"]
         )
+
+
+def is_past(condition: Mapping[str, Any]) -> bool:
+    """Of refusals, the one condition that is used."""
+    end = datetime.fromisoformat(condition["DateGreaterThan"]["aws:CurrentTime"].replace("Z", "+00:00"))
+    return time.time() > end.timestamp()
 
 
 def holds(condition: Mapping[str, Any], prefix: str | None) -> bool:
@@ -63,6 +73,7 @@ class FakeStore:
     forbidden: set[str] = field(default_factory=set)
     read_only: bool = False  # the account's own key may not write
     sessions: dict[str, Session] = field(default_factory=dict)
+    users: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     used_keys: set[str] = field(default_factory=set)  # with which objects were written
     url: str = ""
     serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -88,6 +99,52 @@ class FakeStore:
         end = datetime.fromtimestamp(expires_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         login = {"AccessKeyId": f"ASIA{serial}", "SecretAccessKey": f"session-secret-{serial}"}
         return {"Credentials": {**login, "SessionToken": session.token, "Expiration": end}}
+
+    def answer_iam(self, action: str, asked: dict[str, str]) -> dict[str, Any]:
+        """Users with one policy and keys; a user with keys or a policy cannot be deleted, as at IAM."""
+        self.calls.append((action, asked))
+        if action in self.forbidden:
+            raise Denied("AccessDenied")
+        name = asked["UserName"]
+        if action == "CreateUser":
+            if name in self.users:
+                raise Denied("EntityAlreadyExists", 409)
+            self.users[name] = {}
+            user = {"UserName": name, "Path": asked["Path"], "UserId": "AIDA", "Arn": USER, "CreateDate": MOMENT_ISO}
+            return {"User": user}
+        if name not in self.users:
+            raise Denied("NoSuchEntity", 404)
+        if action == "PutUserPolicy":
+            self.users[name] = json.loads(asked["PolicyDocument"])
+            for key in self.list_keys(name):
+                self.sessions[key].policy = self.users[name]
+        elif action == "DeleteUserPolicy":
+            self.users[name] = {}
+        elif action == "DeleteUser":
+            if self.list_keys(name) or self.users[name]:
+                raise Denied("DeleteConflict", 409)
+            del self.users[name]
+        else:
+            return self.answer_keys(action, name, asked)
+        return {}
+
+    def answer_keys(self, action: str, name: str, asked: dict[str, str]) -> dict[str, Any]:
+        if action == "ListAccessKeys":
+            members = "".join(f"<member><AccessKeyId>{key}</AccessKeyId></member>" for key in self.list_keys(name))
+            return {"AccessKeyMetadata": Raw(members), "IsTruncated": "false"}
+        if action == "CreateAccessKey":
+            serial = next(self.serials)
+            made = f"AKIA{serial:016d}"
+            self.sessions[made] = Session(token="", expires_s=float("inf"), policy=self.users[name], user=name)
+            login = {"AccessKeyId": made, "SecretAccessKey": f"session-secret-{serial}"}
+            return {"AccessKey": {"UserName": name, **login, "Status": "Active"}}
+        if action != "DeleteAccessKey":
+            raise Denied("InvalidAction", 400)
+        del self.sessions[asked["AccessKeyId"]]
+        return {}
+
+    def list_keys(self, user: str) -> list[str]:
+        return [key for key, session in self.sessions.items() if session.user == user]
 
     def check(self, key: str, token: str, action: str, arn: str, prefix: str | None = None) -> None:
         if key == KEY and not (self.read_only and action != "s3:GetObject" and action != "s3:ListBucket"):
@@ -124,22 +181,22 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if scope is None:
                 raise Denied("AccessDenied")
-            if scope["service"] == "sts":
-                self.answer_sts(body)
+            if scope["service"] in ("sts", "iam"):
+                self.answer_query(body, scope["service"])
             else:
                 self.answer_s3(scope["key"], self.headers.get("x-amz-security-token", ""), body)
         except Denied as error:
             text = f"<Code>{error.code}</Code><Message>no</Message>"
-            is_sts = scope is not None and scope["service"] == "sts"
+            is_sts = scope is not None and scope["service"] in ("sts", "iam")
             whole = f"<ErrorResponse><Error>{text}</Error></ErrorResponse>" if is_sts else f"<Error>{text}</Error>"
             self.answer(error.status, whole.encode())
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_call
 
-    def answer_sts(self, body: bytes) -> None:
+    def answer_query(self, body: bytes, service: str) -> None:
         asked = {name: values[0] for name, values in parse_qs(body.decode()).items()}
         action = asked.pop("Action")
-        found = self.store.answer_sts(action, asked)
+        found = (self.store.answer_sts if service == "sts" else self.store.answer_iam)(action, asked)
         text = f"<{action}Response><{action}Result>{to_xml(found)}</{action}Result></{action}Response>"
         self.answer(200, text.encode())
 
@@ -190,12 +247,17 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-MOMENT = "Thu, 01 Jan 2026 00:00:00 GMT"
+MOMENT, MOMENT_ISO = "Thu, 01 Jan 2026 00:00:00 GMT", "2026-01-01T00:00:00Z"
+
+
+class Raw(str):
+    """XML already."""
 
 
 def to_xml(value: Mapping[str, Any]) -> str:
     return "".join(
-        f"<{name}>{to_xml(each) if isinstance(each, Mapping) else escape(str(each))}</{name}>"
+        f"<{name}>{to_xml(each) if isinstance(each, Mapping) else each if isinstance(each, Raw) else escape(str(each))}"
+        f"</{name}>"
         for name, each in value.items()
     )
 
