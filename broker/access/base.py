@@ -64,6 +64,7 @@ class Grant:
     expires_s: float = float("inf")
     renew_s: float = float("inf")
     by: str = ""  # by what, in the user's words: "your IAM user"
+    scope: str = ""  # the same for the same keys: a newer grant replaces older ones of its scope
 
 
 class Granter(Protocol):

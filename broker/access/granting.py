@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from broker.access import GRANTERS, find_granter
 from broker.access.base import CanSweep, Grant, Granter, Need
+from broker.access.kept import name_needs
 from broker.access.needs import group_needs, list_needs
 from broker.clock import Clock
 from broker.config import Config, has_own_bucket_access
@@ -99,7 +101,8 @@ class Grants:
         if has_own_bucket_access(self._config):
             return None
         found = []
-        for scheme, needs in group_needs(list_needs(task, self._config.owner)).items():
+        all_needs = list_needs(task, self._config.owner)
+        for scheme, needs in group_needs(all_needs).items():
             granter = self._get_granter(scheme)
             if granter.find_own(task, cloud):
                 continue
@@ -108,7 +111,7 @@ class Grants:
             except CloudError:
                 if cloud != HERE and not all(need.is_optional for need in needs):
                     raise
-        return join_grants(found) if found else None
+        return replace(join_grants(found), scope=name_needs(self._config.owner, "", all_needs)) if found else None
 
     def _make(self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task) -> Grant:
         """One that is fresh enough, else a new one, else an older one that still has some time left."""
@@ -180,7 +183,7 @@ def _make_request(grant: Grant) -> Mapping[str, Any]:
     """The one place where the contents of a grant leave their wrapping: on the way into the agent's stdin."""
     files = {name: secret.value for name, secret in grant.files.items()}
     envs = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
-    return {"files": files, "envs": envs}
+    return {"files": files, "envs": envs, "scope": grant.scope}
 
 
 def _find_endpoint(scheme: str, task: Task) -> str:

@@ -129,6 +129,7 @@ class S3Granter:
         from botocore.exceptions import BotoCoreError, ClientError
 
         caller: Caller = "user"
+        refusal: Exception | None = None
         try:
             region = session.region_name or "us-east-1"
             sts = session.client("sts", region_name=region)
@@ -138,14 +139,19 @@ class S3Granter:
             if self._settings.bucket_role:
                 return *_read_session(self._assume(sts, policy, caller)), f"the role `{self._settings.bucket_role}`"
             if caller == "user":
-                answer = sts.get_federation_token(Name=self._name, Policy=policy, DurationSeconds=FEDERATION_S)
-                return *_read_session(answer), f"your IAM user `{arn.rpartition('/')[2]}`"
-            if caller == "role":
+                try:
+                    answer = sts.get_federation_token(Name=self._name, Policy=policy, DurationSeconds=FEDERATION_S)
+                    return *_read_session(answer), f"your IAM user `{arn.rpartition('/')[2]}`"
+                except ClientError as error:
+                    refusal = error
+                    if not _is_forbidden(error):
+                        raise
+            if caller in ("user", "role"):  # a user's session with MFA cannot federate either
                 return self._ask_user(session.client("iam", region_name=region), policy, arn.split(":")[4], needs)
         except (ClientError, BotoCoreError) as error:
             what = "AWS does not grant access to the task's buckets to nodes"
             forbidden = (ROLE,) if self._settings.bucket_role or caller == "role" else (USER_POLICY,)
-            _refuse(error, what, (*forbidden, PROFILE, KEYS) if _is_forbidden(error) else (LOGIN, KEYS))
+            _refuse(refusal or error, what, (*forbidden, PROFILE, KEYS) if _is_forbidden(error) else (LOGIN, KEYS))
         raise AuthError(f"{WHY_NOT[caller]} (`{arn}`)", hints=(ROLE, PROFILE, KEYS))
 
     def _assume(self, sts: Any, policy: str, caller: Caller) -> Any:

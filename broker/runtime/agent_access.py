@@ -21,6 +21,7 @@ else:
 FOLDER = "access"
 PLACEHOLDER = "{access}"  # in variables and files: the folder they lie in
 ENVS = "envs.json"
+SCOPE = "scope"
 MAIN = "BROKER_ACCESS_DIR"
 
 
@@ -29,12 +30,17 @@ def find_folder(run_id: int) -> Path:
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
-    """`files`, `envs`, and `run_id`; without one, for every run here that has been given access and has not ended."""
+    """`files`, `envs`, `scope` and `run_id`; without one, for every run here that has access and has not ended.
+
+    Older runs of the same scope get the files too: what one of them mounted is used by the next.
+    """
+    known = [each for each in files.list_run_ids() if (find_folder(each) / ENVS).exists()]
     if "run_id" in request:
-        run_ids = [int(request["run_id"])]
-        files.make_private(files.run_folder(run_ids[0]))
+        run_id = int(request["run_id"])
+        files.make_private(files.run_folder(run_id))
+        run_ids = [*(each for each in known if each != run_id and read_scope(each) == request["scope"]), run_id]
     else:
-        run_ids = [each for each in files.list_run_ids() if find_folder(each).exists() and not has_ended(each)]
+        run_ids = [each for each in known if not has_ended(each)]
     for run_id in run_ids:
         write(run_id, request)
     return {"runs": run_ids}
@@ -48,12 +54,18 @@ def write(run_id: int, request: dict[str, Any]) -> None:
         assert path.parent == folder, "a plain name"
         files.write_text(path, str(text).replace(PLACEHOLDER, str(folder)))
     envs = {name: str(value).replace(PLACEHOLDER, str(folder)) for name, value in request["envs"].items()}
+    files.write_text(folder / SCOPE, str(request.get("scope") or ""))
     files.write_json(folder / ENVS, {**envs, MAIN: str(folder)})
 
 
 def read_envs(run_id: int) -> dict[str, str]:
     """Variables for the run's program; empty without a grant."""
     return {name: str(value) for name, value in (files.read_json(find_folder(run_id) / ENVS) or {}).items()}
+
+
+def read_scope(run_id: int) -> str:
+    path = find_folder(run_id) / SCOPE
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def has_ended(run_id: int) -> bool:

@@ -102,7 +102,7 @@ def test_program_mount_outcome_and_log_reach_the_bucket_by_the_grant(
         await rig.gang.prepare(cluster, task)
         await rig.gang.start(cluster, add_mounts(task), run_id=1, envs=ENVS, lease_s=3600)
         names = {path.name: stat.S_IMODE(path.stat().st_mode) for path in find_access(node).iterdir()}
-        assert names == dict.fromkeys(("aws.json", "aws_config", "envs.json"), 0o600)
+        assert names == dict.fromkeys(("aws.json", "aws_config", "envs.json", "scope"), 0o600)
         report = await rig.finish(cluster)
         log = await rig.read_log(cluster)
         assert report.status is RunStatus.SUCCEEDED, log

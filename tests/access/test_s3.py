@@ -155,10 +155,17 @@ def test_role_login_makes_a_user_for_these_keys_whose_end_each_renewal_moves(sto
 
 
 def test_forbidden_federation_names_the_permission(store: FakeStore, config: Config) -> None:
-    store.forbidden = {"GetFederationToken"}
+    store.forbidden = {"GetFederationToken", "CreateUser"}
     with pytest.raises(AuthError, match="AccessDenied") as refused:
         Grants(config, clock=SystemClock()).check([plan_on(make_task(), "aws")])
     assert "sts:GetFederationToken" in refused.value.hints[0]
+
+
+def test_users_session_that_cannot_federate_makes_a_user(store: FakeStore, config: Config) -> None:
+    """As with MFA: AWS lets only a user's long-lived key call GetFederationToken."""
+    store.forbidden = {"GetFederationToken"}
+    (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(), "aws")])
+    assert "which broker made" in sentence and len(store.users) == 1
 
 
 def test_grant_that_cannot_write_is_found_by_writing(store: FakeStore, config: Config) -> None:
