@@ -6,10 +6,12 @@ import asyncio
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped
 from broker.clouds import CHECKS, CLOUDS
@@ -28,11 +30,38 @@ def check(
     policy: Annotated[
         str | None, typer.Option(metavar="CLOUD", help="Print the permissions that a cloud's login needs, as a file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Launch one cheap node there, try all that jobs need, and end it.")
+    ] = False,
+    spend: Annotated[float, typer.Option("--spend", min=0, help="With --live: USD that it may cost.")] = 1.0,
+    bucket: Annotated[
+        str | None, typer.Option(metavar="URL", help="With --live: a bucket that nodes should be able to write to.")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", help="With --live: NAME[:COUNT] instead of 2 vCPUs.")] = None,
+    on_demand: Annotated[bool, typer.Option("--on-demand", help="With --live: not spot, and try stop and start.")] = (
+        False
+    ),
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --live: keep requests and answers, without private data."),
+    ] = None,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Say which clouds can be used and how to enable the others. With a cloud: exit code 5 where something is wrong."""
     context = Context()
-    if policy is not None:
+    if live:
+        from broker.cli.check_live import check_live
+
+        if cloud is None:
+            raise UsageError(
+                "`--live` requires a cloud", hints=["`broker check aws --live`; `local` rehearses it here"]
+            )
+        check_live(
+            context, cloud, spend_usd_max=spend, bucket=bucket, record=record, gpus=gpus, on_demand=on_demand,
+            yes=yes, as_json=as_json,
+        )  # fmt: skip
+    elif policy is not None:
         print_line(_find_inspector(policy).write_policy(context.config).rstrip("\n"))
     elif cloud is not None:
         _show_closely(context, cloud, as_json=as_json)

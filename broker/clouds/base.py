@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
 from broker.types import MachineSpec, Node, NodeList, NodeRequest
+
+if TYPE_CHECKING:
+    from broker.clouds.tape import Listener
 
 
 class Cloud(Protocol):
@@ -120,6 +123,15 @@ class ShowsConsole(Protocol):
 
     def name_console(self, node: Node) -> str:
         """The command that shows it."""
+        ...
+
+
+@runtime_checkable
+class CanObserve(Protocol):
+    """Clouds whose library tells what goes over the wire."""
+
+    def observe(self, hear: Listener) -> None:
+        """Tell `hear` of all that is asked and answered from now on, from whichever thread the answer arrives in."""
         ...
 
 

@@ -45,6 +45,41 @@ class Undo:
     action: Callable[[], object] = field(compare=False)
 
 
+class Undos(threading.Thread):
+    """Undoes each act when its time is over, whatever the killer waits for meanwhile: a command that needs what a
+    stopped process holds ends only when that process continues."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__(name="undos", daemon=True)
+        self._history = history
+        self._left: list[Undo] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(TICK_S):
+            self.undo(time.monotonic())
+
+    def end(self) -> None:
+        """Undo everything now."""
+        self._ended.set()
+        if self.is_alive():
+            self.join()
+        self.undo(float("inf"))
+
+    def add(self, seconds: float, what: str, action: Callable[[], object]) -> None:
+        with self._lock:
+            self._left.append(Undo(time.monotonic() + seconds, what, action))
+
+    def undo(self, now_s: float) -> None:
+        with self._lock:
+            due = sorted(each for each in self._left if each.due_s <= now_s)
+            self._left = [each for each in self._left if each.due_s > now_s]
+        for undo in due:
+            undo.action()
+            self._history.write("undo", of=undo.what)
+
+
 class Killer(threading.Thread):
     """Acts until told to stop, then undoes all that is still to be undone."""
 
@@ -62,14 +97,14 @@ class Killer(threading.Thread):
         self._draw = random.Random(f"{seed}-acts")
         self._every_s = every_s
         self._acts = acts
-        self._undos: list[Undo] = []
+        self._undos = Undos(history)
         self._breaks: Counter[str] = Counter()
         self._ended = threading.Event()
 
     def run(self) -> None:
+        self._undos.start()
         next_s = time.monotonic() + self._draw.expovariate(1 / self._every_s)
         while not self._ended.wait(TICK_S):
-            self._undo_due()
             if time.monotonic() >= next_s:
                 any(self.act() for _ in range(TRIES_MAX))
                 next_s = time.monotonic() + self._draw.expovariate(1 / self._every_s)
@@ -103,17 +138,10 @@ class Killer(threading.Thread):
 
     def heal(self) -> None:
         """Undo everything now."""
-        self._undo_due(at_s=float("inf"))
-
-    def _undo_due(self, at_s: float | None = None) -> None:
-        now_s = time.monotonic() if at_s is None else at_s
-        for undo in sorted(each for each in self._undos if each.due_s <= now_s):
-            self._undos.remove(undo)
-            undo.action()
-            self._history.write("undo", of=undo.what)
+        self._undos.end()
 
     def _later(self, seconds: float, what: str, action: Callable[[], object]) -> None:
-        self._undos.append(Undo(time.monotonic() + seconds, what, action))
+        self._undos.add(seconds, what, action)
 
     def _signal(self, kind: str) -> dict[str, object] | None:
         """To one process of a role. A stopped one goes on after a while."""

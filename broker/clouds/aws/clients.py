@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from broker.clouds.aws.faults import RefusedError
+from broker.clouds.aws.listening import listen
+from broker.clouds.tape import Listener
 
 CALLS_MAX = 16  # at once; more than the regions of most accounts, and far below EC2's request rate limits
 CONNECT_S_MAX = 5.0
@@ -28,6 +30,7 @@ class Clients:
         self._make_session = open_session or _open_boto3_session
         self._lock = threading.Lock()
         self._session: Any = None
+        self._listener: Listener | None = None
         self._clients: dict[tuple[str, str, int], Any] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -58,6 +61,13 @@ class Clients:
     async def find_home(self) -> str:
         """The region that the login names."""
         return await self._in_thread(self._find_home)
+
+    def observe(self, hear: Listener) -> None:
+        """Tell `hear` of all that is asked and answered from now on."""
+        with self._lock:
+            self._listener = hear
+            self._session = None
+            self._clients.clear()  # made before, they would not tell
 
     def prepare(self) -> None:
         """Import boto3 and read EC2's model, a second's work, in a thread."""
@@ -126,6 +136,8 @@ class Clients:
     def _open_session(self) -> Any:
         if self._session is None:
             self._session = self._make_session()
+            if self._listener is not None:
+                listen(self._session, self._listener)
         return self._session
 
 

@@ -20,6 +20,7 @@ from broker.clouds.aws.nodes import read_nodes
 from broker.clouds.aws.quotas import Quotas
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.sweeping import Sweeper
+from broker.clouds.tape import Listener
 from broker.config import Config
 from broker.errors import CapacityError, CloudError, InvalidRequestError, UnknownOutcomeError
 from broker.types import MachineSpec, Node, NodeList, NodeRequest, NodeState
@@ -48,7 +49,7 @@ def has_login() -> bool:
 
 
 class AwsCloud:
-    """Cloud, HasAccounts, CanStop and CanSweep."""
+    """Cloud, HasAccounts, CanStop, CanSweep and CanObserve."""
 
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
@@ -73,6 +74,9 @@ class AwsCloud:
     def prepare(self) -> None:
         """Begin to import the SDK in a thread, and return at once; twice does no harm."""
         self._clients.prepare()
+
+    def observe(self, hear: Listener) -> None:
+        self._clients.observe(hear)
 
     @property
     def user(self) -> str:

@@ -20,6 +20,7 @@ from broker.clouds.gcp.names import NodeId
 from broker.clouds.gcp.operations import Ending, read_endings
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
+from broker.clouds.tape import Listener
 from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
 from broker.types import Node, NodeList, NodeRequest, NodeState
@@ -39,7 +40,10 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 
 
 class GcpCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep. A token gives its gang's names: what is asked for twice is found again."""
+    """Cloud, CanStop, CanPrepare, CanSweep, CanObserve.
+
+    A token gives its gang's names: what is asked for twice is found again.
+    """
 
     name: ClassVar[str] = "gcp"
     settle_s: ClassVar[float] = 10.0
@@ -73,6 +77,9 @@ class GcpCloud:
     def prepare(self) -> None:
         """Begin to import Google's library, which takes seconds; returns at once."""
         self._sdk.prepare()
+
+    def observe(self, hear: Listener) -> None:
+        self._sdk.observe(hear)
 
     async def check(self) -> None:
         require(await inspect_project(self._sdk))

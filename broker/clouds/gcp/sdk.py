@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from broker.clouds.gcp.faults import translate
 from broker.clouds.gcp.login import Login
+from broker.clouds.tape import Exchange, Listener
 
 THREADS_MAX = 16
 TIMEOUT_S = 30.0  # of one answer; an operation's `wait` holds the line for up to two minutes
@@ -19,14 +21,35 @@ WAIT_TIMEOUT_S = 150.0
 Result = TypeVar("Result")
 
 
+def listen(session: Any, hear: Listener) -> None:
+    """Tell `hear` of each answer that a `requests` session gets."""
+
+    def note(response: Any, **_: Any) -> None:
+        request, url = response.request, urlsplit(response.request.url)
+        body = request.body.decode(errors="replace") if isinstance(request.body, bytes) else request.body or ""
+        hear(
+            Exchange(
+                service=url.hostname or "",
+                operation=f"{request.method} {url.path}{f'?{url.query}' if url.query else ''}",
+                request=body,
+                status=response.status_code,
+                answer=response.text,
+                took_s=response.elapsed.total_seconds(),
+            )
+        )
+
+    session.hooks["response"].append(lambda response, *_, **more: note(response))
+
+
 class Clients:
     """One client a resource, made on first use. `types` is the module with the messages."""
 
-    def __init__(self, login: Login) -> None:
+    def __init__(self, login: Login, listener: Listener | None = None) -> None:
         from google.cloud import compute_v1
 
         self.types: Any = compute_v1
         self.login = login
+        self._listener = listener
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {}
 
@@ -47,7 +70,9 @@ class Clients:
             if resource not in self._made:
                 make = getattr(self.types, f"{resource}Client")
                 options = ClientOptions(api_endpoint=self.login.compute_url.removeprefix("https://"))
-                self._made[resource] = make(credentials=self.credentials, client_options=options)
+                made = self._made[resource] = make(credentials=self.credentials, client_options=options)
+                if self._listener is not None:
+                    listen(made.transport._session, self._listener)
             return self._made[resource]
 
     @cached_property
@@ -55,7 +80,10 @@ class Clients:
         """For the few questions that Compute Engine does not answer itself."""
         from google.auth.transport.requests import AuthorizedSession
 
-        return AuthorizedSession(self.credentials)  # type: ignore[no-untyped-call]
+        session = AuthorizedSession(self.credentials)  # type: ignore[no-untyped-call]
+        if self._listener is not None:
+            listen(session, self._listener)
+        return session
 
 
 class Sdk:
@@ -66,6 +94,13 @@ class Sdk:
         self._pool = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="gcp")
         self._lock = threading.Lock()
         self._clients: Clients | None = None
+        self._listener: Listener | None = None
+
+    def observe(self, hear: Listener) -> None:
+        """Tell `hear` of all that is asked and answered from now on."""
+        with self._lock:
+            self._listener = hear
+            self._clients = None  # made before, they would not tell
 
     def prepare(self) -> None:
         """Begin to import; returns at once. The thread dies with the process, whatever it is at."""
@@ -88,5 +123,5 @@ class Sdk:
     def _load(self) -> Clients:
         with self._lock:
             if self._clients is None:
-                self._clients = Clients(self.login)
+                self._clients = Clients(self.login, self._listener)
             return self._clients

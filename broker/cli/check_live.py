@@ -1,0 +1,130 @@
+"""`broker check CLOUD --live`: a guided first launch on a real account, with a spending limit."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import Context
+from broker.cli.launch import tell_what_is_left
+from broker.cli.render import print_json, print_line, print_note, print_wrapped, show_duration, show_usd
+from broker.clouds.base import CanObserve, Cloud
+from broker.clouds.tape import Scrubber, Tape
+from broker.errors import CloudError, NoOfferError, UsageError
+from broker.provision.trial import MARK, PROGRAM, Step, StepOutcome, Trial, choose_places
+from broker.types import Plan
+
+PLACES = 3  # the cheapest ones: spot may be full in one zone
+HOURS = 0.25  # that a trial takes at most as a rule, for the price that is shown
+SPEND_USD = 1.0
+OWNER = "0123456789ab"  # stands for the installation's id in recordings
+
+
+def check_live(
+    context: Context,
+    name: str,
+    *,
+    spend_usd_max: float,
+    bucket: str | None,
+    record: Path | None,
+    gpus: str | None,
+    on_demand: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Play the steps of one node's life, and show each with its answer and cost. Exit code 5 where one fails."""
+    cloud = context.clouds.get(name.partition("/")[0])
+    if cloud is None:
+        raise UsageError(f"nothing can be launched on `{name}`", hints=["`broker check` says what is missing there"])
+    plan = _plan(context, name, gpus=gpus, is_spot=not on_demand)
+    _agree(plan, spend_usd_max, yes=yes)
+    cluster = f"{MARK}-{cloud.name}-{context.config.owner[:4]}"
+    tape = _open_tape(context, cloud, record)
+    trial = Trial(
+        cluster, plan, cloud, provisioner=context.provisioner, gang=context.gang, store=context.store,
+        clock=context.clock, owner=context.config.owner, spend_usd_max=spend_usd_max, bucket_url=bucket or "",
+        tell=(lambda step: None) if as_json else _show,
+    )  # fmt: skip
+    try:
+        with closing(tape) if tape else nullcontext():
+            steps = asyncio.run(trial.run())
+    except KeyboardInterrupt:
+        tell_what_is_left(context, cluster)
+        raise typer.Exit(130) from None
+    if as_json:
+        keys = ("name", "outcome", "note", "took_s", "spent_usd", "hints")
+        print_json([{key: getattr(step, key) for key in keys} for step in steps])
+    else:
+        _sum_up(steps[-1].spent_usd, [step.name for step in steps if step.outcome is StepOutcome.FAILED])
+    if tape:
+        print_note(f"{tape.count} requests and answers are in {record}; read it before you pass it on")
+    if any(step.outcome is StepOutcome.FAILED for step in steps):
+        raise typer.Exit(CloudError.exit_code)
+
+
+def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> Plan:
+    """The cheapest places of one node; 2 vCPUs where no GPU is asked for, which every account may have."""
+    overrides = options.Overrides(
+        name=MARK, infra=infra, gpus=gpus, cpus=None if gpus else "2+", num_nodes=1, use_spot=is_spot
+    )
+    task = context.resolve(options.read_task([PROGRAM], overrides))
+    try:
+        return choose_places(context.plan(task, usable_clouds=frozenset(context.clouds)), PLACES)
+    except NoOfferError as error:
+        hints = ["`--on-demand` asks for a machine that is not spot", *error.hints] if is_spot else error.hints
+        raise NoOfferError(error.message, hints=hints) from None
+
+
+def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
+    """Raises UsageError where a quarter of an hour at the dearest of the places costs more than may be spent."""
+    usd_hour = max(each.placement.usd_hour for each in plan.estimates)
+    offer, is_spot = plan.choice.placement.offer, plan.choice.placement.is_spot
+    likely_usd = usd_hour * HOURS
+    if likely_usd > spend_usd_max:
+        raise UsageError(
+            f"15 minutes of {offer.instance_type} cost {show_usd(likely_usd)} USD, the limit is {spend_usd_max:.2f}",
+            hints=[f"`--spend {likely_usd:.2f}` allows it"],
+        )
+    print_note(
+        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {show_usd(usd_hour)} USD/h for some\n"
+        f"minutes, ended when {spend_usd_max:.2f} USD are spent; clouds bill a minute at least, and disks"
+    )
+    if offer.cloud != "local" and not yes:
+        typer.confirm("Start?", abort=True, err=True)
+
+
+def _open_tape(context: Context, cloud: Cloud, record: Path | None) -> Tape | None:
+    if record is None:
+        return None
+    if not isinstance(cloud, CanObserve):
+        raise UsageError(f"what {cloud.name} is asked cannot be recorded", hints=["`--record` works for aws and gcp"])
+    owner = context.config.owner
+    tape = Tape(record, Scrubber({owner: OWNER, owner[:4]: OWNER[:4], **_find_private(cloud)}))
+    cloud.observe(tape.hear)
+    return tape
+
+
+def _find_private(cloud: Cloud) -> dict[str, str]:
+    """Names that tell whose account it is: Google's projects are called after people and companies."""
+    from broker.clouds.base import HasAccounts
+
+    if not isinstance(cloud, HasAccounts):
+        return {}
+    account = asyncio.run(cloud.find_account())
+    return {} if account.isdigit() else {account: "project-1"}  # account numbers are found by their form
+
+
+def _show(step: Step) -> None:
+    took = f" ({show_duration(step.took_s)}, {step.spent_usd:.4f} USD so far)" if step.took_s >= 1 else ""
+    print_wrapped(f"{step.outcome.value:8}{step.name}: {step.note}{took}", indent=8)
+    for hint in step.hints:
+        print_wrapped(f"        {hint}", indent=8)
+
+
+def _sum_up(spent_usd: float, failed: list[str]) -> None:
+    cost = f"it cost about {spent_usd:.4f} USD by the list price"
+    print_line(f"{', '.join(failed)} failed; {cost}" if failed else f"all steps went well; {cost}")

@@ -1,0 +1,136 @@
+"""What a cloud was asked and what it answered, as it went over the wire, written to a file without anything private.
+
+`broker check CLOUD --live --record FILE` makes one: a JSON object a line, in the order in which the answers came.
+Headers are never kept, since they carry the login. Equal private texts become equal placeholders, so that a fake of
+the cloud can answer from the file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from broker.errors import UsageError
+from broker.nouns import noun
+
+
+@noun
+class Exchange:
+    """One request and its answer. `operation`: the name that the cloud gives it, or method and path."""
+
+    service: str
+    operation: str
+    region: str = ""
+    request: str
+    status: int
+    answer: str
+    took_s: float = 0.0
+
+
+Listener = Callable[[Exchange], None]
+
+# What stands between these is private as a whole: scripts with keys, and keys.
+BODIES = (
+    re.compile(r"((?:^|&)[\w.]*UserData=)[^&]+"),
+    re.compile(r"((?:^|&)[\w.]*PublicKeyMaterial=)[^&]+"),
+    re.compile(r"(<userData>).*?(?=</userData>)", re.DOTALL),
+    re.compile(r'("key":\s*"(?:ssh-keys|startup-script|user-data|windows-keys)",\s*"value":\s*")(?:[^"\\]|\\.)*'),
+    re.compile(r'("value":\s*")(?:[^"\\]|\\.)*(?=",\s*"key":\s*"(?:ssh-keys|startup-script|user-data|windows-keys)")'),
+    re.compile(r"(ssh-(?:rsa|ed25519) )[A-Za-z0-9+/=%]+"),
+    re.compile(r"((?:access_token|id_token|refresh_token|client_secret)\"?[=:]\s*\"?)[^\"&\s]+"),
+    re.compile(r"(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=)[^&\s\"]+", re.IGNORECASE),
+)
+# kind of placeholder -> what it stands for
+WORDS = {
+    "mail": re.compile(r"[\w.+-]+(?:@|%40)[\w-]+\.[\w.-]*\w"),
+    "principal": re.compile(r"\bA(?:KIA|SIA|IDA|ROA|GPA|NPA)[A-Z0-9]{12,}\b"),
+    "user": re.compile(r"(?<=:user/)[\w+=,.@/-]+|(?<=:assumed-role/)[\w+=,.@/-]+"),
+    "account": re.compile(r"(?<![\w.-])\d{12}(?![\w.-])"),
+    "token": re.compile(r"\b[0-9a-f]{32}\b"),
+}
+ADDRESS = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
+ADDRESSES = [f"{block}.{last}" for block in ("203.0.113", "198.51.100", "192.0.2") for last in range(1, 255)]
+SHAPES = {
+    "mail": "user-{}@example.com",
+    "principal": "AIDA{:016}",
+    "user": "user-{}",
+    "account": "{:012}",
+    "token": "{:032x}",
+}
+
+
+def cut_bodies(text: str) -> str:
+    """Without scripts and keys, which are private as a whole."""
+    for pattern in BODIES:
+        text = pattern.sub(r"\1scrubbed", text)
+    return text
+
+
+class Scrubber:
+    """Replaces what is private. `known`: texts that are, such as a project's name, and what stands for each."""
+
+    def __init__(self, known: Mapping[str, str] | None = None) -> None:
+        self._known = {text: stands for text, stands in (known or {}).items() if text}
+        self._found: dict[tuple[str, str], str] = {}
+
+    def scrub(self, text: str) -> str:
+        text = cut_bodies(text)
+        for known in sorted(self._known, key=len, reverse=True):
+            text = text.replace(known, self._known[known])
+        for kind, pattern in WORDS.items():
+            text = pattern.sub(lambda found, kind=kind: self._stand_in(kind, found[0]), text)  # type: ignore[misc]
+        return ADDRESS.sub(lambda found: self._hide_address(found[0]), text)
+
+    def _stand_in(self, kind: str, text: str) -> str:
+        if text in self._found.values() or text in self._known.values():
+            return text  # a placeholder already
+        number = 1 + sum(each == kind for each, _ in self._found)
+        return self._found.setdefault((kind, text), SHAPES[kind].format(number))
+
+    def _hide_address(self, text: str) -> str:
+        """Public addresses become some of those that documentation uses (RFC 5737); private ones tell nothing."""
+        try:
+            address = ipaddress.IPv4Address(text)
+        except ValueError:
+            return text  # a version number
+        if not address.is_global:
+            return text
+        taken = sum(kind == "address" for kind, _ in self._found)
+        return self._found.setdefault(("address", text), ADDRESSES[taken % len(ADDRESSES)])
+
+
+class Tape:
+    """Written line by line from the threads in which a cloud's library works."""
+
+    def __init__(self, path: Path, scrubber: Scrubber) -> None:
+        """Raises UsageError where the file cannot be made, or is there already."""
+        self._scrubber = scrubber
+        self._lock = threading.Lock()
+        self.count = 0
+        try:
+            self._file = path.open("x", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {path}: {error.strerror}", hints=["name a new file in a folder that is there"]
+            ) from None
+
+    def hear(self, exchange: Exchange) -> None:
+        with self._lock:
+            fields = asdict(exchange)
+            fields |= {name: self._scrubber.scrub(fields[name]) for name in ("operation", "request", "answer")}
+            fields["took_s"] = round(exchange.took_s, 3)
+            self._file.write(json.dumps(fields) + "\n")
+            self._file.flush()
+            self.count += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_tape(path: Path) -> list[Exchange]:
+    return [Exchange(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

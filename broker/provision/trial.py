@@ -1,0 +1,297 @@
+"""A first launch on a real account, within a spending limit: one step of a cluster's life after the other.
+
+Create, connect, run a command, write to a bucket, stop and start, terminate, look for leaks. Whatever fails, and
+however the trial is interrupted, the last two are tried. The cluster is recorded like any other, so that `broker down`
+and `broker gc` know what a killed trial left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from broker.clock import Clock
+from broker.clouds.base import CanStop, Cloud, HandsOutHosts, HasAccounts
+from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
+from broker.nouns import noun
+from broker.provision.failover import describe
+from broker.provision.lifecycle import Provisioner
+from broker.runtime.agent_bucket import SCHEMES, name_log, name_outcome
+from broker.runtime.gang import Gang
+from broker.state.store import Store
+from broker.storage import open_bucket
+from broker.types import Autostop, Cluster, NodeState, Plan, RunStatus
+
+MARK = "broker-check"
+PROGRAM = f"echo {MARK}; uname -srm; python3 --version; nvidia-smi -L 2>/dev/null || true"
+RUN_ID = 1
+CONNECT_S_MAX = 900.0  # large GPU images boot for minutes
+RUN_S_MAX = 300.0
+BUCKET_S_MAX = 180.0  # the node tries again after a refusal, later and later
+LOOK_S = 1.0
+IDLE_MINUTES = 10  # after which the node ends itself, should this machine die
+
+Result = TypeVar("Result")
+
+
+class StepOutcome(StrEnum):
+    OK = "ok"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@noun
+class Step:
+    """One step of a trial. `spent_usd` is what the trial has cost when the step ends."""
+
+    name: str
+    outcome: StepOutcome
+    note: str
+    took_s: float
+    spent_usd: float
+    hints: tuple[str, ...] = ()
+
+
+class Skip(Exception):
+    """The step does not apply; the message says why."""
+
+
+class Overspent(Exception):
+    """The trial has cost what it may cost."""
+
+
+class Trial:
+    """One node, brought up and taken down under the name `name`. `plan` lists the places to try, cheapest first."""
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        cloud: Cloud,
+        *,
+        provisioner: Provisioner,
+        gang: Gang,
+        store: Store,
+        clock: Clock,
+        owner: str,
+        spend_usd_max: float,
+        bucket_url: str = "",
+        tell: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self._name, self._plan, self._cloud = name, plan, cloud
+        self._provisioner, self._gang, self._store = provisioner, gang, store
+        self._clock, self._owner, self._tell = clock, owner, tell
+        self._spend_usd_max = spend_usd_max
+        self._folder = f"{bucket_url.rstrip('/')}/{owner}-{MARK}-{uuid.uuid4().hex[:8]}" if bucket_url else ""
+        self._cluster: Cluster | None = None
+        self._begun_usd = store.spend_usd(cluster=name, now_s=clock.now_s())  # earlier trials went by the same name
+        self._failed = ""  # the first step that did
+        self.steps: list[Step] = []
+
+    async def run(self) -> Sequence[Step]:
+        """All steps in order. A failed step is told and not raised; those that need it are skipped."""
+        try:
+            await self._play("login", self._log_in)
+            await self._play("bucket", self._write_from_here)  # before any money is spent
+            await self._play("create", self._create)
+            await self._play("connect", self._connect)
+            await self._play("run", self._run)
+            await self._play("bucket from the node", self._write_from_node)
+            await self._play("stop", self._stop)
+        finally:
+            await self._play("terminate", self._terminate, is_last=True)
+            await self._play("leaks", self._look_for_leaks, is_last=True)
+        return self.steps
+
+    async def _play(self, name: str, work: Callable[[], Coroutine[Any, Any, str]], *, is_last: bool = False) -> None:
+        """`is_last`: done whatever failed before, and whatever it costs."""
+        begun_s = self._clock.now_s()
+        outcome, note, hints = StepOutcome.OK, "", tuple[str, ...]()
+        try:
+            if self._failed and not is_last:
+                raise Skip(f"`{self._failed}` failed")
+            note = await (work() if is_last else self._within_limit(work()))
+        except Skip as reason:
+            outcome, note = StepOutcome.SKIPPED, str(reason)
+        except Overspent:
+            outcome, note = StepOutcome.FAILED, f"the spending limit of {self._spend_usd_max:.2f} USD is reached"
+            hints = ("`--spend USD` raises the limit",)
+        except BrokerError as error:
+            outcome, note = StepOutcome.FAILED, "; ".join([error.message, *error.details])
+            hints = error.hints
+        if outcome is StepOutcome.FAILED:
+            self._failed = self._failed or name
+        now_s = self._clock.now_s()
+        spent_usd = self._measure_spend_usd()
+        step = Step(name=name, outcome=outcome, note=note, took_s=now_s - begun_s, spent_usd=spent_usd, hints=hints)
+        self.steps.append(step)
+        self._tell(step)
+
+    async def _within_limit(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Raises Overspent as soon as the node has cost too much; the work is cancelled then."""
+        doing = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._wait_until_overspent())
+        try:
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise Overspent
+            return doing.result()
+        finally:
+            doing.cancel()
+            watching.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    async def _wait_until_overspent(self) -> None:
+        while self._measure_spend_usd() < self._spend_usd_max:
+            await self._clock.sleep(LOOK_S)
+
+    def _measure_spend_usd(self) -> float:
+        return self._store.spend_usd(cluster=self._name, now_s=self._clock.now_s()) - self._begun_usd
+
+    async def _log_in(self) -> str:
+        await self._cloud.check()
+        account = await self._cloud.find_account() if isinstance(self._cloud, HasAccounts) else ""
+        return f"account {account}" if account else "accepted"
+
+    async def _write_from_here(self) -> str:
+        if not self._folder:
+            raise Skip("no bucket was named: `--bucket s3://BUCKET/FOLDER`")
+        content = uuid.uuid4().hex.encode()
+
+        def write_and_read() -> bytes | None:
+            bucket = open_bucket(self._folder)
+            bucket.write("from-here", content)
+            try:
+                return bucket.read("from-here")
+            finally:
+                bucket.delete("from-here")
+
+        if await asyncio.to_thread(write_and_read) != content:
+            raise TransientError(f"what was written to {self._folder} is not what is read there")
+        return f"{self._folder}: written, read, deleted from this machine"
+
+    async def _create(self) -> str:
+        await self._provisioner.down(self._name)  # what a killed trial left
+        autostop = Autostop(idle_minutes=IDLE_MINUTES, is_down=True)
+        self._cluster = await self._provisioner.up(self._name, self._plan, autostop=autostop)
+        await self._provisioner.finish()
+        (node,) = self._cluster.nodes
+        return f"{describe(self._cluster.placement)}: node {node.id}"
+
+    async def _connect(self) -> str:
+        """Put the agent on the node, as soon as the node can be reached."""
+        cluster = self._get_cluster()
+        give_up_s = self._clock.now_s() + CONNECT_S_MAX
+        while True:
+            try:
+                await self._gang.prepare(cluster, self._plan.task)
+                break
+            except TransientError as error:
+                cluster = self._cluster = await self._provisioner.refresh(cluster)
+                if cluster.nodes[0].state is NodeState.TERMINATED:
+                    raise TransientError(f"the node ended while it booted: {cluster.nodes[0].reason}") from error
+                if self._clock.now_s() >= give_up_s:
+                    console = self._provisioner.hint_console(cluster, cluster.nodes[0].id)
+                    raise TransientError(
+                        error.message, hints=(*([console] if console else ()), *error.hints)
+                    ) from error
+                await self._clock.sleep(LOOK_S * (3 if isinstance(error, UnreachedError) else 1))
+        await self._gang.set_autostop(cluster, cluster.autostop)
+        return f"the agent runs on {cluster.nodes[0].address}"
+
+    async def _run(self) -> str:
+        cluster = self._get_cluster()
+        envs = {"BROKER_CHECKPOINT_DIR": self._folder, "BROKER_ATTEMPT": "1"} if self._folder else {}
+        await self._gang.start(cluster, self._plan.task, run_id=RUN_ID, envs=envs)
+
+        async def has_ended() -> bool:
+            return (await self._gang.poll(cluster, RUN_ID)).status.is_terminal
+
+        if not await self._wait_until(has_ended, RUN_S_MAX):
+            raise TransientError(f"the command has not ended after {RUN_S_MAX:g} s")
+        report = await self._gang.poll(cluster, RUN_ID)
+        log, _ = await self._gang.read_log(cluster, RUN_ID, offset=0)
+        lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+        if report.status is not RunStatus.SUCCEEDED:
+            last = f": {lines[-1]}" if lines else ""
+            raise RunFailedError(f"the command ended {report.status.value}{last}", returncode=report.returncode or 1)
+        if MARK not in " ".join(lines):
+            raise TransientError("the command ran, and its output did not arrive")
+        return ", ".join(line.rpartition(") ")[2] for line in lines if not line.endswith(MARK)) or "the output arrived"
+
+    async def _write_from_node(self) -> str:
+        """The node's agent leaves outcome and log of every run in the bucket; read them, and delete them."""
+        if not self._folder:
+            raise Skip("no bucket was named")
+        if not self._folder.startswith(SCHEMES):
+            raise Skip(f"nodes write to {', '.join(SCHEMES)} only")
+        bucket = open_bucket(self._folder)
+        keys = (name_outcome(1), name_log(1))
+
+        async def has_arrived() -> bool:
+            found = await asyncio.to_thread(lambda: [bucket.read(key) for key in keys])
+            return all(content is not None for content in found)
+
+        try:
+            if not await self._wait_until(has_arrived, BUCKET_S_MAX):
+                raise TransientError(
+                    f"the node wrote nothing to {self._folder} within {BUCKET_S_MAX:g} s",
+                    hints=("The node's own login, a role or a service account, must be allowed to write there.",),
+                )
+        finally:
+            for key in keys:
+                await asyncio.to_thread(bucket.delete, key)
+        return "written by the node, read and deleted from this machine"
+
+    async def _stop(self) -> str:
+        cluster = self._get_cluster()
+        if not isinstance(self._cloud, CanStop):
+            raise Skip(f"{self._cloud.name} cannot stop nodes")
+        if cluster.placement.is_spot and isinstance(self._cloud, HandsOutHosts):
+            raise Skip("a spot node is ended, not stopped; `--on-demand` tries it")
+        await self._provisioner.stop(self._name)
+        stopped_s = self._clock.now_s()
+        self._cluster = await self._provisioner.start(self._name)
+        return f"stopped, and up again after {self._clock.now_s() - stopped_s:.0f} s"
+
+    async def _terminate(self) -> str:
+        if self._store.get_cluster(self._name) is None and not self._store.list_open_intents(self._name):
+            raise Skip("nothing was created")
+        try:
+            await self._provisioner.down(self._name)
+        except BrokerError as error:
+            error.hints = (f"`broker down {self._name}` tries again: the node may still cost money", *error.hints)
+            raise
+        return "the cloud confirms that the node is gone"
+
+    async def _look_for_leaks(self) -> str:
+        swept = await self._provisioner.sweep()
+        listed = await self._cloud.list_nodes(self._owner)
+        left = [node.id for node in listed if node.cluster == self._name and node.state is not NodeState.TERMINATED]
+        if left:
+            raise TransientError(
+                f"still there: {', '.join(left)}", hints=(f"`broker down {self._name}`", "`broker gc`")
+            )
+        looked = f"no node is left; {swept} other things deleted" if swept else "nothing is left"
+        return f"{looked}; no answer from {', '.join(sorted(listed.unseen))}" if listed.unseen else looked
+
+    async def _wait_until(self, is_so: Callable[[], Awaitable[bool]], limit_s: float) -> bool:
+        give_up_s = self._clock.now_s() + limit_s
+        while not await is_so():
+            if self._clock.now_s() >= give_up_s:
+                return False
+            await self._clock.sleep(LOOK_S)
+        return True
+
+    def _get_cluster(self) -> Cluster:
+        assert self._cluster is not None, "steps that need the node follow its creation"
+        return self._cluster
+
+
+def choose_places(plan: Plan, count: int) -> Plan:
+    """The plan cut down to its `count` cheapest places."""
+    return replace(plan, estimates=plan.estimates[:count])
