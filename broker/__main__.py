@@ -8,6 +8,11 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run one command and leave with its exit code."""
+    from broker.cli.interrupts import end_on_interrupt
+
+    end_on_interrupt()
+    if os.getenv("_BROKER_COMPLETE"):
+        _complete()
     # Importing makes tens of thousands of objects and no garbage: the collector's default takes a thirtieth of `plan`.
     gc.set_threshold(50_000)
     from broker.cli.main import main as run
@@ -18,6 +23,18 @@ def main() -> NoReturn:
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     end_process(code)
+
+
+def _complete() -> None:
+    """Answer the shell and leave, or return where Typer has to."""
+    from broker.cli.completion import complete
+
+    try:
+        is_done = complete()
+    except SystemExit as leave:
+        end_process(int(leave.code or 0))
+    if is_done:
+        end_process(0)
 
 
 def end_process(code: int) -> NoReturn:

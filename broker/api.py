@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.errors import NoOfferError, UsageError
+from broker.errors import NoOfferError, UnknownNameError, UsageError
 from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
 
 if TYPE_CHECKING:
@@ -117,6 +117,9 @@ class Market:
             try:
                 return try_plan(task)
             except NoOfferError as wider:
+                if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
+                    asked = wider.message.partition("\n")[0]  # counts of offers tell nothing about a misspelt name
+                    raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
                 explained = explain_nothing(wider, task, try_plan)
                 raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
 

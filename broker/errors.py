@@ -4,6 +4,7 @@ BrokerError                     exit code
 ├── TaskError                   2   the task file is wrong: one issue or many, each with file:line:column
 ├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
 ├── NoOfferError                3   nothing for sale fits; says which filter took what
+│   └── UnknownNameError            the price book has no such cloud, region, zone, machine or accelerator
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   ├── FencedError                 another daemon has taken over; this one must stop
 │   └── DamagedRowError             one row of the state file cannot be read; the others can
@@ -73,6 +74,10 @@ class UsageError(BrokerError):
 
 class NoOfferError(BrokerError):
     exit_code = 3
+
+
+class UnknownNameError(NoOfferError):
+    pass
 
 
 class StateError(BrokerError):

@@ -29,10 +29,10 @@ class Evaluation:
     ) -> None:
         """Asked for without samples kept for it, evaluation is a TrainerError now rather than at step 1000."""
         self._model, self._strategy, self._ranks = model, strategy, ranks
-        # Equal shares: ranks that gather a model together must run it equally often.
-        share_count = max(1, strategy.share.count)
-        batch = -(-config.evaluate.samples // share_count) * share_count
-        self._train = dataclasses.replace(config.train, batch=batch)
+        # The same samples for any number of shares: the loss of an elastic run must not move with its size. A share
+        # without any would make no pass, while ranks that gather a model together must run it equally often.
+        samples = max(config.evaluate.samples, strategy.share.count)
+        self._train = dataclasses.replace(config.train, batch=samples)
         self._work: Work | None = None
         if study.validation is not None:
             self._work = Work(samples=study.validation, loss_of=study.loss_of, precision=precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, date, datetime
 
 from broker.nouns import noun
@@ -55,6 +56,22 @@ def warn_of_age(placement: Placement, now_s: float) -> str | None:
     model = "spot" if placement.is_spot else "on-demand"
     days = measure_age_days(as_of, now_s)
     return f"{cloud}'s {model} prices are {days} days old; `broker catalog update --cloud {cloud}` fetches today's"
+
+
+def warn_of_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
+    """Two lines for a list of prices, (cloud, is spot, ISO date) of each: which are old, and the remedy. None if none
+    is old."""
+    days: dict[tuple[bool, str], int] = {}
+    for cloud, is_spot, as_of in dates:
+        if as_of and cloud != "local" and is_stale(as_of, now_s, is_spot=is_spot):
+            days[is_spot, cloud] = max(days.get((is_spot, cloud), 0), measure_age_days(as_of, now_s))
+    parts = []
+    for is_spot, model in ((False, "on-demand"), (True, "spot")):
+        if found := [f"{cloud} ({days[kind, cloud]} days)" for kind, cloud in sorted(days) if kind is is_spot]:
+            parts.append(f"{model} of {', '.join(found)}")
+    clouds = sorted({cloud for _, cloud in days})
+    only = f" --cloud {clouds[0]}" if len(clouds) == 1 else ""
+    return f"old prices: {'; '.join(parts)}\n`broker catalog update{only}` fetches today's" if parts else None
 
 
 def measure_age_days(as_of: str, now_s: float) -> int:

@@ -79,7 +79,7 @@ class Book:
         return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE t.cloud = ?", (cloud,))]
 
     def find_prices(self, instance_type: str) -> Sequence[Offer]:
-        """One machine at every place, cheapest first. Raises NoOfferError with the near miss."""
+        """One machine at every place, cheapest first. Raises UnknownNameError with the near miss."""
         name = self._find_name("types", "instance_type", instance_type) or instance_type
         cheapest = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
         rows = self._database.execute(f"{_SELECT} WHERE t.instance_type = ? ORDER BY {cheapest}, 1, 2, 3", (name,))
@@ -106,16 +106,16 @@ class Book:
         return list(found.values())
 
     def check_places(self, resources: Resources) -> None:
-        """Raises NoOfferError with the near miss for a cloud, region, zone or instance type that is sold nowhere, or
-        not where it is asked for."""
+        """Raises UnknownNameError with the near miss for a cloud, region, zone or instance type that is sold nowhere,
+        or not where it is asked for."""
         self._places.check(resources)
 
     def check_cloud(self, cloud: str) -> None:
-        """Raises NoOfferError with the near miss for a cloud without prices."""
+        """Raises UnknownNameError with the near miss for a cloud without prices."""
         self._places.check_cloud(cloud)
 
     def resolve_accelerator(self, name: str) -> str:
-        """The book's spelling of an accelerator. Raises NoOfferError with the near miss."""
+        """The book's spelling of an accelerator. Raises UnknownNameError with the near miss."""
         for table, column in (("accelerators", "name"), ("types", "accelerator")):
             if found := self._find_name(table, column, name):
                 return found

@@ -6,7 +6,7 @@ import difflib
 import sqlite3
 from collections.abc import Iterable, Sequence
 
-from broker.errors import NoOfferError
+from broker.errors import UnknownNameError
 from broker.types import Resources
 
 NEAR_COUNT = 3
@@ -20,7 +20,7 @@ class Places:
         self._database = database
 
     def check(self, resources: Resources) -> None:
-        """Raises NoOfferError for the first name that is sold nowhere, or not where it is asked for."""
+        """Raises UnknownNameError for the first name that is sold nowhere, or not where it is asked for."""
         cloud = resources.cloud.lower() if resources.cloud else None
         if cloud and cloud not in (clouds := self._list("SELECT cloud FROM clouds")):
             raise _explain("cloud", cloud, clouds, _hint_cloud(cloud))
@@ -44,17 +44,17 @@ class Places:
             self.check_instance_type(resources.instance_type, self._list(types, cloud), of_cloud)
 
     def check_instance_type(self, name: str, known: Iterable[str] | None = None, of_cloud: str = "") -> None:
-        """Raises NoOfferError for a machine that none of `known`, or of all there are, is called like."""
+        """Raises UnknownNameError for a machine that none of `known`, or of all there are, is called like."""
         known = self._list("SELECT DISTINCT instance_type FROM types") if known is None else known
         if not _has(known, name):
             rows = self._list("SELECT DISTINCT cloud FROM types WHERE instance_type = ?1 COLLATE NOCASE", name)
             raise _explain(f"instance type{of_cloud}", name, known, [f"{cloud} sells it" for cloud in sorted(rows)])
 
     def check_cloud(self, name: str) -> None:
-        """Raises NoOfferError for a cloud without prices."""
+        """Raises UnknownNameError for a cloud without prices."""
         self.check(Resources(cloud=name))
 
-    def explain_accelerator(self, name: str) -> NoOfferError:
+    def explain_accelerator(self, name: str) -> UnknownNameError:
         """What to raise for an accelerator that is not in the book."""
         known = self._list("SELECT name FROM accelerators UNION SELECT accelerator FROM types WHERE accelerator != ''")
         return _explain("accelerator", name, known, ["`broker gpus` lists all"])
@@ -81,14 +81,14 @@ def _has(known: Iterable[str], name: str) -> bool:
     return name.lower() in {each.lower() for each in known}
 
 
-def _explain(word: str, name: str, known: Iterable[str], more: Sequence[str] = ()) -> NoOfferError:
+def _explain(word: str, name: str, known: Iterable[str], more: Sequence[str] = ()) -> UnknownNameError:
     by_lower = {each.lower(): each for each in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=20, cutoff=0.6)
     # Of names that are as near, as zones of a region are, those that come first in the alphabet.
     near = sorted(close, key=lambda each: (-difflib.SequenceMatcher(None, each, name.lower()).ratio(), each))
     near = near[:NEAR_COUNT]
     hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
-    return NoOfferError(f"no {word} is called `{name}`", hints=[*hints, *more])
+    return UnknownNameError(f"no {word} is called `{name}`", hints=[*hints, *more])
 
 
 def _hint_cloud(cloud: str) -> Sequence[str]:

@@ -15,6 +15,7 @@ from broker.api import find_cache
 from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.render import plain, print_json, print_line, print_note, print_table
+from broker.cli.terminal import Bar, is_drawing, show_wait
 from broker.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -85,15 +86,16 @@ def update(
     wanted = [each.lower() for each in cloud or ()] or [
         each for each in context.book.clouds if any(each in one.clouds for one in sources.values())
     ]
-    reports = refresh_book(
-        find_cache(),
-        context.book,
-        wanted,
-        sources=sources,
-        get=_count_pages(HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s)))),
-        now_s=context.clock.now_s(),
-        on_cloud=lambda name, where: print_note(f"{name}: asking {where} ..."),
-    )
+    with show_wait("fetching prices", is_told=False) as bar:
+        reports = refresh_book(
+            find_cache(),
+            context.book,
+            wanted,
+            sources=sources,
+            get=_count_pages(HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s))), bar),
+            now_s=context.clock.now_s(),
+            on_cloud=lambda name, where: print_note(f"{name}: asking {where} ..."),
+        )
     if as_json:
         print_json(plain(list(reports)))
     else:
@@ -108,14 +110,15 @@ def update(
         raise SourceError(f"{len(failed)} of {len(reports)} clouds could not be refreshed", hints=hints)
 
 
-def _count_pages(get: Get) -> Get:
-    """Says now and then how far it is: Azure's list has more than a thousand pages."""
-    asked = 0
+def _count_pages(get: Get, bar: Bar) -> Get:
+    """Count on the bar, and in a pipe say so now and then: Azure's list has more than a thousand pages."""
+    asked, is_drawn = 0, is_drawing(sys.stderr)
 
     def count(url: str, *, query: Mapping[str, str] | None = None) -> bytes:
         nonlocal asked
         asked += 1
-        if asked % PAGES_A_NOTE == 0:
+        bar.describe(f"fetching prices, page {asked}")
+        if asked % PAGES_A_NOTE == 0 and not is_drawn:
             print_note(f"  {asked} pages ...")
         return get(url, query=query)
 

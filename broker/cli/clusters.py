@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.refreshing import raise_unasked, refresh_clusters
 from broker.cli.render import (
@@ -25,7 +26,9 @@ from broker.errors import RunFailedError, UsageError
 from broker.types import Cluster, ClusterStatus, RunStatus
 
 POLL_S = 0.3
-ClusterName = Annotated[str, typer.Argument(help="The cluster's name.", show_default=False)]
+ClusterName = Annotated[
+    str, typer.Argument(help="The cluster's name.", show_default=False, autocompletion=complete_clusters)
+]
 
 
 def find_up(context: Context, name: str) -> Cluster:
@@ -46,7 +49,8 @@ def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> 
     try:
         asyncio.run(_follow(context, context.find_cluster(name), run_id, is_following=True))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; the run goes on. {come_back}")
+        print_note(f"\ndetached; the run continues. {come_back}")
+        raise typer.Exit(130) from None
 
 
 async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> None:
@@ -87,7 +91,8 @@ def logs(
     try:
         asyncio.run(_follow(context, found, wanted, is_following=follow))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; `broker logs {cluster} {wanted}` comes back")
+        print_note(f"\ndetached; `broker logs {cluster} {wanted}` reattaches")
+        raise typer.Exit(130) from None
 
 
 def queue(cluster: ClusterName, as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False) -> None:
@@ -116,7 +121,10 @@ def cancel(
     found = find_up(context, cluster)
 
     async def end() -> list[int]:
-        live = [run.id for run in await context.gang.list_runs(found) if not run.status.is_terminal]
+        runs = await context.gang.list_runs(found)
+        live = [run.id for run in runs if not run.status.is_terminal]
+        for run_id in set(run_ids or []) - {run.id for run in runs}:
+            print_note(f"there is no run {run_id} on `{cluster}`")
         wanted = live if everything else [each for each in run_ids or [] if each in live]
         for run_id in wanted:
             await context.gang.cancel(found, run_id)
@@ -140,8 +148,7 @@ def status(
     now_s = context.clock.now_s()
     spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
     jobs = context.store.list_live_job_ids()
-    if jobs:
-        context.revive_daemon()
+    context.keep_jobs_going()
     if as_json:
         print_json(
             {

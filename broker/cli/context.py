@@ -163,6 +163,11 @@ class Context:
         except StateError as error:
             note_damage(error)
 
+    def keep_jobs_going(self) -> None:
+        """For every command that looks at jobs: while any is live, a daemon that has died is started again."""
+        if self.store.list_live_job_ids():
+            self.revive_daemon()
+
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
         from broker.clouds.base import HandsOutHosts
@@ -179,13 +184,17 @@ class Context:
     def find_cluster(self, name: str) -> Cluster:
         """By name. Raises UsageError that lists the names there are."""
         cluster = self.store.get_cluster(name)
-        if cluster is not None:
-            return cluster
+        if cluster is None:
+            raise self.explain_missing(name)
+        return cluster
+
+    def explain_missing(self, name: str) -> UsageError:
+        """The error for a name that no cluster has, with the names there are."""
         names = [each.name for each in self.store.list_clusters(on_damage=note_damage)]
         hint = (
             f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
         )
-        raise UsageError(f"there is no cluster `{name}`", hints=[hint])
+        return UsageError(f"there is no cluster `{name}`", hints=[hint])
 
     def resolve(self, task: Task) -> Task:
         """The task with its accelerators named as in the price book, and notices of those that nobody sells."""

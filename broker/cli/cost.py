@@ -33,6 +33,7 @@ def cost(
     """Show what was spent, by job, cloud or day."""
     context = Context()
     store = context.store
+    context.keep_jobs_going()
     names = {job.id: job.name for job in store.list_job_lines(on_damage=note_damage)} if by is By.JOB else {}
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     shares = list_shares(store.list_bills(on_damage=note_damage), by, context.clock.now_s())

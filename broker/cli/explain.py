@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.cli.plan_table import describe_choice
+from broker.cli.plan_table import describe_choice, fold_zones, join_zones
 from broker.cli.render import print_line, print_wrapped, show_count, show_duration, show_hours, show_usd
 from broker.optimizer.data_cost import list_assumptions, measure_restore_s
 from broker.optimizer.explain import Loser, list_losers, show_chance
@@ -12,10 +12,7 @@ LOSERS_MAX = 12
 
 
 def show_explanation(plan: Plan, unlimited: Plan) -> None:
-    for number, estimate in enumerate(plan.estimates[:2], start=1):
-        print_line(f"\n{number}. {describe_choice(estimate)}")
-        for name, text in list_terms(plan.task, estimate):
-            print_wrapped(f"  {name:<24}{text}", indent=26)
+    _show_terms(plan)
     losers = list_losers(plan, unlimited)
     if losers:
         print_line("\nCheaper by the hour, and why not:")
@@ -24,6 +21,18 @@ def show_explanation(plan: Plan, unlimited: Plan) -> None:
         if len(losers) > LOSERS_MAX:
             print_line(f"... and {len(losers) - LOSERS_MAX} more kinds of machine")
     _show_assumptions(plan)
+
+
+def _show_terms(plan: Plan) -> None:
+    """The choice and the runner-up, which differs by more than its zone."""
+    for number, group in enumerate(fold_zones(plan.estimates, 2), start=1):
+        print_line(f"\n{number}. {describe_choice(group[0], zones=join_zones(group))}")
+        terms = list_terms(plan.task, group[0])
+        if number > 1 and terms == list_terms(plan.task, plan.choice):
+            print_line("  every term as above")
+            continue
+        for name, text in terms:
+            print_wrapped(f"  {name:<24}{text}", indent=26)
 
 
 def _say_loser(loser: Loser) -> str:

@@ -10,6 +10,7 @@ import typer
 from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.render import note_damage, plain, print_json, print_line, print_note, show_count
+from broker.cli.terminal import show_wait
 from broker.errors import CloudError
 
 
@@ -21,10 +22,16 @@ def gc(
 ) -> None:
     """End machines that nobody needs: left by a crash, or of clusters whose end was cut short."""
     context = Context()
-    adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
-    nodes, names = asyncio.run(context.provisioner.find_lost())
+    context.keep_jobs_going()
+    clouds = ", ".join(context.clouds)
+    with show_wait(f"looking for machines of this installation in {clouds}") as bar:
+        adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
+        nodes, names = asyncio.run(context.provisioner.find_lost())
+        if not dry_run and (nodes or names):
+            bar.describe(f"ending {show_count(len(nodes), 'node')} and {show_count(len(names), 'cluster')}")
+        if not dry_run:
+            asyncio.run(context.provisioner.collect())
     if not dry_run:
-        asyncio.run(context.provisioner.collect())
         _sweep_access(context)
     if as_json:
         print_json(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.catalog.age import warn_of_dates
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, print_table, show_usd
+from broker.cli.render import plain, print_json, print_line, print_table, print_wrapped_note, show_usd
 from broker.errors import UsageError
+
+if TYPE_CHECKING:
+    from broker.catalog.book import AcceleratorPrice
 
 
 def gpus(
@@ -21,7 +26,8 @@ def gpus(
 ) -> None:
     """List accelerators with their cheapest prices."""
     wanted, _, count = (name or "").partition(":")
-    book = Context().book
+    context = Context()
+    book = context.book
     if cloud:
         book.check_cloud(cloud)
     prices = book.list_accelerators(
@@ -50,8 +56,23 @@ def gpus(
         ["ACCELERATOR", "COUNT", "GiB", "CLOUD", "REGION", "USD/h", "SPOT USD/h"],
         rows, right=("COUNT", "GiB", "USD/h", "SPOT USD/h"),
     )  # fmt: skip
+    _note_age(context, prices)
     if not wanted:
         print_line("`broker gpus NAME[:COUNT]` shows every count and cloud of one")
+
+
+def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
+    """Say that shown prices are old, as a plan does."""
+    now_s = context.clock.now_s()
+    dates = []
+    for each in prices:
+        age = context.book.describe_age(each.cloud, now_s)
+        if each.ondemand_usd_hour is not None:
+            dates.append((each.cloud, False, age.ondemand_as_of))
+        if each.spot_usd_hour is not None:
+            dates.append((each.cloud, True, age.spot_as_of))
+    if warning := warn_of_dates(dates, now_s):
+        print_wrapped_note(f"note: {warning}")
 
 
 def _read_count(text: str) -> float | None:

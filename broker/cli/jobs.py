@@ -1,4 +1,4 @@
-"""`broker jobs`: managed jobs, driven by the daemon of the state folder. Here what changes them; `jobs_show` tells."""
+"""`broker jobs`: managed jobs, driven by the daemon. Here what changes them; `jobs_queue` and `jobs_show` tell."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.cli import jobs_show, options
+from broker.cli import jobs_queue, jobs_show, options
+from broker.cli.completion import complete_jobs
 from broker.cli.context import Context
-from broker.cli.jobs_show import find_job, follow_job
+from broker.cli.jobs_show import JobName, find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import note_damage, print_json, print_line, print_note
+from broker.cli.render import note_damage, print_json, print_line, print_note, show_count
 from broker.errors import BrokerError, UsageError
 from broker.types import JobStatus
 
@@ -27,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 LOOK_S = 0.3
-JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
 
 
 @app.command()
@@ -113,13 +113,18 @@ def _tell_submitted(jobs: Sequence[Job]) -> None:
 
 
 def _check_runnable(tasks: tuple[Task, ...]) -> None:
-    if idle := next((task for task in tasks if task.run is None and task.setup is None), None):
-        raise UsageError(f"the task {idle.name or '(no name)'} has nothing to run", hints=["give it `run:`"])
+    if idle := next((task for task in tasks if task.run is None), None):
+        raise UsageError(
+            f"the task {idle.name or '(no name)'} has no `run:`, and a managed job ends when its program does",
+            hints=["give it `run:`", "`broker launch TASK.yaml` brings up a cluster without one, for development"],
+        )
 
 
 @app.command()
 def cancel(
-    jobs: Annotated[list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.")] = None,
+    jobs: Annotated[
+        list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.", autocompletion=complete_jobs)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every live job.")] = False,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
@@ -128,10 +133,16 @@ def cancel(
     context = Context()
     known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
-    for text in [] if everything else jobs or []:
-        wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
-    if not wanted and not everything:
+    if not jobs and not everything:
         raise UsageError("no job was named", hints=["`broker jobs cancel ID`, or `--all`"])
+    missing = []
+    for text in [] if everything else jobs or []:
+        try:
+            wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
+        except UsageError as error:
+            missing.append(error)
+    if missing and not wanted:
+        raise missing[0]
     as_json = as_json or output is options.Format.JSON
     told = []
     for job in wanted:
@@ -146,6 +157,11 @@ def cancel(
         context.ensure_daemon()
     if as_json:
         print_json(told)
+    if missing:
+        raise BrokerError(
+            f"{show_count(len(missing), 'name')} of no job", details=[each.message for each in missing],
+            hints=missing[0].hints,
+        )  # fmt: skip
 
 
 @app.command()
@@ -213,7 +229,7 @@ def wait(
         asyncio.run(context.clock.sleep(LOOK_S))
 
 
-app.command()(jobs_show.queue)
+app.command()(jobs_queue.queue)
 app.command()(jobs_show.logs)
 app.command()(jobs_show.events)
 app.command()(jobs_show.why)

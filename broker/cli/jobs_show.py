@@ -1,4 +1,4 @@
-"""What `broker jobs` tells: the queue, logs across recoveries, events, and why a job is where it is."""
+"""Show a managed job: logs across recoveries, events, and why it is where it is. `jobs_queue` lists them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from broker.cli import options
+from broker.cli.completion import complete_jobs
 from broker.cli.context import Context
 from broker.cli.render import (
     clean,
@@ -19,7 +20,6 @@ from broker.cli.render import (
     print_json,
     print_line,
     print_note,
-    print_table,
     show_duration,
     show_usd,
 )
@@ -27,10 +27,7 @@ from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus
 
 LOOK_S = 0.3
-WATCH_S = 2.0
-NEWEST = 50
-CLEAR = "\x1b[H\x1b[2J"
-JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False)]
+JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False, autocompletion=complete_jobs)]
 
 # What each state means to the one who asks why.
 MEANING = {
@@ -47,67 +44,6 @@ MEANING = {
     JobStatus.FAILED_NO_RESOURCE: "found nothing for sale that fits",
     JobStatus.FAILED_CONTROLLER: "was given up because of a fault in broker",
 }
-
-
-def queue(
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Also ended jobs of long ago.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")] = False,
-    as_json: options.AsJson = False,
-    output: options.Output = options.Format.TABLE,
-) -> None:
-    """List managed jobs, newest first."""
-    context = Context()
-    as_json = as_json or output is options.Format.JSON
-    try:
-        while True:
-            if as_json:
-                _print_jobs(context)
-            else:
-                _show_queue(context, newest=None if everything else NEWEST, is_cleared=watch and sys.stdout.isatty())
-            if not watch:
-                return
-            asyncio.run(context.clock.sleep(WATCH_S))
-    except KeyboardInterrupt:
-        return
-
-
-def _print_jobs(context: Context) -> None:
-    jobs = context.store.list_jobs(on_damage=note_damage)
-    _keep_going(context, any(not job.status.is_terminal for job in jobs))
-    spent = context.store.list_spend_usd(now_s=context.clock.now_s())
-    print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
-
-
-def _keep_going(context: Context, has_live_jobs: bool) -> None:
-    """Whoever looks at live jobs makes sure that somebody drives them."""
-    if has_live_jobs:
-        context.revive_daemon()
-
-
-def _show_queue(context: Context, *, newest: int | None, is_cleared: bool) -> None:
-    lines = context.store.list_job_lines(newest, on_damage=note_damage)
-    _keep_going(context, any(not line.status.is_terminal for line in lines))
-    now_s = context.clock.now_s()
-    spent = context.store.list_spend_usd(now_s=now_s)
-    rows = []
-    for line in lines:
-        step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
-        duration = show_duration((line.ended_s or now_s) - line.submitted_s)
-        rows.append(
-            [str(line.id), line.name, line.status.value, step, str(max(0, line.starts - 1)), duration,
-             show_usd(spent.get(line.id, 0.0))]
-        )  # fmt: skip
-    if is_cleared:
-        print_line(CLEAR + time.strftime("%H:%M:%S", time.localtime(now_s)))
-    if not rows:
-        print_line("No managed jobs; `broker jobs launch TASK.yaml` submits one")
-        return
-    print_table(
-        ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
-        rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
-    )  # fmt: skip
-    if hidden := context.store.count_jobs() - len(rows):
-        print_line(f"... and {hidden} that ended before; `--all` shows them")
 
 
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
@@ -129,12 +65,14 @@ def logs(
     if follow:
         follow_job(context, found.id, as_json=as_json)
     else:
+        context.keep_jobs_going()
         _print_log(context, found.id, 0, as_json=as_json)
 
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """List what happened to a job."""
     context = Context()
+    context.keep_jobs_going()
     found = context.store.list_events(job_id=find_job(context, job).id)
     if as_json or output is options.Format.JSON:
         print_json(plain(list(found)))
@@ -148,6 +86,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     from broker.jobs.summary import summarize
 
     context = Context()
+    context.keep_jobs_going()
     found, now_s = find_job(context, job), context.clock.now_s()
     paid = context.store.spend_usd(job_id=found.id, now_s=now_s)
     summary = summarize(found, found.attempts, context.store.list_steps(found.id), paid_usd=paid, now_s=now_s)
@@ -213,8 +152,8 @@ def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
                 break
             asyncio.run(context.clock.sleep(LOOK_S))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; the job goes on. `broker jobs logs {job_id}` comes back")
-        raise typer.Exit from None
+        print_note(f"\ndetached; the job continues. `broker jobs logs {job_id}` reattaches")
+        raise typer.Exit(130) from None
     print_note(f"Job {job_id} ended {job.status.value}{': ' + job.failure if job.failure else ''}")
     if job.status is not JobStatus.SUCCEEDED:
         raise RunFailedError(f"job {job_id} ended {job.status.value}", returncode=1)

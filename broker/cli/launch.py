@@ -14,8 +14,9 @@ from broker.cli.context import Context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
 from broker.cli.render import print_json, print_note, show_count, show_usd
+from broker.cli.terminal import Bar, show_wait
 from broker.cli.uploads import fill_buckets
-from broker.errors import NoOfferError, TransientError, UnreachedError, UsageError
+from broker.errors import NoOfferError, TransientError, UnknownNameError, UnreachedError, UsageError
 from broker.task.allowed import CLUSTER_NAME
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, Task
 
@@ -29,6 +30,8 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
         return context.plan(task)
     try:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
+    except UnknownNameError:
+        raise
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
         hint = f"set up here: {usable}; `--dryrun` plans on every cloud, `--infra local` runs the task on this machine"
@@ -50,7 +53,7 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
 
 def launch(
     entrypoint: options.Entrypoint,
-    cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="The cluster's name.")] = None,
+    cluster: options.ClusterOption = None,
     name: options.Name = None,
     workdir: options.Workdir = None,
     infra: options.Infra = None,
@@ -99,11 +102,24 @@ def launch(
     _check_cluster(context, wanted, plan, autostop, yes=yes)
     (one,) = fill_buckets([one])
     try:
-        asyncio.run(_launch(context, wanted, one, plan, autostop, hedge=hedge, is_patient=retry_until_up))
+        with show_wait(f"bringing up `{wanted}`", is_told=False) as bar:
+            work = _launch(context, wanted, one, plan, autostop, bar, hedge=hedge, is_patient=retry_until_up)
+            run_id = asyncio.run(work)
     except KeyboardInterrupt:
         tell_what_is_left(context, wanted)
         raise typer.Exit(130) from None
-    follow_unless(context, wanted, context.store.newest_run_id(wanted), detach=detach)
+    if run_id is None:
+        _note_development(wanted)
+    else:
+        follow_unless(context, wanted, run_id, detach=detach)
+
+
+def _note_development(name: str) -> None:
+    """What to do with a cluster whose task has nothing to run."""
+    print_note(
+        f"the task has no `run:`, so nothing runs; `broker ssh {name}` opens a shell, "
+        f"`broker exec {name} TASK.yaml` runs a task, `broker down {name}` ends the cluster"
+    )
 
 
 def _name_cluster(task: Task, owner: str) -> str:
@@ -141,8 +157,17 @@ def check_access(context: Context, plan: Plan) -> None:
 
 
 async def _launch(
-    context: Context, name: str, task: Task, plan: Plan, autostop: Autostop | None, *, hedge: int, is_patient: bool
-) -> None:
+    context: Context,
+    name: str,
+    task: Task,
+    plan: Plan,
+    autostop: Autostop | None,
+    bar: Bar,
+    *,
+    hedge: int,
+    is_patient: bool,
+) -> int | None:
+    """Bring the cluster up and submit the task; return the run's id, or None for a task with nothing to run."""
     from broker.storage.mounts import add_mounts
 
     cluster = await context.provisioner.up(
@@ -154,10 +179,17 @@ async def _launch(
             hints=["choose another name with `-c`"],
         )
     print_note(f"cluster `{name}` is up: {show_count(len(cluster.nodes), 'node')}")
-    await submit(context, cluster, add_mounts(task))
-    if autostop:
+    bar.describe(f"sending files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`")
+    task = add_mounts(task)  # before the look for something to run: mounts are made in `setup`
+    run_id = None
+    if task.run is None and task.setup is None:
+        await _prepare(context, cluster, task)
+    else:
+        run_id = await submit(context, cluster, task)
+    if autostop or run_id is None:  # a node whose agent was never asked anything ends itself as unclaimed
         await context.gang.set_autostop(cluster, autostop)
     await context.provisioner.finish()  # nobody would wait for it later: this process may be the only one
+    return run_id
 
 
 def tell_what_is_left(context: Context, name: str) -> None:

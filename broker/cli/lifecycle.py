@@ -7,6 +7,7 @@ import fnmatch
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -14,17 +15,20 @@ import typer
 
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up
+from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
-from broker.cli.render import note_damage, print_line
-from broker.errors import RunFailedError, UsageError
-from broker.types import Autostop
+from broker.cli.render import note_damage, print_line, show_count
+from broker.cli.terminal import show_wait
+from broker.errors import BrokerError, RunFailedError, UsageError
+from broker.types import Autostop, Cluster
 
 
 def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster's machines and keep their disks."""
     context = Context()
     find_up(context, cluster)
-    asyncio.run(context.provisioner.stop(cluster))
+    with show_wait(f"stopping `{cluster}`", is_told=False):
+        asyncio.run(context.provisioner.stop(cluster))
     print_line(f"cluster `{cluster}` is stopped; `broker start {cluster}` goes on")
 
 
@@ -38,41 +42,79 @@ def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
         if rule:  # what the agents knew ended with their machines
             await context.gang.set_autostop(started, rule)
 
-    asyncio.run(go_on())
+    with show_wait(f"starting `{cluster}`", is_told=False):
+        asyncio.run(go_on())
     print_line(f"cluster `{cluster}` is up")
 
 
 def down(
-    clusters: Annotated[list[str] | None, typer.Argument(help="Names or patterns like `dev-*`.")] = None,
+    clusters: Annotated[
+        list[str] | None, typer.Argument(help="Names or patterns like `dev-*`.", autocompletion=complete_clusters)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every cluster.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
     """Take clusters down for good; what was on their disks is gone."""
     context = Context()
-    known = context.store.list_clusters(on_damage=note_damage)
     patterns = ["*"] if everything else clusters or []
     if not patterns:
         raise UsageError("no cluster was named", hints=["`broker down NAME`, or `--all`"])
-    wanted = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
-    for pattern in patterns:
-        if not everything and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
-            context.find_cluster(pattern)
-    live_jobs = context.store.list_live_job_ids()  # what an ended job has left may be taken down like any other
-    if owned := [each for each in wanted if each.job_id in live_jobs]:
-        raise UsageError(
-            f"cluster `{owned[0].name}` belongs to managed job {owned[0].job_id}",
-            hints=[f"`broker jobs cancel {owned[0].job_id}` ends the job and its cluster"],
-        )
+    wanted, failures = select_clusters(context, patterns, is_all=everything)
+    if not wanted:
+        raise_failures(failures, ended_count=0)
     if wanted and not yes and sys.stdin.isatty():
         typer.confirm(f"Take down {', '.join(each.name for each in wanted)}?", abort=True)
+    with show_wait(f"taking down {show_count(len(wanted), 'cluster')}", is_told=False):
+        refused = asyncio.run(_take_down(context, wanted))
+    raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
 
-    async def end() -> None:
-        for each in wanted:
-            await context.provisioner.down(each.name)
-            print_line(f"cluster `{each.name}` is down")
-        await context.provisioner.sweep()
 
-    asyncio.run(end())
+def select_clusters(
+    context: Context, patterns: Sequence[str], *, is_all: bool
+) -> tuple[list[Cluster], list[BrokerError]]:
+    """The clusters that match and may be taken down, and an error for each name or cluster that may not."""
+    known = context.store.list_clusters(on_damage=note_damage)
+    matching = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
+    failures: list[BrokerError] = []
+    for pattern in patterns:
+        if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
+            failures.append(context.explain_missing(pattern))
+    live_jobs = context.store.list_live_job_ids()  # what an ended job has left may be taken down like any other
+    for each in matching:
+        if each.job_id in live_jobs:
+            hint = f"`broker jobs cancel {each.job_id}` ends the job and its cluster"
+            failures.append(UsageError(f"cluster `{each.name}` belongs to managed job {each.job_id}", hints=[hint]))
+    return [each for each in matching if each.job_id not in live_jobs], failures
+
+
+async def _take_down(context: Context, clusters: Sequence[Cluster]) -> list[BrokerError]:
+    """All at once, and each for itself: a cloud that gives no answer keeps only its own clusters."""
+
+    async def take_down(cluster: Cluster) -> BrokerError | None:
+        try:
+            await context.provisioner.down(cluster.name)
+        except BrokerError as error:
+            return error
+        print_line(f"cluster `{cluster.name}` is down")
+        return None
+
+    failures = [each for each in await asyncio.gather(*(take_down(each) for each in clusters)) if each]
+    await context.provisioner.sweep()
+    return failures
+
+
+def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
+    """Raise the only failure where nothing else was done, or one error that names all of them."""
+    if not failures:
+        return
+    if len(failures) == 1 and not ended_count:
+        raise failures[0]
+    is_wrong_line = not ended_count and all(isinstance(each, UsageError) for each in failures)
+    raise (UsageError if is_wrong_line else BrokerError)(
+        f"{show_count(len(failures), 'cluster')} not taken down",
+        details=[line for each in failures for line in (each.message, *each.details)],
+        hints=list(dict.fromkeys(hint for each in failures for hint in each.hints)),
+    )
 
 
 def autostop(
@@ -93,7 +135,12 @@ def autostop(
 
 
 def ssh(
-    node: Annotated[str, typer.Argument(help="CLUSTER, or CLUSTER-RANK for a node other than the head.")],
+    node: Annotated[
+        str,
+        typer.Argument(
+            help="CLUSTER, or CLUSTER-RANK for a node other than the head.", autocompletion=complete_clusters
+        ),
+    ],
     command: Annotated[list[str] | None, typer.Argument(help="What to run, after `--`; a shell without it.")] = None,
 ) -> None:
     """Open a shell on a node, or run one command there."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.render import print_line, show_duration
 from broker.clouds.base import CanPreempt
@@ -28,7 +29,12 @@ def root() -> None:
 
 @app.command()
 def preempt(
-    cluster: Annotated[str, typer.Argument(help="A cluster, or a managed job's id or name.", show_default=False)],
+    cluster: Annotated[
+        str,
+        typer.Argument(
+            help="A cluster, or a managed job's id or name.", show_default=False, autocompletion=complete_clusters
+        ),
+    ],
     node: Annotated[int | None, typer.Option("--node", min=0, help="One rank only.")] = None,
     notice: Annotated[float, typer.Option("--notice", min=0, help="Seconds of warning.")] = 0,
 ) -> None:

@@ -10,38 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-# name -> (module, one line of help). A module of one command has a function of its name; a group has `app`.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("broker.cli.plan", "Rank where a task could run, with costs; starts nothing"),
-    "advise": ("broker.cli.advise", "Say how to train a model: GPUs, strategy, days and dollars"),
-    "launch": ("broker.cli.launch", "Bring a cluster up and run a task on it"),
-    "exec": ("broker.cli.launch", "Run a task on a cluster that is up"),
-    "status": ("broker.cli.clusters", "Show clusters, managed jobs and what they have cost"),
-    "logs": ("broker.cli.clusters", "Show what a run prints"),
-    "queue": ("broker.cli.clusters", "List the runs of a cluster"),
-    "cancel": ("broker.cli.clusters", "End runs of a cluster"),
-    "stop": ("broker.cli.lifecycle", "Stop a cluster's machines and keep their disks"),
-    "start": ("broker.cli.lifecycle", "Start a stopped cluster again"),
-    "down": ("broker.cli.lifecycle", "Take clusters down for good"),
-    "autostop": ("broker.cli.lifecycle", "Stop a cluster by itself when it is idle"),
-    "ssh": ("broker.cli.lifecycle", "Open a shell on a node"),
-    "jobs": ("broker.cli.jobs", "Managed jobs: they survive preemption and your terminal"),
-    "rehearse": ("broker.cli.rehearse", "Run a task here as a spot job, with a preemption, and see it recover"),
-    "cost": ("broker.cli.cost", "Show what was spent, by job, cloud or day"),
-    "simulate": ("broker.cli.simulate", "Replay a task over recorded spot markets, policy by policy"),
-    "traces": ("broker.cli.traces", "Record spot markets, and say what recordings hold"),
-    "state": ("broker.cli.state", "The state file: its condition, copies, restore and reset"),
-    "gc": ("broker.cli.gc", "End machines that nobody needs"),
-    "gpus": ("broker.cli.gpus", "List accelerators with their cheapest prices"),
-    "prices": ("broker.cli.prices", "Show what one instance type costs everywhere"),
-    "history": ("broker.cli.prices", "Show how the prices of an instance type moved"),
-    "catalog": ("broker.cli.catalog", "The price book: its age, its refresh, other catalogs"),
-    "check": ("broker.cli.check", "Say which clouds can be used and how to enable the others"),
-    "schema": ("broker.cli.schema", "Print the JSON Schema of task files, for editors"),
-    "local": ("broker.cli.local", "The pretend cloud on this machine"),
-}
-HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Drive the managed jobs of a state folder")}
-GROUPS = ("jobs", "local", "catalog", "traces", "state")
+from broker.cli import interrupts
+from broker.cli.commands import COMMANDS, GROUPS, HIDDEN
 
 
 class LazyGroup(TyperGroup):
@@ -64,27 +34,47 @@ class LazyGroup(TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command; from here on Ctrl-C is raised in it."""
+        found = super().resolve_command(ctx, args)
+        interrupts.raise_on_interrupt()
+        return found
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write(interrupts.NOTE)
+            raise typer.Exit(interrupts.CODE) from None
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
+# With `--install-completion` and `--show-completion`; the common cases are answered by `broker.cli.completion`.
 app = typer.Typer(
-    cls=LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    cls=LazyGroup, add_completion=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from broker import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.callback()
 def root(
     debug: bool = typer.Option(False, "--debug", help="Show the stack trace of an error."),
-    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    # Eager: answered while the line is parsed, before a command is missed.
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     """Finish a training job on the cheapest machines of any cloud."""
-    if version:
-        from broker import __version__
-
-        typer.echo(__version__)
-        raise typer.Exit
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:
@@ -101,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_encoding(given)
-        app(args=given)
+        app(args=given, prog_name="broker")
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        sys.exit(130)
+        sys.stderr.write(interrupts.NOTE)
+        sys.exit(interrupts.CODE)
     except BrokenPipeError:
         sys.exit(141)
     except Exception as error:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli.completion import complete_clusters
 from broker.errors import UsageError
 from broker.nouns import noun
 from broker.types import Notice, Plan, Task
@@ -22,6 +23,9 @@ class Format(StrEnum):
 
 Entrypoint = Annotated[
     list[str], typer.Argument(metavar="TASK.yaml | COMMAND...", help="A task file, or a command.", show_default=False)
+]
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", "-c", help="The cluster's name.", autocompletion=complete_clusters)
 ]
 Infra = Annotated[str | None, typer.Option("--infra", help="CLOUD[/REGION[/ZONE]] over the file's.")]
 Gpus = Annotated[str | None, typer.Option("--gpus", help="NAME[:COUNT] over the file's.")]

@@ -6,12 +6,13 @@ from broker.cli.render import plain, print_line, print_table, show_count, show_h
 from broker.types import PipelineEdge, PipelinePlan, PipelineStep
 
 
-def show_pipeline(plan: PipelinePlan) -> None:
+def show_pipeline(plan: PipelinePlan, *, name: str | None = None) -> None:
     """Steps in the order that they can run, transfers that cost anything to move, the total, and the greedy total."""
     aim = "cheapest" if plan.objective == "cost" else "soonest done"
     limit = f" within {show_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
     count = len(plan.steps)
-    print_line(f"Pipeline of {show_count(count, 'task')}: {aim} as a whole{limit}")
+    named = f" {name}" if name else ""
+    print_line(f"Pipeline{named} of {show_count(count, 'task')}: {aim} as a whole{limit}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],

@@ -61,7 +61,8 @@ def plan(
     if is_pipeline:
         from broker.cli.pipeline import show_pipeline
 
-        show_pipeline(context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours))
+        whole = context.plan_pipeline(plans, objective=minimize, deadline_hours=deadline_hours)
+        show_pipeline(whole, name=tasks[0].pipeline)
         if not (explain or what_if or pareto or plot):
             return
     for each in plans:

@@ -110,11 +110,11 @@ def describe_machine(estimate: Estimate) -> str:
     return f"{offer.vcpus:g} vCPU, {offer.memory_gib:g} GiB{accelerators}"
 
 
-def describe_choice(estimate: Estimate) -> str:
-    """`2 x p5.48xlarge spot in aws us-east-1a`."""
+def describe_choice(estimate: Estimate, *, zones: str | None = None) -> str:
+    """`2 x p5.48xlarge spot in aws us-east-1a`; `zones` stands for several that are alike."""
     placement = estimate.placement
     offer = placement.offer
-    place = f"{offer.cloud} {offer.zone or offer.region}"
+    place = f"{offer.cloud} {zones or offer.zone or offer.region}"
     return f"{placement.node_count} x {offer.instance_type} {estimate.strategy} in {place}"
 
 

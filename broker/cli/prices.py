@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.api import find_cache
+from broker.catalog.age import warn_of_dates
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_usd
+from broker.cli.render import plain, print_json, print_line, print_note, print_table, print_wrapped_note, show_usd
 
 if TYPE_CHECKING:
     from broker.catalog.history import PricePoint
@@ -21,7 +22,8 @@ InstanceType = Annotated[str, typer.Argument(help="Such as p4d.24xlarge.", show_
 
 def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None:
     """Show what one instance type costs everywhere, cheapest first."""
-    offers = Context().book.find_prices(instance_type)
+    context = Context()
+    offers = context.book.find_prices(instance_type)
     if as_json:
         print_json(plain(list(offers)))
         return
@@ -41,6 +43,10 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
     )  # fmt: skip
     if any(each.is_estimated for each in offers):
         print_line("~ is an estimate")
+    dates = [(each.cloud, False, each.as_of) for each in offers if each.ondemand_usd_hour]
+    dates += [(each.cloud, True, each.spot_as_of) for each in offers if each.spot_usd_hour]
+    if warning := warn_of_dates(dates, context.clock.now_s()):
+        print_wrapped_note(f"note: {warning}")
 
 
 def _show_band(band: float | None) -> str:

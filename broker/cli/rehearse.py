@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.plan_table import show_plan
 from broker.cli.render import clean, print_json, print_line, print_note
+from broker.cli.terminal import is_drawing, show_wait
 from broker.errors import BrokerError, UsageError
 from broker.types import JobStatus, Plan, Task
 
@@ -168,8 +170,9 @@ def play(
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
     try:
         context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.tell_market(message))
-        driver = Driver(context, preemptions, notice_s, tell)
-        job = asyncio.run(driver.run())
+        with show_wait("rehearsing", is_told=False) as bar:
+            driver = Driver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
+            job = asyncio.run(driver.run())
         return draw_up(context, driver, job, plan)
     finally:
         shutil.rmtree(home, ignore_errors=True)

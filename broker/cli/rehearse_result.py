@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from broker.cli.rehearse_run import Driver
 
 LOG_TAIL_BYTES = 4096
+MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 WORDS_MAX = 160
 
 
@@ -70,6 +72,7 @@ class Rehearsal:
     real_s: float = 0.0
     has_saved: bool = True  # anything lies in the checkpoint folder
     last_words: str = ""  # of its log, where it failed
+    missing_module: str = ""  # which Python could not import, where it failed
     grace_s: float = NOTICE_S_MAX  # real seconds from a warning to the end
     unbroken: Comparison | None = None
 
@@ -84,6 +87,7 @@ class Rehearsal:
                 has_saved=self.has_saved,
                 failure=self.failure,
                 last_words=self.last_words,
+                missing_module=self.missing_module,
             ),
             *judge_losses(self.repeats, self.unbroken),
             *judge_notices(given=self.notices, ignored=self.notices_ignored, grace_s=self.grace_s),
@@ -129,6 +133,7 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
     interval = weigh_interval(measures, work_hours=work_s / 3600, hazard=hazard, checkpoint=task.checkpoint)
     forecast, failure = _forecast(context, interval)
     clouds = list(context.rehearsed.values())
+    log = get_log_path(config.logs, job.id) if job.status is not JobStatus.SUCCEEDED else None
     return Rehearsal(
         status=job.status,
         failure=job.failure,
@@ -152,18 +157,29 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
         deadline_hours=task.goal.deadline_hours if task.goal else None,
         real_s=driver.real_s,
         has_saved=any(path.is_file() for path in context.config.checkpoints.rglob("*")),
-        last_words="" if job.status is JobStatus.SUCCEEDED else read_last_words(get_log_path(config.logs, job.id)),
+        last_words=read_last_words(log) if log else "",
+        missing_module=find_missing_module(log) if log else "",
         grace_s=min(max((each.notice_s for each in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
 
 
 def read_last_words(log: Path) -> str:
     """The last line that says something; empty where there is no log."""
+    lines = _read_tail(log).splitlines()
+    return next((clean(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
+
+
+def find_missing_module(log: Path) -> str:
+    """The module that Python's last `ModuleNotFoundError` names; empty where there is none."""
+    found = MISSING_MODULE.findall(_read_tail(log))
+    return str(found[-1]) if found else ""
+
+
+def _read_tail(log: Path) -> str:
     try:
-        lines = log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").splitlines()
+        return log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace")
     except OSError:
         return ""
-    return next((clean(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
 
 
 def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from broker.cli.rehearse_context import RehearsalContext
 from broker.cli.rehearse_report import Line
 from broker.cli.render import show_duration, show_usd
+from broker.cli.terminal import Bar
 from broker.clock import SystemClock
 from broker.clouds.rehearsed import NOTICE_S, NOTICE_S_MAX
 from broker.errors import CloudError
@@ -39,6 +40,7 @@ class Driver:
     preemptions: int
     notice_s: float | None  # None: none the first time, then by turns as the cloud gives it, and none
     tell: Callable[[str], None]
+    bar: Bar | None = None  # shows progress in place of lines, where it is drawn
     strikes: list[Strike] = field(default_factory=list)
     real_s: float = 0.0
     _told: int = 0
@@ -113,10 +115,15 @@ class Driver:
 
     def _tell_progress(self, job: Job, line: Line) -> None:
         real_s = SystemClock().now_s()
-        if real_s - self._line_s < LINE_EVERY_S:
+        if self.bar is None and real_s - self._line_s < LINE_EVERY_S:
             return
         self._line_s = real_s
         spent = self.context.store.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
+        if self.bar is not None:  # which shows the step itself, and leaves half a line for text
+            loss = f" loss {line.loss:.3f}," if line.loss is not None else ""
+            self.bar.describe(f"{self._stamp().strip()},{loss} {show_usd(spent)} USD")
+            self.bar.update(line.step, total=line.total or None)
+            return
         parts = [f"step {line.step}" + (f"/{line.total}" if line.total else "")]
         parts += [f"loss {line.loss:.4f}"] if line.loss is not None else []
         parts += [f"{line.tokens_per_s:,.0f} tokens/s"] if line.tokens_per_s is not None else []

@@ -17,6 +17,7 @@ Level = Literal["good", "note", "bad"]
 REPORT_HINT = (
     'append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to $BROKER_PROGRESS_FILE'
 )
+TRAINER_PACKAGES = ("torch", "numpy")  # the extra `train`
 GOOD_SHARE = 0.02  # of expected time that an interval may cost over the best one
 
 
@@ -78,16 +79,28 @@ def judge_resume(
     has_saved: bool,
     failure: str = "",
     last_words: str = "",
+    missing_module: str = "",
 ) -> list[Finding]:
     """Whether the program went on where it was. One sentence for each way in which it did not.
 
     `has_saved`: anything lies in the checkpoint folder. `failure`: why the job ended, where it did not succeed, and
-    `last_words`: the last line of its log.
+    `last_words`: the last line of its log. `missing_module`: what Python could not import, by the log.
     """
+    if failure and missing_module:
+        return [_explain_import(missing_module)]
     found = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
     if failure and last_words:
         found.append(Finding(level="note", about="log", text=f"it ends with `{last_words}`"))
     return found
+
+
+def _explain_import(module: str) -> Finding:
+    package = module.partition(".")[0]
+    hint = f"install it where `broker` is installed, or in the task's `setup:`: `pip install {package}`"
+    if package in TRAINER_PACKAGES:
+        hint = "the bundled trainers need it: `pip install 'intercloud-broker[train]'`"
+    text = f"the program needs the Python package `{package}`, which is not installed here"
+    return Finding(level="bad", about="program", text=text, hint=hint)
 
 
 def _judge_resume(

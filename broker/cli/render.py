@@ -6,15 +6,18 @@ import errno
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from broker.cli import terminal
 from broker.config import find_home
 from broker.errors import BrokerError, StateError, TaskError
 
 WIDTH_DEFAULT = 80
 COLUMN_MIN = 4
+STATES = "STATUS"  # the column whose words have colours
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -24,19 +27,28 @@ def print_error(error: Exception) -> int:
         from broker.task.diagnostics import render_issue
 
         for issue in error.issues:
-            _say(f"error: {render_issue(issue)}\n")
+            _say(f"{_error()} {render_issue(issue)}\n")
         return error.exit_code
     if isinstance(error, BrokerError):
-        _say(f"error: {error.message}")
+        _say(f"{_error()} {error.message}")
         for detail in error.details:
             _say(f"  {detail}")
         for hint in error.hints:
-            _say(f"\nhint: {hint}")
+            _say(f"\n{_hint()} {hint}")
         return error.exit_code
     if isinstance(error, OSError) and error.strerror:
         return _print_os_error(error)
-    _say(f"error: {type(error).__name__}: {error}\n\nhint: this is a fault of broker; `broker --debug ...` shows where")
+    _say(f"{_error()} {type(error).__name__}: {error}")
+    _say(f"\n{_hint()} this is a fault of broker; `broker --debug ...` shows where")
     return 1
+
+
+def _error() -> str:
+    return terminal.paint("error:", terminal.ERROR, stream=sys.stderr)
+
+
+def _hint() -> str:
+    return terminal.paint("hint:", terminal.HEADING, stream=sys.stderr)
 
 
 def _print_os_error(error: OSError) -> int:
@@ -44,8 +56,8 @@ def _print_os_error(error: OSError) -> int:
     home = find_home()
     path = Path(str(error.filename)) if isinstance(error.filename, str | bytes | Path) else None
     is_ours = path is not None and (path == home or home in path.parents)
-    _say(f"error: {path or 'a file'} cannot be used: {error.strerror}")
-    _say(f"\nhint: check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
+    _say(f"{_error()} {path or 'a file'} cannot be used: {error.strerror}")
+    _say(f"\n{_hint()} check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
     return StateError.exit_code if is_ours or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else 1
 
 
@@ -70,6 +82,14 @@ def print_wrapped(text: str, *, indent: int) -> None:
     import textwrap
 
     print_line(textwrap.fill(clean(text), WIDTH_DEFAULT, subsequent_indent=" " * indent, break_on_hyphens=False))
+
+
+def print_wrapped_note(text: str) -> None:
+    """Progress and advice of several lines, each wrapped."""
+    import textwrap
+
+    for line in text.splitlines():
+        print_note(textwrap.fill(clean(line), WIDTH_DEFAULT, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def print_note(text: str) -> None:
@@ -101,9 +121,22 @@ def print_table(
     firm: Sequence[str] = (),
     least: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """A plain table, as wide as the terminal at most: the widest column that is not `firm` gives way first.
+    """What `format_table` gives."""
+    for line in format_table(columns, rows, right=right, firm=firm, least=least):
+        print_line(line)
 
-    Columns in `least` keep that width until no other can give.
+
+def format_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    firm: Sequence[str] = (),
+    least: Mapping[str, int] = MappingProxyType({}),
+) -> list[str]:
+    """A table, as wide as the terminal at most: the widest column that is not `firm` gives way first.
+
+    Columns in `least` keep that width until no other can give. Cells that differ are never cut to the same text.
     """
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
@@ -114,17 +147,45 @@ def print_table(
         if widths[widest] <= COLUMN_MIN:
             break
         widths[widest] -= 1
-    for row in [list(columns), *cells]:
-        fitted = [_fit(cell, width) for cell, width in zip(row, widths, strict=True)]
-        aligned = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(fitted, widths, columns, strict=True)
-        ]
-        print_line("  ".join(aligned).rstrip())
+    fitted = [_fit_column([row[i] for row in cells], width) for i, width in enumerate(widths)]
+    header = [[_fit(name, width)] for name, width in zip(columns, widths, strict=True)]
+    lines: list[str] = []
+    for row in [header, *([column[number] for column in fitted] for number in range(len(cells)))]:
+        for parts in zip_longest(*row, fillvalue=""):
+            aligned = [
+                part.rjust(width) if name in right else part.ljust(width)
+                for part, width, name in zip(parts, widths, columns, strict=True)
+            ]
+            if lines:
+                aligned = [
+                    terminal.paint_state(part) if name == STATES else part
+                    for part, name in zip(aligned, columns, strict=True)
+                ]
+            lines.append("  ".join(aligned).rstrip())
+    return [terminal.paint(lines[0], terminal.HEADING), *lines[1:]]
 
 
-def _fit(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else cell[: width - 1] + "…"
+def _fit_column(cells: Sequence[str], width: int) -> list[list[str]]:
+    """The lines of each cell: cut at its end where that leaves different cells different, else in the middle, else
+    wrapped.
+
+    Names of machines share their first letters: `Standard_ND96isr_H100_v5`, `Standard_ND96isr_H200_v5`.
+    """
+    if all(len(cell) <= width for cell in cells):  # also a column without a name and text, which has no width
+        return [[cell] for cell in cells]
+    for head in range(width - 1, -1, -1):
+        fitted = {cell: _fit(cell, width, head=head) for cell in cells}
+        if len(set(fitted.values())) == len(fitted):
+            return [[fitted[cell]] for cell in cells]
+    return [[cell[start : start + width] for start in range(0, max(1, len(cell)), width)] for cell in cells]
+
+
+def _fit(cell: str, width: int, *, head: int | None = None) -> str:
+    """At most `width` characters; of a longer cell the first `head`, an ellipsis and its end."""
+    if len(cell) <= width:
+        return cell
+    head = width - 1 if head is None else head
+    return f"{cell[:head]}…{cell[len(cell) - (width - 1 - head) :]}"
 
 
 def clean(text: str) -> str:

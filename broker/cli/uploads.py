@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.cli.render import print_note
+from broker.cli.terminal import show_progress
 from broker.errors import UsageError
 from broker.types import Task
 
@@ -30,7 +31,10 @@ def _fill(task: Task) -> Task:
         uploads = find_uploads(mounts[index])
         if uploads is None:
             continue
-        sent = send_files(step.url, collect_files(uploads))
+        with show_progress(f"sending to {step.url}", is_bytes=True) as bar:
+            sent = send_files(
+                step.url, collect_files(uploads), on_sent=lambda done, total: bar.update(done, total=total)
+            )
         made = f"bucket `{step.url}` is made" if sent.is_new_bucket else f"bucket `{step.url}`"
         if sent.files:
             made += f": {sent.sent_files} of {sent.files} files sent, {sent.sent_bytes / MIB:,.1f} MiB"
@@ -53,11 +57,11 @@ def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
 
 
 def _list_folder(folder: Path, prefix: str) -> dict[str, Path]:
-    from broker.runtime.ignoring import read_patterns, walk
+    from broker.runtime.ignoring import walk
 
     return {
         prefix + (place / name).relative_to(folder).as_posix(): place / name
-        for place, names in walk(folder, read_patterns(folder))
+        for place, names in walk(folder)
         for name in names
         if (place / name).is_file()
     }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from broker.cli.plan_table import MODELS
-from broker.cli.render import print_line, print_table, show_hours, show_usd
+from broker.cli.render import print_line, print_table, print_wrapped, show_hours, show_usd
 from broker.errors import NoOfferError, UsageError
 from broker.optimizer.diagnosis import drop_fields
 from broker.optimizer.explain import show_chance
@@ -94,18 +95,31 @@ def _read_number(name: str, value: str) -> float:
 
 
 def show_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> None:
-    """One row for the plan as it is, and one a change."""
+    """One row for the plan as it is, and one a change; below, why nothing fits and what would."""
     rows = [_list_cells("(as it is)", plan, plan)]
+    failures: list[tuple[str, NoOfferError]] = []
     for text in changes:
         try:
             rows.append(_list_cells(text, make_plan(change_task(plan.task, text)), plan))
-        except NoOfferError:
+        except NoOfferError as error:
             rows.append([text, "nothing fits", "-", "-", "-", "-"])
+            failures.append((text, error))
     print_line("\nWhat if:")
     columns = ["CHANGE", "WHERE", "USD", "DIFF", "TIME", "CHANCE"]
     numbers = ("USD", "DIFF", "TIME", "CHANCE")
     print_table(columns, rows, right=numbers, firm=("WHERE", *numbers))
     print_line("USD is to finish, or per hour where no work is given; CHANCE is of the deadline")
+    for text, failure in failures:
+        print_line()
+        print_wrapped(f"{text}: {_find_cause(failure)}", indent=4)
+        for hint in failure.hints[:1]:
+            print_wrapped(f"  hint: {hint}", indent=8)
+
+
+def _find_cause(error: NoOfferError) -> str:
+    """The last line: the filter after which nothing was left, or the name that is not in the price book."""
+    lines = error.details or error.message.splitlines()
+    return re.sub(r"\s{2,}", ": ", lines[-1].strip(), count=1)
 
 
 def describe_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> list[dict[str, object]]:
@@ -117,7 +131,8 @@ def describe_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) ->
             changed = make_plan(change_task(plan.task, text))
             found.append({"change": text, "choice": describe_estimate(changed.choice), "reason": changed.reason})
         except NoOfferError as error:
-            found.append({"change": text, "choice": None, "reason": error.message})
+            reason = "\n".join([error.message, *error.details])
+            found.append({"change": text, "choice": None, "reason": reason, "hints": list(error.hints)})
     return found
 
 

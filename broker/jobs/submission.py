@@ -26,7 +26,8 @@ def submit_tasks(
     names = name_tasks(tasks)
     jobs: dict[int, Job] = {}
     with store.transaction():
-        pipeline = f"{name or 'pipeline'}-{store.draw_uid()}"  # it names a folder: no other pipeline ever has it
+        base = name or tasks[0].pipeline or "pipeline"
+        pipeline = f"{base}-{store.draw_uid()}"  # it names a folder: no other pipeline ever has it
         for index in order_indexes(tasks):
             jobs[index] = store.add_job(
                 names[index],

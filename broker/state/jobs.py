@@ -43,6 +43,7 @@ class JobLine:
     starts: int  # attempts whose program was started
     submitted_s: float
     ended_s: float | None
+    pipeline: str = ""
 
 
 @noun
@@ -120,7 +121,7 @@ class JobRows(Database):
     def list_job_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
         """The newest so many, and every live one besides; all without a number. Newest first."""
         rows = self._rows(
-            "SELECT id, name, status, "
+            "SELECT id, name, status, pipeline, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.step') END AS step, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.total') END AS total, submitted_s, ended_s, "
             "(SELECT count(*) FROM attempts WHERE job_id = jobs.id AND "
@@ -311,6 +312,7 @@ def _read_line(row: sqlite3.Row) -> JobLine:
             starts=int(row["starts"]),
             submitted_s=read_s(row["submitted_s"]),
             ended_s=None if row["ended_s"] is None else read_s(row["ended_s"]),
+            pipeline=read_text(row["pipeline"]),
         ),
     )
 

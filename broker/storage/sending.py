@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from broker.errors import InvalidRequestError
@@ -54,8 +54,12 @@ def ensure_bucket(url: str) -> bool:
     return True
 
 
-def send_files(url: str, files: Mapping[str, Path]) -> Sent:
+def send_files(
+    url: str, files: Mapping[str, Path], *, on_sent: Callable[[int, int], None] = lambda sent, total: None
+) -> Sent:
     """Key below the URL -> file. What has the same size there and is no older stays; nothing is deleted.
+
+    `on_sent` is told after each file how many bytes of how many have gone.
 
     Safe to run again: a file appears whole or not at all, and one that is there is not sent twice.
     """
@@ -63,9 +67,12 @@ def send_files(url: str, files: Mapping[str, Path]) -> Sent:
     bucket = open_bucket(url)
     there = {each.key: each for each in bucket.list_keys()}
     changed = {key: file for key, file in files.items() if is_changed(file, there.get(key))}
+    total, sent = sum(file.stat().st_size for file in changed.values()), 0
     with ThreadPoolExecutor(WORKERS) as pool:
-        sizes = list(pool.map(lambda pair: _send(bucket, *pair), changed.items()))
-    return Sent(files=len(files), sent_files=len(changed), sent_bytes=sum(sizes), is_new_bucket=is_new)
+        for done in as_completed([pool.submit(_send, bucket, key, file) for key, file in changed.items()]):
+            sent += done.result()
+            on_sent(sent, total)
+    return Sent(files=len(files), sent_files=len(changed), sent_bytes=sent, is_new_bucket=is_new)
 
 
 def is_changed(file: Path, there: StoredKey | None) -> bool:

@@ -169,5 +169,6 @@ class Task:
     inputs: tuple[DataSet, ...] = ()
     outputs: tuple[DataSet, ...] = ()
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
+    pipeline: str | None = None  # name in the header of the file's several tasks
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

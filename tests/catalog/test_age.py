@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from broker.catalog.age import describe_age, is_stale, measure_age_days, warn_of_age
+from broker.catalog.age import describe_age, is_stale, measure_age_days, warn_of_age, warn_of_dates
 from broker.types import Offer, Placement
 
 NOW_S = datetime(2026, 11, 21, 3, tzinfo=UTC).timestamp()
@@ -49,3 +49,14 @@ def test_a_plan_is_warned_by_the_date_of_the_price_it_pays(is_spot: bool, cloud:
 def test_age_of_a_cloud_tells_both_models_apart() -> None:
     age = describe_age("2026-11-01", "2026-11-01", NOW_S)
     assert (age.ondemand_days, age.is_ondemand_stale, age.spot_days, age.is_spot_stale) == (20, False, 20, True)
+
+
+def test_list_of_prices_names_each_cloud_whose_prices_are_old() -> None:
+    old, new = "2024-01-01", datetime.fromtimestamp(NOW_S, UTC).date().isoformat()
+    assert warn_of_dates([("aws", False, new), ("gcp", True, new), ("local", True, old)], NOW_S) is None
+    one = warn_of_dates([("aws", True, old), ("aws", True, old), ("gcp", False, new)], NOW_S)
+    assert (
+        one is not None and "spot of aws (" in one and "gcp" not in one and "`broker catalog update --cloud aws`" in one
+    )
+    two = warn_of_dates([("aws", True, old), ("gcp", False, old)], NOW_S)
+    assert two is not None and "on-demand of gcp" in two and "`broker catalog update`" in two

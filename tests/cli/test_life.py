@@ -52,6 +52,7 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
 
     shell.run("exec", "dev", shell.write("long.yaml", LONG), "--detach-run")
     assert "run 3 is cancelled" in shell.run("cancel", "dev", "--all").stdout
+    assert "no run 99 on `dev`" in shell.run("cancel", "dev", "99").stderr
     shell.wait_until(lambda: shell.read_json("queue", "dev")[-1]["status"] == "CANCELLED", "run 3 has ended")
 
     assert shell.run("ssh", "dev-1", "--", "cat", "kept").stdout == "kept\n"
@@ -70,6 +71,26 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
     assert not found, "no file keeps the secret"
 
 
+def test_task_without_run_makes_a_development_cluster_with_its_workdir(shell: Shell) -> None:
+    (shell.folder / "code").mkdir()
+    (shell.folder / "code" / "notes").write_text("sent")
+    task = shell.write("dev.yaml", "resources: {infra: local}\nworkdir: code\n")
+    launched = shell.run("launch", task, "-c", "dev")
+    assert "`broker ssh dev`" in launched.stderr and "`broker down dev`" in launched.stderr
+    assert shell.run("ssh", "dev", "--", "cat", "sky_workdir/notes").stdout == "sent"
+    claimed = shell.run("ssh", "dev", "--", "ls", "-d", ".broker/runs")
+    assert claimed.stdout, "a node whose agent was never asked anything would end itself as unclaimed"
+    assert shell.read_json("queue", "dev") == []
+    assert "7" in shell.run("exec", "dev", "echo 7").stdout
+
+
+def test_managed_job_without_run_is_refused_before_it_is_submitted(shell: Shell) -> None:
+    for text in ("resources: {infra: local}\n", "resources: {infra: local}\nsetup: echo hi\n"):
+        refused = shell.run("jobs", "launch", shell.write("dev.yaml", text), "--yes", code=2)
+        assert "no `run:`" in refused.stderr and "`broker launch TASK.yaml`" in refused.stderr
+    assert shell.read_json("jobs", "queue") == []
+
+
 def test_ssh_opens_a_shell_in_the_nodes_own_home(shell: Shell) -> None:
     shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: touch ~/mine\n"), "-c", "dev")
     process = shell.open("ssh", "dev", stdin=subprocess.PIPE)
@@ -83,7 +104,7 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(shell: Shell) -> None:
     assert any("begun" in line for line in iter(process.stdout.readline, ""))
     process.send_signal(signal.SIGINT)
     _, notes = process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "`broker logs dev 1`" in notes and "`broker down dev`" in notes
     assert shell.read_json("queue", "dev")[0]["status"] == "RUNNING"
     assert "begun" in shell.run("logs", "dev", "--no-follow").stdout
@@ -118,7 +139,7 @@ def test_an_interrupted_launch_says_what_is_left_and_how_to_end_it(shell: Shell)
     process.send_signal(signal.SIGINT)
     _, notes = process.communicate(timeout=60)
     assert "`broker down dev` ends" in notes, notes
-    assert process.returncode in (0, 130), notes  # 0: it ran already, and was only detached from
+    assert process.returncode == 130, notes
     shell.run("down", "dev", "--yes")
     assert not shell.find_processes()
 

@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> str:
 def test_several_tasks_make_one_table_with_a_total(file: str) -> None:
     shown = broker("plan", file)
     lines = shown.splitlines()
-    assert lines[0] == "Pipeline of 2 tasks: cheapest as a whole"
+    assert lines[0] == "Pipeline nightly of 2 tasks: cheapest as a whole"
     assert [line.split()[0] for line in lines[1:4]] == ["TASK", "prepare", "train"]
     assert "Total: " in shown
     assert "Prices of 20" in shown

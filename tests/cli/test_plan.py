@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from broker.cli.main import main
+from broker.clock import SystemClock
+
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("cryptography", "torch", "boto3", "google", "sky", "numpy", "pandas", "rich", "asyncio")
 
@@ -45,6 +48,28 @@ def test_nothing_fits_is_exit_3() -> None:
     shown = broker("plan", "tests/data/tasks/h100.yaml", "--gpus", "H100:7")
     assert shown.returncode == 3
     assert "no offer fits" in shown.stderr
+
+
+def test_misspelt_region_gets_its_near_miss_in_plan_and_launch() -> None:
+    for command in (["plan"], ["launch", "--dryrun", "--yes"]):
+        words = [] if command == ["plan"] else ["true"]
+        shown = broker(*command, *words, "--infra", "aws/us-eest-1", "--gpus", "H100:8")
+        assert shown.returncode == 3
+        assert "no region of aws is called `us-eest-1`" in shown.stderr
+        assert "hint: did you mean `us-east-1`" in shown.stderr and "drop `cloud" not in shown.stderr
+
+
+@pytest.mark.parametrize("arguments", [("gpus", "H100:8"), ("prices", "p5.48xlarge")])
+def test_old_prices_are_said_to_be_old_where_they_are_listed(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SystemClock, "now_s", lambda clock: 4e9)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(arguments)
+    told = capsys.readouterr().err
+    assert "note: old prices: on-demand of " in told and "spot of aws (" in told
+    assert "`broker catalog update" in told.splitlines()[-1]
+    assert all(len(line) <= 80 for line in told.splitlines())
 
 
 def test_gpus_lists_one_accelerator() -> None:

@@ -51,6 +51,25 @@ def test_explanation_adds_up_and_tells_why_cheaper_hours_lost(file: str) -> None
     assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("Why"))
 
 
+def test_explanation_takes_zones_that_differ_in_nothing_once(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("resources: {infra: aws, accelerators: H100:8, use_spot: true}\ngoal: {work: 100h}\nrun: x\n")
+    shown = broker("plan", str(path), "--explain").stdout
+    first, second = [line for line in shown.splitlines() if line.startswith(("1. ", "2. "))]
+    regions = [line.split(" in aws ")[1].split(",")[0].rstrip("abcdef") for line in (first, second)]
+    assert regions[0] != regions[1], "the runner-up is another place, not another zone of the choice"
+    assert ",b" in shown.partition("\n1. ")[2].partition("\n2. ")[0].splitlines()[0], first
+
+
+def test_what_if_that_fits_nothing_says_why_and_what_would(file: str) -> None:
+    changes = ["deadline=1h", "infra=aws/us-eest-1"]
+    shown = broker("plan", file, *(word for each in changes for word in ("--what-if", each))).stdout
+    below = shown[shown.index("What if:") :]
+    assert "deadline=1h: deadline: " in below and "can be met" in below
+    assert "no region of aws is called `us-eest-1`" in below and "did you mean `us-east-1`" in below
+    assert all(len(line) <= 80 for line in below.splitlines())
+
+
 def test_what_if_shows_each_change_beside_the_plan_as_it_is(file: str) -> None:
     shown = broker("plan", file, "--what-if", "use_spot=false", "--what-if", "budget=1").stdout
     table = shown[shown.index("What if:") :]

@@ -21,7 +21,7 @@ from broker.cli.rehearse_report import (
     read_lines,
     read_newest_line,
 )
-from broker.cli.rehearse_result import read_last_words
+from broker.cli.rehearse_result import find_missing_module, read_last_words
 from broker.cli.rehearse_verdict import judge_interval, judge_losses, judge_notices, judge_resume, weigh_interval
 from broker.spot.interval import best_interval_s
 from broker.types import CheckpointSpec
@@ -97,6 +97,20 @@ def test_a_program_that_fails_before_its_first_new_step_could_not_load_what_it_h
     assert finding.level == "bad" and "attempt 2 should have gone from the checkpoint at step 10 on" in finding.text
     assert "`run` exited with code 1" in finding.text and "KeyError: 'epoch'" in log.text
     assert read_last_words(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "hint"),
+    [("torch", "`pip install 'intercloud-broker[train]'`"), ("wandb.sdk", "`pip install wandb`")],
+)
+def test_package_that_is_missing_is_named_before_the_progress_file(tmp_path: Path, module: str, hint: str) -> None:
+    log = tmp_path / "1.log"
+    log.write_text(f"Traceback (most recent call last):\n  import x\nModuleNotFoundError: No module named '{module}'\n")
+    missing = find_missing_module(log)
+    (found,) = judge_resume([], [], preemptions=0, has_saved=False, failure="exit code 1", missing_module=missing)
+    assert found.level == "bad" and module.partition(".")[0] in found.text
+    assert hint in found.hint and "PROGRESS" not in found.text + found.hint
+    assert find_missing_module(tmp_path / "none.log") == ""
 
 
 def test_steps_done_twice_are_compared_bit_for_bit() -> None:

@@ -51,14 +51,13 @@ def test_llama_that_recomputes_and_evaluates_resumes_bit_identically(worlds: Wor
 
 def test_evaluation_is_the_same_however_the_model_is_shared(worlds: Worlds, tmp_path: Path) -> None:
     found = []
-    for strategy, ranks in (("ddp", 1), ("fsdp", 2), ("tensor", 2), ("pipeline", 2)):
+    for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2), ("pipeline", 2)):
         folder = tmp_path / f"{strategy}-{ranks}"
         worlds.train(folder, strategy, "--evaluate.every_steps", "4", "--evaluate.samples", "9", ranks=ranks)
         found.append([line["validation_loss"] for line in read_lines(folder) if "validation_loss" in line])
-    # Nine samples are ten for two ranks: as the run has it, all shares are of equal size.
     assert len(found[0]) == 2
-    assert found[1] == pytest.approx(found[0], abs=0.02) and found[2] == pytest.approx(found[0], abs=1e-4)
-    assert found[3] == pytest.approx(found[0], abs=1e-4)
+    for losses in found[1:]:  # nine samples are nine, for two ranks too
+        assert losses == pytest.approx(found[0], abs=1e-4)
 
 
 def test_classifier_resumes_bit_identically_and_does_not_mind_its_shares(worlds: Worlds, tmp_path: Path) -> None:

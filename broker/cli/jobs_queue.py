@@ -1,0 +1,131 @@
+"""`broker jobs queue`: managed jobs as a table, pipelines as groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from broker.cli import options, terminal
+from broker.cli.context import Context
+from broker.cli.jobs_show import describe
+from broker.cli.render import format_table, note_damage, print_json, print_line, show_duration, show_usd
+from broker.types import JobStatus
+
+if TYPE_CHECKING:
+    from broker.state.jobs import JobLine
+
+WATCH_S = 2.0
+NEWEST = 50
+
+
+def queue(
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also ended jobs of long ago.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")] = False,
+    as_json: options.AsJson = False,
+    output: options.Output = options.Format.TABLE,
+) -> None:
+    """List managed jobs, newest first."""
+    context = Context()
+    as_json = as_json or output is options.Format.JSON
+    newest = None if everything else NEWEST
+    if not watch:
+        _print_jobs(context) if as_json else _show(list_lines(context, newest))
+        return
+    try:
+        _watch(context, newest, as_json=as_json)
+    except KeyboardInterrupt:
+        return
+
+
+def _watch(context: Context, newest: int | None, *, as_json: bool) -> None:
+    """One view that is drawn over on a terminal; one list after another in a pipe."""
+    if as_json:
+        while True:
+            _print_jobs(context)
+            asyncio.run(context.clock.sleep(WATCH_S))
+    with terminal.show_view() as view:
+        while True:
+            lines = list_lines(context, newest)
+            if view is None:
+                _show(lines)
+            else:
+                stamp = time.strftime("%H:%M:%S", time.localtime(context.clock.now_s()))
+                view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C ends", terminal.FAINT)])
+            asyncio.run(context.clock.sleep(WATCH_S))
+
+
+def _show(lines: Sequence[str]) -> None:
+    for line in lines:
+        print_line(line)
+
+
+def _print_jobs(context: Context) -> None:
+    jobs = context.store.list_jobs(on_damage=note_damage)
+    context.keep_jobs_going()
+    spent = context.store.list_spend_usd(now_s=context.clock.now_s())
+    print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
+
+
+def list_lines(context: Context, newest: int | None) -> list[str]:
+    """The table, and how many jobs it leaves out."""
+    lines = context.store.list_job_lines(newest, on_damage=note_damage)
+    context.keep_jobs_going()
+    now_s = context.clock.now_s()
+    rows = list_rows(lines, context.store.list_spend_usd(now_s=now_s), now_s)
+    if not rows:
+        return ["No managed jobs; `broker jobs launch TASK.yaml` submits one"]
+    table = format_table(
+        ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
+        rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
+    )  # fmt: skip
+    hidden = context.store.count_jobs() - len(lines)
+    return [*table, *([f"... and {hidden} that ended before; `--all` shows them"] if hidden else [])]
+
+
+def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:
+    """Newest first; a pipeline stands where its newest job would, with its jobs below it in the order they run."""
+    pipelines: dict[str, list[JobLine]] = {}
+    for line in lines:
+        pipelines.setdefault(line.pipeline or str(line.id), []).append(line)
+    rows = []
+    for group in pipelines.values():
+        indent = ""
+        if group[0].pipeline:
+            indent = "  "
+            rows.append(_list_pipeline_cells(group, spent, now_s))
+        rows += [_list_cells(line, indent, spent.get(line.id, 0.0), now_s) for line in group[::-1]]
+    return rows
+
+
+def _list_cells(line: JobLine, indent: str, usd: float, now_s: float) -> list[str]:
+    step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
+    duration = show_duration((line.ended_s or now_s) - line.submitted_s)
+    recoveries = str(max(0, line.starts - 1))
+    return [str(line.id), indent + line.name, line.status.value, step, recoveries, duration, show_usd(usd)]
+
+
+def _list_pipeline_cells(group: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[str]:
+    done = sum(line.status is JobStatus.SUCCEEDED for line in group)
+    ended_s = now_s if any(line.ended_s is None for line in group) else max(line.ended_s or 0.0 for line in group)
+    return [
+        "", group[0].pipeline, sum_up([line.status for line in group]).value, f"{done}/{len(group)} jobs",
+        str(sum(max(0, line.starts - 1) for line in group)),
+        show_duration(ended_s - min(line.submitted_s for line in group)),
+        show_usd(sum(spent.get(line.id, 0.0) for line in group)),
+    ]  # fmt: skip
+
+
+def sum_up(statuses: Sequence[JobStatus]) -> JobStatus:
+    """One status for a pipeline: of its live jobs the furthest, else its first failure, else the last job's."""
+    for status in (JobStatus.RUNNING, JobStatus.RECOVERING, JobStatus.STARTING, JobStatus.CANCELLING):
+        if status in statuses:
+            return status
+    if JobStatus.PENDING in statuses:
+        return JobStatus.PENDING
+    ended_badly = [each for each in statuses if each not in (JobStatus.SUCCEEDED, JobStatus.CANCELLED)]
+    others = [each for each in statuses if each is not JobStatus.SUCCEEDED]  # what needs a failed job is cancelled
+    return (ended_badly or others or list(statuses))[-1]

@@ -1,0 +1,40 @@
+"""Names in the state file, for shell completion: read without the store, whose imports take longer than a key press."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+JOBS_MAX = 100  # the newest
+WAIT_S = 0.1  # for a writer; then nothing is suggested
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a shell may evaluate what it is given
+
+
+def list_cluster_names(database: Path) -> Sequence[str]:
+    """All of them; none where the file cannot be read. The file is not made."""
+    return [row[0] for row in _read(database, "SELECT name FROM clusters ORDER BY name") if _SAFE.fullmatch(row[0])]
+
+
+def list_job_names(database: Path, *, is_live: bool | None = None) -> Sequence[str]:
+    """Names of the newest jobs, then their ids; `is_live` True or False takes only live or only ended ones."""
+    rows = _read(
+        database,
+        f"SELECT id, name FROM jobs WHERE ?1 IS NULL OR is_terminal != ?1 ORDER BY id DESC LIMIT {JOBS_MAX}",
+        None if is_live is None else int(is_live),
+    )
+    names = dict.fromkeys(name for _, name in rows if _SAFE.fullmatch(name))
+    return [*names, *(str(number) for number, _ in rows)]
+
+
+def _read(database: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
+    try:
+        with closing(
+            sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=WAIT_S)
+        ) as connection:
+            return connection.execute(query, values).fetchall()
+    except sqlite3.Error:
+        return []  # no state folder yet, one that is damaged, or one of another version: completion stays silent

@@ -1,0 +1,127 @@
+"""Shell completion: names from the state file without importing a command, and all else through Typer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+
+from broker.cli.commands import COMMANDS, GROUPS
+from broker.cli.completion import NAMES, find_items
+from broker.cli.main import LazyGroup
+from broker.cli.main import app as root
+from broker.clock import SystemClock
+from broker.state.names import list_cluster_names, list_job_names
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, JobStatus, Placement, Task
+from tests.simulation.world import make_offer
+
+ROOT = Path(__file__).parent.parent.parent
+LIGHT_ONLY = ("typer", "asyncio", "msgspec", "yaml", "rich", "broker.state.store", "broker.cli.main", "broker.api")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two clusters; job 1 has ended, job 2 is live; a job whose name a shell would evaluate."""
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)
+    for name in ("dev", "prod"):
+        store.put_cluster(Cluster(name=name, status=ClusterStatus.UP, placement=placement, attempt=1, nodes=()))
+    store.set_job_status(store.add_job("prepare", Task()).id, JobStatus.SUCCEEDED)
+    store.add_job("train", Task())
+    store.add_job("$(reboot)", Task())
+    store.close()
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    return tmp_path
+
+
+def complete(home: Path, line: str, shell: str = "bash", **more: str) -> subprocess.CompletedProcess[str]:
+    """As the shell's script asks, for a line with the cursor at its end; stderr names what was imported."""
+    words = line.split(" ")
+    asked = {
+        "_BROKER_COMPLETE": f"complete_{shell}", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1),
+        "_TYPER_COMPLETE_ARGS": line, "BROKER_HOME": str(home), "PYTHONPATH": str(ROOT), **more,
+    }  # fmt: skip
+    code = (
+        "import atexit, os, sys; import broker.__main__ as entry\n"
+        "end = os._exit\n"
+        f"def leave(code): sys.stderr.write(repr([n for n in {LIGHT_ONLY!r} if n in sys.modules])); "
+        "sys.stderr.flush(); end(code)\n"
+        "os._exit = leave; sys.argv = ['broker']; entry.main()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked}, timeout=60
+    )
+
+
+def test_names_come_from_the_state_file_and_no_command_is_imported(home: Path) -> None:
+    done = complete(home, "broker down ")
+    assert done.stdout.split() == ["dev", "prod"]
+    assert done.stderr == "[]", "completion imports neither the parser nor the store"
+    assert complete(home, "broker jobs why tr").stdout.split() == ["train"]
+
+
+def test_options_are_completed_by_the_command_itself(home: Path) -> None:
+    assert "--all" in complete(home, "broker down --").stdout
+    assert complete(home, "broker launch -c de").stdout.split() == ["dev"]
+
+
+def test_each_shell_gets_its_own_form(home: Path) -> None:
+    zsh = complete(home, "broker stop ", "zsh").stdout
+    assert zsh.startswith("_arguments '*: :((") and '"dev":"cluster"' in zsh
+    assert complete(home, "broker stop d", "fish", _TYPER_COMPLETE_FISH_ACTION="get-args").stdout == "dev\tcluster\n"
+    assert complete(home, "broker stop x", "fish", _TYPER_COMPLETE_FISH_ACTION="is-args").returncode == 1
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_script_that_is_shown_works_in_bash(home: Path) -> None:
+    """Sourced, and its function called as bash does for `broker down d<TAB>`."""
+    tool = home / "broker"
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m broker "$@"\n')
+    tool.chmod(0o755)
+    lines = 'eval "$(broker --show-completion)"; COMP_WORDS=(broker down d); COMP_CWORD=2; _broker_completion broker'
+    shown = subprocess.run(
+        ["bash", "--norc", "-c", f'{lines}; echo "${{COMPREPLY[@]}}"'],
+        capture_output=True, text=True, timeout=60, cwd=home,
+        env={**os.environ, "PATH": f"{home}:{os.environ['PATH']}", "BROKER_HOME": str(home), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert shown.stdout.strip() == "dev", shown.stderr
+
+
+def test_commands_and_names_that_fit_are_suggested(home: Path) -> None:
+    def names(*words: str, at: str = "") -> list[str] | None:
+        items = find_items(words, at)
+        return None if items is None else [name for name, _ in items]
+
+    assert names(at="jo") == ["jobs"] and names() == list(COMMANDS)
+    assert names("down", "dev") == ["prod"], "what is named already is not named again"
+    assert names("exec", "dev") is None, "then comes a file"
+    assert names("launch") is None and names("jobs") is None
+    assert names("jobs", "cancel") == ["train", "3", "2"] and names("jobs", "retry") == ["prepare", "1"]
+
+
+def test_state_that_cannot_be_read_suggests_nothing_and_is_not_made(tmp_path: Path) -> None:
+    assert list_cluster_names(tmp_path / "none" / "state.db") == []
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "state.db").write_text("not a database")
+    assert list_job_names(tmp_path / "state.db") == []
+
+
+def test_every_argument_that_is_a_name_is_in_the_table() -> None:
+    """What a command says of its arguments counts; the table is its copy for speed."""
+    group = typer.main.get_command(root)
+    assert isinstance(group, LazyGroup)
+    found = set()
+    for name in COMMANDS:
+        command = group.get_command(None, name)
+        parts = command.commands.items() if name in GROUPS else [("", command)]
+        for part, each in parts:
+            if any(param.param_type_name == "argument" and param._custom_shell_complete for param in each.params):
+                found.add((name, part) if part else (name,))
+    assert found == set(NAMES)

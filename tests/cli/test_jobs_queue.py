@@ -1,0 +1,79 @@
+"""`broker jobs queue`: pipelines keep their name and their jobs together."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from broker.cli.context import Context
+from broker.cli.jobs_queue import list_rows, sum_up
+from broker.cli.main import main
+from broker.clock import SystemClock
+from broker.jobs.submission import submit_tasks
+from broker.state.store import Store
+from broker.task.loader import load_tasks_text
+from broker.types import JobStatus, Task
+
+PIPE = "name: nightly\n---\nname: prepare\nrun: x\n---\nname: train\nrun: x\n"
+
+
+def test_pipeline_keeps_the_name_of_its_header_and_its_jobs_stand_together(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    submit_tasks(store, [Task(name="before")])
+    first, second = submit_tasks(store, load_tasks_text(PIPE, "pipe.yaml"))
+    submit_tasks(store, [Task(name="after")])
+    store.set_job_status(first.id, JobStatus.SUCCEEDED)
+    rows = list_rows(store.list_job_lines(), {first.id: 1.0, second.id: 2.0}, now_s=store.clock.now_s())
+    assert [row[1] for row in rows] == ["after", first.pipeline, "  prepare", "  train", "before"]
+    assert first.pipeline.startswith("nightly-")
+    assert (rows[1][2], rows[1][3], rows[1][6]) == ("PENDING", "1/2 jobs", "3.00")
+    store.close()
+
+
+def test_flag_names_a_pipeline_before_its_header_does(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    first, _ = submit_tasks(store, load_tasks_text(PIPE, "pipe.yaml"), name="mine")
+    assert first.pipeline.startswith("mine-")
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        (["SUCCEEDED", "RUNNING", "PENDING"], "RUNNING"),
+        (["SUCCEEDED", "PENDING"], "PENDING"),
+        (["SUCCEEDED", "FAILED", "CANCELLED"], "FAILED"),
+        (["SUCCEEDED", "CANCELLED"], "CANCELLED"),
+        (["SUCCEEDED", "SUCCEEDED"], "SUCCEEDED"),
+    ],
+)
+def test_status_of_a_pipeline_is_what_its_user_would_say(statuses: list[str], expected: str) -> None:
+    for order in itertools.permutations(statuses):
+        assert sum_up([JobStatus(each) for each in order]).value == expected
+
+
+LOOKS = [
+    ("jobs", "queue"), ("jobs", "queue", "--json"), ("jobs", "why", "1"), ("jobs", "events", "1"),
+    ("jobs", "logs", "1", "--no-follow"), ("status",), ("cost",), ("gc", "--dry-run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", LOOKS, ids=" ".join)
+def test_every_command_that_looks_at_live_jobs_starts_a_dead_daemon_again(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: started.append(True))
+    monkeypatch.setattr(Context, "clouds", {})
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    job = store.add_job("train", Task())
+    for count, status in enumerate([None, JobStatus.SUCCEEDED]):
+        if status:
+            store.set_job_status(job.id, status)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(arguments)
+        assert len(started) == 1, "once while the job is live, and not after its end" if count else "not started"
+    store.close()

@@ -1,0 +1,96 @@
+"""`broker down` with several names: what exists goes, the rest is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.cli.context import Context
+from broker.cli.main import main
+from broker.clock import SystemClock
+from broker.errors import TransientError
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Placement, Task
+from tests.simulation.world import make_offer
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    yield store
+    store.close()
+
+
+def add_clusters(store: Store, *names: str, job_id: int | None = None) -> None:
+    placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)
+    for name in names:
+        store.put_cluster(
+            Cluster(name=name, status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(), job_id=job_id)
+        )
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as leave:
+        main(arguments)
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
+
+
+def list_names(store: Store) -> list[str]:
+    return [each.name for each in store.list_clusters()]
+
+
+def test_unknown_name_leaves_no_known_cluster_up(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    add_clusters(store, "a", "b", "other")
+    assert run("down", "a", "b", "ghost", "x-*", "--yes") == 1
+    assert list_names(store) == ["other"]
+    shown = capsys.readouterr()
+    assert "cluster `a` is down" in shown.out and "cluster `b` is down" in shown.out
+    assert "no cluster `ghost`" in shown.err and "no cluster `x-*`" in shown.err
+
+
+def test_names_that_all_are_unknown_are_a_wrong_command_line(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("down", "ghost", "--yes") == 2
+    assert run("down", "phantom", "shade", "--yes") == 2
+    assert "`phantom`" in (told := capsys.readouterr().err) and "`shade`" in told
+
+
+def test_unknown_job_keeps_no_known_one_from_being_cancelled(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: None)
+    jobs = [store.add_job(name, Task()) for name in ("train", "other")]
+    assert run("jobs", "cancel", "train", "ghost") == 1
+    assert [store.is_cancel_requested(job.id) for job in jobs] == [True, False]
+    assert "no managed job `ghost`" in capsys.readouterr().err
+
+
+def test_cluster_of_a_live_job_stays_and_the_others_go(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    job = store.add_job("train", Task())
+    add_clusters(store, "job-1-1", job_id=job.id)
+    add_clusters(store, "a")
+    assert run("down", "--all", "--yes") == 1
+    assert list_names(store) == ["job-1-1"]
+    assert f"`broker jobs cancel {job.id}`" in capsys.readouterr().err
+
+
+def test_cloud_that_refuses_keeps_only_its_own_cluster(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_clusters(store, "a", "b", "c")
+    end = Provisioner.down
+
+    async def down(provisioner: Provisioner, name: str) -> None:
+        if name == "a":
+            raise TransientError("the region gives no answer")
+        await end(provisioner, name)
+
+    monkeypatch.setattr(Provisioner, "down", down)
+    assert run("down", "a", "b", "c", "--yes") == 1
+    assert list_names(store) == ["a"]
+    assert "the region gives no answer" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""The way into every command: global options, and Ctrl-C while Python still imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker import __version__
+
+ROOT = Path(__file__).parent.parent.parent
+
+# Loaded by Python at its start: presses Ctrl-C when the module of the variable is looked for.
+INTERRUPT_AT_IMPORT = """\
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits an ignored one
+sys.meta_path.insert(0, Interrupter())
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "broker", *arguments],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, timeout=60,
+    )  # fmt: skip
+
+
+def test_version_is_printed_without_a_command() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize("module", ["broker.cli.main", "typer", "broker.cli.plan", "broker.task.loader"])
+def test_ctrl_c_during_imports_leaves_without_a_traceback(module: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT_IMPORT)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run("plan", "--gpus", "H100:8", PYTHONPATH=path, INTERRUPT_AT=module, BROKER_HOME=str(tmp_path))
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "\ninterrupted\n"

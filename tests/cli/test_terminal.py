@@ -1,0 +1,139 @@
+"""On a terminal: colour, bars and views by one module. In a pipe, under NO_COLOR and with TERM=dumb: plain lines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from broker.cli import terminal
+from broker.cli.render import print_error, print_table
+
+ROOT = Path(__file__).parent.parent.parent
+ESCAPE = "\x1b["
+COLUMNS = 80
+
+
+def run(code: str, *, is_terminal: bool, **environment: str) -> str:
+    """What a program of these lines writes, stdout and stderr together."""
+    given = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "COLUMNS")}
+    given |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment}
+    argv = [sys.executable, "-c", code]
+    if not is_terminal:
+        done = subprocess.run(argv, capture_output=True, text=True, env=given, timeout=60)
+        return done.stdout + done.stderr
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=given) as process:
+        os.close(theirs)
+        told = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:  # Linux: the other end is closed
+                break
+            if not chunk:
+                break
+            told += chunk
+        assert process.wait(timeout=60) == 0, told
+    os.close(ours)
+    return told.decode().replace("\r\n", "\n")
+
+
+TABLE = """
+from broker.cli.render import print_table
+print_table(["NAME", "STATUS"], [["UP", "RUNNING"], ["b", "FAILED"]])
+"""
+BAR = """
+import sys
+from broker.cli.terminal import show_progress, show_wait
+from broker.cli.render import print_line, print_note
+with show_progress("sending", total=8) as bar:
+    for _ in range(8):
+        bar.advance()
+    print_note("a note meanwhile")
+    print_line("data")
+with show_wait("looking") as bar:
+    bar.describe("still looking")
+print("RICH", "rich" in sys.modules)
+"""
+VIEW = """
+from broker.cli.terminal import show_view
+with show_view() as view:
+    if view is None:
+        print("no view")
+    else:
+        view.show(["first"])
+        view.show(["second", "x" * 200])
+"""
+
+
+def test_table_has_colour_on_a_terminal_and_states_alone_have_their_own() -> None:
+    head, running, failed = run(TABLE, is_terminal=True).splitlines()
+    assert head.startswith("\x1b[1m")
+    assert running == f"UP    {terminal.GOOD}RUNNING{terminal.RESET}", "a job that is called UP is not a state"
+    assert terminal.BAD in failed
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
+def test_terminal_that_wants_plain_text_gets_it(environment: dict[str, str]) -> None:
+    for code in (TABLE, BAR, VIEW):
+        told, piped = run(code, is_terminal=True, **environment), run(code, is_terminal=False)
+        assert sorted(told.splitlines()) == sorted(piped.splitlines()) and "\x1b" not in told
+
+
+def test_pipe_is_told_quarters_and_nothing_is_imported_for_it() -> None:
+    told = run(BAR, is_terminal=False)
+    assert [line for line in told.splitlines() if line.startswith("sending")] == [
+        "sending: 25%", "sending: 50%", "sending: 75%", "sending: 100%"
+    ]  # fmt: skip
+    assert "looking ..." in told and "RICH False" in told
+
+
+def test_bar_is_drawn_on_a_terminal_and_lines_stay_whole_above_it() -> None:
+    told = run(BAR, is_terminal=True)
+    assert "RICH True" in told and ESCAPE in told and "8/8" in told
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told).replace("\r", "\n").splitlines()
+    assert "a note meanwhile" in [line.rstrip() for line in plain] and "data" in [line.rstrip() for line in plain]
+
+
+def test_view_is_drawn_over_and_cut_to_the_screen() -> None:
+    told = run(VIEW, is_terminal=True)
+    assert "first" in told and "second" in told
+    assert "x" * 100 not in told, "a line is cut, not wrapped"
+    assert run(VIEW, is_terminal=False) == "no view\n"
+
+
+def test_plan_on_a_terminal_is_coloured_without_rich() -> None:
+    code = (
+        "import sys\nfrom broker.cli.main import main\n"
+        "try: main(['plan', '--gpus', 'H100:8'])\nexcept SystemExit: pass\nprint('RICH', 'rich' in sys.modules)"
+    )
+    told = run(code, is_terminal=True)
+    assert "\x1b[1m" in told and "RICH False" in told
+
+
+def test_rich_is_used_in_one_place() -> None:
+    users = {
+        path.name
+        for path in (ROOT / "broker").rglob("*.py")
+        if re.search(r"^\s*(from|import) rich", path.read_text(), re.M)
+    }
+    assert users == {"terminal.py"}
+
+
+def test_errors_are_plain_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    from broker.errors import UsageError
+
+    print_table(["STATUS"], [["UP"]])
+    print_error(UsageError("it is so", hints=["do that"]))
+    out, err = capsys.readouterr()
+    assert out == "STATUS\nUP\n" and err == "error: it is so\n\nhint: do that\n"
