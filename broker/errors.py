@@ -14,7 +14,8 @@ BrokerError                     exit code
     ├── CapacityError               try elsewhere; `scope` says how far away
     ├── QuotaError                  do not ask there again
     ├── AuthError                   stop; the hint says what to log in to
-    │   └── AccountError                logged in to another account than the one that holds the nodes
+    │   ├── AccountError                logged in to another account than the one that holds the nodes
+    │   └── DeniedError                 a policy or a missing permission forbids it there; `scope` says how far
     ├── ThrottledError              back off, then retry
     ├── InvalidRequestError         stop: asking again gives the same answer
     ├── TransientError              retry
@@ -137,6 +138,17 @@ class AuthError(CloudError):
 
 class AccountError(AuthError):
     pass
+
+
+class DeniedError(AuthError):
+    """Final where it was said: by an organisation's policy, an explicit deny, or for want of a permission. Places
+    outside `scope` may still allow it."""
+
+    def __init__(
+        self, message: str, *, scope: Scope = "region", hints: Sequence[str] = (), details: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, hints=hints, details=details)
+        self.scope = scope
 
 
 class ThrottledError(CloudError):

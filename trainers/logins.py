@@ -24,7 +24,7 @@ class GrantedLogin:
     def __call__(self) -> dict[str, Any]:
         """Read the file, which is replaced whole."""
         found = json.loads(self._path.read_text(encoding="utf-8"))
-        again = datetime.now(timezone.utc) + timedelta(seconds=AGE_S_MAX)  # noqa: UP017  # nodes may have Python 3.9
+        again = datetime.now(timezone.utc) + timedelta(seconds=AGE_S_MAX)  # nodes may have Python 3.9
         end = str(found.get("Expiration") or "9999-01-01T00:00:00+00:00").replace("Z", "+00:00")
         return {
             "access_key_id": found["AccessKeyId"],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.optimizer.rating import History
+    from broker.provision.access import AccessRenewer
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
@@ -98,14 +99,23 @@ class Context:
 
     @cached_property
     def transport(self) -> Transport:
+        from broker.runtime.base import AsksForAccess
         from broker.runtime.transports import TRANSPORTS
         from broker.runtime.transports.routed import RoutedTransport
 
         def make(path: str) -> Transport:
             transport: Transport = load_entry(path)(self.config, clock=self.clock)
+            if isinstance(transport, AsksForAccess):
+                transport.renew_access = lambda node: self._access.renew(node)
             return transport
 
         return RoutedTransport({way: partial(make, path) for way, path in TRANSPORTS.items()})
+
+    @cached_property
+    def _access(self) -> AccessRenewer:
+        from broker.provision.access import AccessRenewer
+
+        return AccessRenewer(self.clouds, clock=self.clock)
 
     @cached_property
     def gang(self) -> Gang:

@@ -261,7 +261,7 @@ def explain_unreachable(
     console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
     hints = [
         *([console] if console else []),
-        "a node lets in by ssh who launched it, from the address of that moment: is this another network?",
+        "a node accepts ssh from this machine's public address only: is a proxy or VPN in between?",
         f"{end}; the same launch with `-c {cluster.name}` goes on waiting",
     ]
     return TransientError(f"{error.message}, for {BOOT_S_MAX / 60:g} minutes", hints=[*hints, *error.hints])

@@ -36,6 +36,11 @@ class GangReport(Protocol):
         """Ranks whose cloud thinks a preemption likelier than usual: news, and no notice."""
         ...
 
+    @property
+    def flush(self) -> str:
+        """What a node says while written files are not in their bucket yet; empty where all are."""
+        ...
+
 
 class Gang(Protocol):
     """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that

@@ -42,6 +42,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         "envs:",
         '  DATA: ""   # a folder of text, parquet or token files that every node sees; empty trains on a sample',
         "",
+        *([] if training.dtype == "fp16" else ["setup: python3 -m trainers.setup", ""]),  # torch, where none fits
         "run: |",
         *(f"  {line}" for line in write_command(training, option)),
     ]

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
     from broker.runtime import agent_delivery as delivery
     from broker.runtime import agent_files as files
+    from broker.runtime import agent_flush as flush
 else:
     import agent_delivery as delivery
     import agent_files as files
+    import agent_flush as flush
 
 FOLDER = "access"
 PLACEHOLDER = "{access}"  # in variables and files: the folder they lie in
@@ -73,11 +75,14 @@ def has_ended(run_id: int) -> bool:
 
 
 def forget_used() -> None:
-    """Delete the files of managed runs once everything they are for is done: all runs here have ended, and what the
-    head leaves in the bucket has arrived. A cluster's mounts outlive a run: there files stay as long as the node."""
+    """Delete the files of managed runs once everything they are for is done: all runs here have ended, what the head
+    leaves in the bucket has arrived, and so has what programs wrote to mounts.
+
+    A cluster's mounts outlive a run: there the files stay as long as the node.
+    """
     run_ids = files.list_run_ids()
     if not any(find_folder(each).exists() for each in run_ids) or not (files.STATE / "lease.json").exists():
         return
-    if all(has_ended(each) and not delivery.is_due(each) for each in run_ids):
+    if all(has_ended(each) and not delivery.is_due(each) for each in run_ids) and not flush.list_pending():
         for run_id in run_ids:
             shutil.rmtree(str(find_folder(run_id)), ignore_errors=True)

@@ -49,6 +49,13 @@ class Transport(Protocol):
 
 
 @runtime_checkable
+class AsksForAccess(Protocol):
+    """A transport that a firewall may keep out. `renew_access` is called before a node is given up; True: try again."""
+
+    renew_access: Callable[[Node], Awaitable[bool]]
+
+
+@runtime_checkable
 class CanStream(Protocol):
     """A transport that can keep a program's input and output open."""
 

@@ -20,6 +20,7 @@ from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
@@ -29,12 +30,14 @@ AGENT_FILES = (
     "agent_container.py",
     "agent_delivery.py",
     "agent_files.py",
+    "agent_flush.py",
     "agent_follow.py",
     "agent_gang.py",
     "agent_lease.py",
     "agent_link.py",
     "agent_login.py",
     "agent_notice.py",
+    "agent_paths.py",
     "agent_run.py",
     "agent_wire.py",
 )
@@ -54,7 +57,8 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 class GangReport:
     """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
 
-    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on.
+    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `flush`: while the program has
+    ended, but not all that it wrote lies in its bucket, what a node says about that.
     """
 
     status: RunStatus
@@ -65,6 +69,7 @@ class GangReport:
     run_id: int
     reason: str = ""
     advised: tuple[int, ...] = ()
+    flush: str = ""
 
 
 class Gang:
@@ -79,7 +84,7 @@ class Gang:
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
+        """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files stay."""
         await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
@@ -88,6 +93,8 @@ class Gang:
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
+        if needs_trainers(task):
+            await send_trainers(self._transport, node)
         if task.workdir:
             await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
         for target, source in task.file_mounts.items():
@@ -123,6 +130,7 @@ class Gang:
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],
             "image": image,
+            "trainers": pack_trainers().name if needs_trainers(task) else None,
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
@@ -154,6 +162,7 @@ class Gang:
         silent = {node.id for node, answer in zip(live, found, strict=True) if answer is None}
         self._silent = (self._silent - {node.id for node in nodes}) | silent
         by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
+        await self._ask_again(live, run_id, by_rank)
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
@@ -168,7 +177,19 @@ class Gang:
             run_id=run_id,
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
+            flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
+
+    async def _ask_again(self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]) -> None:
+        """The head says last that a run has succeeded, so a node that said RUNNING was only asked before it ended.
+
+        Nodes answer in any order: without this a report could show a success in which some ranks still run.
+        """
+        if _read_run_status(by_rank.get(0)) is not RunStatus.SUCCEEDED:
+            return
+        late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
+        found = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
+        by_rank.update({node.rank: answer for node, answer in zip(late, found, strict=True) if answer is not None})
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
         """Until a node has something new since the last poll, `wake` is set, or the time is up.
@@ -295,6 +316,10 @@ def list_live(nodes: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
 
 
+def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
+    return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None
+
+
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
     """The program wrote it: what is not of the right kind is left out."""
     if line is None:
@@ -315,4 +340,5 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         tokens_per_s=number("tokens_per_s"),
         checkpoint_step=whole("checkpoint_step"),
         time_s=number("time_s") or number("time") or 0.0,
+        busy_s=number("busy_s"),
     )

@@ -152,3 +152,26 @@ def test_logs_of_jobs_that_ended_long_ago_are_forgotten(stage: Stage) -> None:
     forget_logs(stage.store, stage.folder, older_than_s=START_S + 1.0)
     left = sorted(path.name for path in (stage.folder / "jobs").iterdir())
     assert left == [f"{stage.job_id}.log", "99.txt", "words.log"]
+
+
+@pytest.mark.parametrize("step", ["stat", "unlink"])
+def test_a_log_that_another_deletes_meanwhile_keeps_no_other_from_being_forgotten(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    folder = stage.folder / "jobs"
+    folder.mkdir()
+    for number in range(91, 95):
+        path = folder / f"{number}.log"
+        path.touch()
+        os.utime(path, (START_S, START_S))
+    act, unlink = getattr(Path, step), Path.unlink
+
+    def lose(path: Path, **options: Any) -> Any:
+        if path.name == "92.log":
+            unlink(path)
+        return act(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, step, lose)
+        forget_logs(stage.store, stage.folder, older_than_s=START_S + 1.0)
+    assert list(folder.iterdir()) == []

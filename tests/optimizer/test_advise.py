@@ -210,6 +210,7 @@ def test_the_task_file_loads_plans_as_promised_and_the_trainer_takes_its_flags(
     plan = make_plan(task, OFFERS, prices_as_of="2026-01-01")
     assert plan.choice.expected_usd == pytest.approx(option.usd, rel=0.02)
 
+    assert task.setup == "python3 -m trainers.setup", "a cloud's image has no torch"
     assert task.run is not None
     words = task.run.replace("\\\n", " ").replace('"$DATA"', "x").split()
     assert words[:3] == ["python", "-m", "trainers.lm"]

@@ -82,6 +82,11 @@ def test_files_go_when_all_runs_of_a_job_have_ended_and_are_delivered(
     access.forget_used()
     assert access.find_folder(1).exists(), "the outcome is still to be sent"
     due.clear()
+    pending = ["a file of a mount"]
+    monkeypatch.setattr(access.flush, "list_pending", lambda: pending)
+    access.forget_used()
+    assert access.find_folder(1).exists(), "rclone still uploads with it"
+    pending.clear()
     access.forget_used()
     assert not access.find_folder(1).exists()
 

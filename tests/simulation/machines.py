@@ -82,6 +82,7 @@ class Report:
     progress: Progress | None
     reason: str = ""
     advised: tuple[int, ...] = ()
+    flush: str = ""
 
 
 class MachineGang:

@@ -78,6 +78,7 @@ class Report:
     progress: Progress | None
     reason: str = ""
     advised: tuple[int, ...] = ()
+    flush: str = ""
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 
