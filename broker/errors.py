@@ -4,6 +4,7 @@ BrokerError                     exit code
 ├── TaskError                   2   the task file is wrong: one issue or many, each with file:line:column
 ├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
 ├── NoOfferError                3   nothing for sale fits; says which filter took what
+│   ├── NotImportedError            the price book has no offers yet of a cloud that the user has to import
 │   └── UnknownNameError            the price book has no such cloud, region, zone, machine or accelerator
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   ├── FencedError                 another daemon has taken over; this one must stop
@@ -75,6 +76,10 @@ class UsageError(BrokerError):
 
 class NoOfferError(BrokerError):
     exit_code = 3
+
+
+class NotImportedError(NoOfferError):
+    """Raised before any offer is looked at: what fits there is not known, so a plan shows it without failing."""
 
 
 class UnknownNameError(NoOfferError):

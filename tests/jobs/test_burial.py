@@ -25,6 +25,7 @@ class Gang:
         self._clock, self._ends_after_s, self._silent = clock, ends_after_s, silent
         self.told: list[int] = []
         self.looks = 0
+        self.flushes_s = 0.0  # files are on their way to a bucket until then
         self.error: Exception | None = None
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
@@ -35,7 +36,12 @@ class Gang:
     async def poll(self, cluster: Cluster, run_id: int) -> Any:
         self.looks += 1
         has_ended = self._clock.time_s >= START_S + self._ends_after_s
-        return SimpleNamespace(status=RunStatus.CANCELLED if has_ended else RunStatus.RUNNING, unreachable=self._silent)
+        is_flushing = self._clock.time_s < START_S + self.flushes_s
+        return SimpleNamespace(
+            status=RunStatus.CANCELLED if has_ended else RunStatus.RUNNING,
+            unreachable=self._silent,
+            flush="files are on their way" if is_flushing else "",
+        )
 
 
 def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[Node, ...]) -> float:
@@ -79,6 +85,13 @@ def test_a_program_has_its_grace_and_no_longer_than_it_can_be_seen_to_use_it(
     assert end(tmp_path, gang, clock, grace_s=grace_s, nodes=nodes) == expected_s
     assert gang.told == [1] == [RUN_ID], "a cluster's first run; `broker exec` counts on from it"
     assert gang.looks == (expected_s + LOOK_S * (expected_s < grace_s)) / LOOK_S
+
+
+def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: Path) -> None:
+    clock = Hands()
+    gang = Gang(clock, ends_after_s=300.0)
+    gang.flushes_s = 300.0
+    assert end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG) == 300.0
 
 
 def test_an_answer_of_the_cloud_excuses_a_program_that_was_not_told_and_no_other_error_does(tmp_path: Path) -> None:
