@@ -14,11 +14,11 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from trainers.errors import TrainerError
+from trainers.logins import find_s3_provider
 
 SCHEMES = ("s3", "gs", "az")
 # Of one part of an upload. S3 takes 10,000 parts, so that a file can have 312 GiB.
@@ -239,7 +239,7 @@ def find_emulator(scheme: str) -> dict[str, Any]:
 
 
 def find_s3_options(bucket: str) -> dict[str, Any]:
-    """What obstore does not find by itself: the bucket's region, and logins in `~/.aws`."""
+    """What obstore does not find by itself: the bucket's region, and logins in files."""
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -248,14 +248,9 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
     elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
         region = find_region(bucket)
         options |= {"region": region} if region else {}
-    if "AWS_ACCESS_KEY_ID" not in os.environ and (Path.home() / ".aws").is_dir():
-        with contextlib.suppress(ImportError):
-            import boto3
-            from obstore.auth.boto3 import Boto3CredentialProvider
-
-            session = boto3.Session()
-            if session.get_credentials() is not None:
-                options["credential_provider"] = Boto3CredentialProvider(session)
+    provider = find_s3_provider()
+    if provider is not None:
+        options["credential_provider"] = provider
     return options
 
 

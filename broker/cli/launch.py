@@ -139,8 +139,21 @@ def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop |
     context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(name)
     if known is None or known.status is not ClusterStatus.UP:
+        check_access(context, plan)
         note_copies(context, [plan])
         confirm_price([plan], yes=yes)
+
+
+def check_access(context: Context, plan: Plan) -> None:
+    """Whether nodes will reach the task's buckets. Raises AuthError, InvalidRequestError before anything is paid."""
+    from dataclasses import replace
+
+    from broker.config import find_checkpoint_url
+    from broker.jobs.checkpoints import settle_tasks
+
+    (task,) = settle_tasks([plan.task], find_checkpoint_url(context.config))
+    for sentence in context.grants.check([replace(plan, task=task)]):
+        print_note(sentence)
 
 
 async def _launch(

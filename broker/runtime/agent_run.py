@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.runtime import (
+        agent_access,
         agent_container,
         agent_delivery,
         agent_files,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         agent_wire,
     )
 else:
+    import agent_access
     import agent_container
     import agent_delivery
     import agent_files
@@ -308,6 +310,7 @@ class Runner:
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if all(ip.startswith("127.") for ip in ips):
             env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        env.update(agent_access.read_envs(self._id))  # the task's own variables win
         env.update(spec["envs"])
         env.update(spec["secrets"])
         name, _, mark = self._mark(phase).partition("=")

@@ -9,7 +9,7 @@ import io
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
 from broker.optimizer.asked import find_container
-from broker.runtime.base import CanStream, Completed, Transport
+from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
@@ -25,6 +25,7 @@ from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunS
 
 AGENT_FILES = (
     "agent.py",
+    "agent_access.py",
     "agent_bucket.py",
     "agent_container.py",
     "agent_delivery.py",
@@ -34,6 +35,7 @@ AGENT_FILES = (
     "agent_gang.py",
     "agent_lease.py",
     "agent_link.py",
+    "agent_login.py",
     "agent_notice.py",
     "agent_paths.py",
     "agent_run.py",
@@ -73,9 +75,11 @@ class GangReport:
 class Gang:
     """The nodes of a cluster through their agents: `broker.jobs.gang.Gang`, and what clusters need besides."""
 
-    def __init__(self, transport: Transport, *, clock: Clock) -> None:
+    def __init__(self, transport: Transport, *, clock: Clock, access: GrantsAccess | None = None) -> None:
+        """`access`: to the buckets of tasks, for nodes that have none of their own; None grants nothing."""
         self._transport = transport
         self._clock = clock
+        self._access = access
         self._channels: Channels | None = None  # made by the first `wait_news`: a command that only looks opens none
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
@@ -138,6 +142,8 @@ class Gang:
                 "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
             },
         }
+        if self._access and (request := await self._access.grant(cluster, task)):
+            await self._call_all(cluster, "access", {**request, "run_id": run_id})
         head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
         spec["head"] = {**spec["head"], **head}
         await asyncio.gather(
@@ -232,8 +238,10 @@ class Gang:
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """Let the nodes run for at most `lease_s` seconds from now, unless it is renewed."""
+        """Let the nodes run for at most `lease_s` seconds from now, unless it is renewed; and keep their access."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
+        if self._access:
+            await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
         """Nodes end themselves once idle for so long, whoever is there to see it; None: they do not."""

@@ -6,6 +6,7 @@ short goes on. Exit code 69 where the node lacks a tool.
 
 import concurrent.futures
 import configparser
+import datetime
 import errno
 import hashlib
 import json
@@ -15,6 +16,8 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +26,7 @@ EX_UNAVAILABLE = 69
 WORKERS = 16
 PART_BYTES = 8 << 20
 ATTEMPTS_MAX = 3
+REGION_S = 10.0
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of who sells a bucket, with the machine's own login.
 RCLONE = {
@@ -185,16 +189,53 @@ def open_store(url: str) -> tuple[Any, str]:
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme == "r2":
         names = {"endpoint": "endpoint", "access_key_id": "key", "secret_access_key": "secret"}
         login = find_r2_login()
         options = {name: login[short] for name, short in names.items()}
         options.update(region="auto", client_options={"allow_http": login["endpoint"].startswith("http://")})
         scheme = "s3"
-    elif scheme == "s3" and endpoint:
-        options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+    elif scheme == "s3":
+        options = find_s3_options(bucket)
     return obstore.store.from_url(f"{scheme}://{bucket}", **options), path.strip("/")
+
+
+def find_s3_options(bucket: str) -> dict[str, Any]:
+    """Where else S3 is, or the bucket's region; and the login that the broker grants, where it does."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        region = find_region(bucket)
+        options = {"region": region} if region else {}
+    granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
+    if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
+        options["credential_provider"] = lambda: read_granted(granted)
+    return options
+
+
+def read_granted(path: pathlib.Path) -> dict[str, Any]:
+    """Asked for again after ten minutes: the broker replaces the file before its session ends."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.9
+    again = now + datetime.timedelta(minutes=10)
+    names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
+    return {**{name: found.get(theirs) for name, theirs in names.items()}, "expires_at": again}
+
+
+def find_region(bucket: str) -> "str | None":
+    """S3 tells a bucket's region to anyone, in a header of whatever it answers; None without a network."""
+    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=REGION_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except OSError:
+        return None
+    region: str | None = headers.get("x-amz-bucket-region")
+    return region
 
 
 def find_r2_login() -> dict[str, str]:

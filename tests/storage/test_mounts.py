@@ -177,8 +177,9 @@ def mount(source: str = "", **fields: object) -> Task:
 
 
 def test_task_is_given_the_script_before_its_own_setup() -> None:
-    task = add_mounts(mount("gcs://bucket/a b", mode="COPY"))
-    assert task.setup is not None and task.storage_mounts == ()
+    bare = mount("gcs://bucket/a b", mode="COPY")
+    task = add_mounts(bare)
+    assert task.setup is not None and task.storage_mounts == bare.storage_mounts, "access is granted by them"
     assert task.setup.splitlines()[-2:] == [
         "python3 ~/.broker/node_mount.py COPY 'gs://bucket/a b' /d || exit $?",
         "true",

@@ -39,7 +39,7 @@ ln -s /proc/self/fd dev/fd; ln -s /proc/self/fd/0 dev/stdin; ln -s /proc/self/fd
 ln -s /proc/self/fd/2 dev/stderr
 mount -t tmpfs -o mode=1777 tmpfs dev/shm; mount -t tmpfs -o mode=755 tmpfs run; mkdir run/sshd run/old
 echo "$HIDDEN" | while read -r path; do
-  if [ -d ".$path" ]; then mount -t tmpfs -o mode=755 hidden ".$path"; fi
+  if [ -n "$path" ] && [ -d ".$path" ]; then mount -t tmpfs -o mode=755 hidden ".$path"; fi
 done
 pivot_root . run/old; umount -l run/old; rmdir run/old
 echo "$name" >/etc/hostname; : >/etc/resolv.conf

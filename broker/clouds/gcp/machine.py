@@ -39,6 +39,7 @@ RDMA_MACHINES = ("a3-ultragpu-", "a4-", "a4x-")
 # https://cloud.google.com/compute/docs/networking/configure-vm-with-high-bandwidth-configuration
 TIER_1_MACHINES, TIER_1_VCPUS_MIN = ("n2-", "n2d-", "c2-", "c2d-", "c3-", "c3d-"), 30
 STARTED = "/var/lib/broker-started"
+STORAGE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"  # buckets, and nothing else of the account's
 
 
 def check_request(request: NodeRequest) -> None:
@@ -112,6 +113,8 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
         "scheduling": make_scheduling(request),
         "metadata": {"items": [{"key": key, "value": value} for key, value in _make_metadata(request).items()]},
     }
+    if settings.service_account:
+        body["service_accounts"] = [{"email": settings.service_account, "scopes": [STORAGE_SCOPE]}]
     if attached:
         name, count = attached
         body["guest_accelerators"] = [{"accelerator_type": ATTACHED[name], "accelerator_count": count}]
@@ -162,7 +165,7 @@ def _make_interface(settings: Settings) -> dict[str, Any]:
 
 
 def _make_metadata(request: NodeRequest) -> dict[str, str]:
-    """Nobody logs in but through the boot script's key; the machine has no service account, so nothing to steal."""
+    """Nobody logs in but through the boot script's key."""
     settings = {"enable-oslogin": "FALSE", "block-project-ssh-keys": "TRUE", "serial-port-enable": "FALSE"}
     if request.placement.offer.accelerator:
         settings["install-nvidia-driver"] = "True"  # for those of Google's GPU images that do not bring it
