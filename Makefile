@@ -25,6 +25,7 @@ test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of u
 	$(BIN)/python -m pytest -n 2 -m long
 
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
+	$(BIN)/python -m tests.testbed.registry
 	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
 
 mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests tell?
@@ -37,6 +38,7 @@ lint: $(INSTALLED) ## format, lint and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 trainers broker/runtime/agent*.py
 
 audit: $(INSTALLED) ## bandit over the code, pip-audit over what is installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[audit]'

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.errors import NoOfferError, UnknownNameError, UsageError
+from broker.errors import NoOfferError, NotImportedError, UnknownNameError, UsageError
 from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
 
 if TYPE_CHECKING:
@@ -102,7 +102,14 @@ class Market:
         avoid: Callable[[Placement], bool] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """As `rank`; raises NoOfferError with hints, each of which was tried."""
+        """As `rank`; raises NoOfferError with hints, each of which was tried, NotImportedError where the task names
+        only clouds whose offers the user has to import."""
+        unpriced = self._list_unpriced(task)
+        if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
+            raise NotImportedError(
+                f"the price book has no offers of {', '.join(sorted(unpriced))} yet, so places there cannot be ranked",
+                hints=["`broker catalog import DIR` takes in what it offers you; docs/CATALOG.md says what DIR holds"],
+            )
         task = self.resolve(task)
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
@@ -125,11 +132,13 @@ class Market:
 
     def _say_unpriced(self, task: Task) -> Sequence[str]:
         """For clouds that nobody publishes prices of, such as one's own Kubernetes."""
-        named = {each.cloud for each in task.resources if each.cloud} - {"local", *self.book.clouds}
         return [
             f"the price book has no offers of {cloud}: `broker catalog import DIR` takes in what it offers you"
-            for cloud in sorted(named)
+            for cloud in sorted(self._list_unpriced(task))
         ]
+
+    def _list_unpriced(self, task: Task) -> set[str]:
+        return {each.cloud for each in task.resources if each.cloud} - {"local", *self.book.clouds}
 
     def rank(
         self,

@@ -2,7 +2,8 @@
 
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
 BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves;
-`unattended` there sets how long managed jobs continue while this machine is away.
+`unattended` there sets how long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes
+are granted no access to buckets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from broker.errors import StateError, UsageError
 from broker.nouns import noun
 
 SETTINGS = "config.toml"
-SETTING_NAMES = ("checkpoints", "keep_days", "unattended")
+SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "unattended")
 KEEP_DAYS = 90.0
 # Where programs can keep checkpoints: buckets that the bundled trainers write to, and folders that every node sees.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # what every cloud takes as the value of a tag
@@ -151,6 +152,16 @@ def find_checkpoint_url(config: Config) -> str | None:
 def find_unattended(config: Config) -> object:
     """`unattended` as it is written in `config.toml`; None where it is not. Raises UsageError for a broken file."""
     return _read_settings(config.home / SETTINGS).get("unattended")
+
+
+def has_own_bucket_access(config: Config) -> bool:
+    """Whether nodes are said to reach their buckets without a grant: `bucket_access = "own"` in `config.toml`."""
+    value = _read_settings(config.home / SETTINGS).get("bucket_access", "granted")
+    if value not in ("granted", "own"):
+        raise UsageError(
+            f"{config.home / SETTINGS}: `bucket_access` is `{value}`", hints=('It is `"granted"` or `"own"`.',)
+        )
+    return value == "own"
 
 
 def read_keep_days(config: Config) -> float:

@@ -4,6 +4,7 @@ BrokerError                     exit code
 ├── TaskError                   2   the task file is wrong: one issue or many, each with file:line:column
 ├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
 ├── NoOfferError                3   nothing for sale fits; says which filter took what
+│   ├── NotImportedError            the price book has no offers yet of a cloud that the user has to import
 │   └── UnknownNameError            the price book has no such cloud, region, zone, machine or accelerator
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   ├── FencedError                 another daemon has taken over; this one must stop
@@ -14,7 +15,8 @@ BrokerError                     exit code
     ├── CapacityError               try elsewhere; `scope` says how far away
     ├── QuotaError                  do not ask there again
     ├── AuthError                   stop; the hint says what to log in to
-    │   └── AccountError                logged in to another account than the one that holds the nodes
+    │   ├── AccountError                logged in to another account than the one that holds the nodes
+    │   └── DeniedError                 a policy or a missing permission forbids it there; `scope` says how far
     ├── ThrottledError              back off, then retry
     ├── InvalidRequestError         stop: asking again gives the same answer
     ├── TransientError              retry
@@ -74,6 +76,10 @@ class UsageError(BrokerError):
 
 class NoOfferError(BrokerError):
     exit_code = 3
+
+
+class NotImportedError(NoOfferError):
+    """Raised before any offer is looked at: what fits there is not known, so a plan shows it without failing."""
 
 
 class UnknownNameError(NoOfferError):
@@ -137,6 +143,17 @@ class AuthError(CloudError):
 
 class AccountError(AuthError):
     pass
+
+
+class DeniedError(AuthError):
+    """Final where it was said: by an organisation's policy, an explicit deny, or for want of a permission. Places
+    outside `scope` may still allow it."""
+
+    def __init__(
+        self, message: str, *, scope: Scope = "region", hints: Sequence[str] = (), details: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, hints=hints, details=details)
+        self.scope = scope
 
 
 class ThrottledError(CloudError):

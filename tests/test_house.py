@@ -20,6 +20,7 @@ LAYERS: list[set[str]] = [
     {"task", "catalog", "spot"},
     {"optimizer"},
     {"state", "storage", "clouds", "runtime"},
+    {"access"},
     {"provision"},
     {"jobs"},
     {"api"},
@@ -41,15 +42,19 @@ BANNED_CALLS: dict[str, set[str]] = {
 # Programs of their own on a node: they have no broker to ask for the time, and read the environment they were given.
 NODE_PROGRAMS = {
     "broker/runtime/agent.py",
+    "broker/runtime/agent_access.py",
     "broker/runtime/agent_bucket.py",
     "broker/runtime/agent_container.py",
     "broker/runtime/agent_delivery.py",
     "broker/runtime/agent_files.py",
+    "broker/runtime/agent_flush.py",
     "broker/runtime/agent_follow.py",
     "broker/runtime/agent_gang.py",
     "broker/runtime/agent_lease.py",
     "broker/runtime/agent_link.py",
+    "broker/runtime/agent_login.py",
     "broker/runtime/agent_notice.py",
+    "broker/runtime/agent_paths.py",
     "broker/runtime/agent_run.py",
     "broker/runtime/agent_wire.py",
     "broker/clouds/local_machine.py",
@@ -162,6 +167,7 @@ REGISTRIES = [
     ("broker.catalog.sources", "SOURCES"),
     ("broker.spot.policies", "POLICIES"),
     ("broker.storage", "BUCKETS"),
+    ("broker.access", "GRANTERS"),
     ("trainers.strategies", "STRATEGIES"),
 ]
 

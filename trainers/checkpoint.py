@@ -4,46 +4,39 @@ Knows no strategy: it is handed objects with a `state_dict`, by name. On the sto
 `attempts/<number>` registers attempts; `step-<n>-attempt-<n>-<run>/` holds shards and, written last, `manifest.json`.
 """
 
-import hashlib
 import json
-import re
-import sys
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-import torch
+from collections.abc import Mapping
+from typing import Any
 
 from trainers.errors import CheckpointError, StaleAttemptError
+from trainers.headway import Headway, LocalCounter
+from trainers.manifest import (
+    INDEX,
+    MANIFEST_VERSION,
+    CheckpointName,
+    Contents,
+    find_newest,
+    list_checkpoints,
+    remove_old,
+    seal_manifest,
+    warn,
+)
 from trainers.ranks import Ranks
+from trainers.restoring import Restorer, Stateful, copy_state, decide, name_own
 from trainers.storage import Storage
 
-MANIFEST_VERSION = 2
+__all__ = ["CheckpointManager", "CheckpointName", "Contents", "find_newest", "list_checkpoints"]
+
 # Checkpoints in a row that may fail before the run does: what is not saved is paid for again after a preemption.
 FAILURES_MAX = 3
-NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
-
-Decision = TypeVar("Decision")
 
 # True and intended where one process trains alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # one that failed, written once more
-
-
-class Stateful(Protocol):
-    """An object that must survive. Tensors in its state are the live ones, so a checkpoint can be read into them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that `load_state_dict` needs, in nested dicts."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Take over a saved state."""
-        ...
 
 
 class HeldByOne:
@@ -60,27 +53,6 @@ class HeldByOne:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The state's."""
         self._state.load_state_dict(state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointName:
-    """What a checkpoint folder's name says."""
-
-    step: int
-    attempt: int
-    run: str
-
-    def __str__(self) -> str:
-        return f"step-{self.step:08d}-attempt-{self.attempt:04d}-{self.run}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What a manifest says lies beside it, and who wrote that."""
-
-    world_size: int
-    shared: frozenset[str]
-    own: frozenset[str]
 
 
 class CheckpointManager:
@@ -110,57 +82,22 @@ class CheckpointManager:
         self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
         self.write_s = 0.0  # how long the last committed one was on its way, training going on
         self._run = ranks.share(uuid.uuid4().hex[:8])
-        self._decide(self._register)
+        decide(ranks, self._register)
 
     def _register(self) -> None:
         self._storage.create(f"attempts/{self._attempt:010d}", b"")
         if newer := self._find_newer_attempt():
             raise StaleAttemptError(newer)
 
-    def _decide(self, look: Callable[[], Decision]) -> Decision:
-        """Let the first rank look, and every rank have its answer, or raise its error."""
-        answer: tuple[Any, CheckpointError | None] = None, None
-        if self._ranks.is_first:
-            try:
-                answer = look(), None
-            except CheckpointError as error:
-                answer = None, error
-            except OSError as error:
-                answer = None, CheckpointError(f"checkpoints cannot be reached: {error}")
-        value, problem = self._ranks.share(answer)
-        if problem is not None:
-            raise problem
-        decision: Decision = value
-        return decision
-
-    def restore(self) -> int | None:
+    def restore(self, headway: Headway | None = None) -> int | None:
         """Load the newest complete checkpoint into the objects and return its step; None where there is none.
 
-        Torn and corrupt ones are passed over with a warning. The first rank looks and decides for all.
+        Torn and corrupt ones are passed over with a warning, by all ranks alike. `headway` tells how far the ranks are.
         """
-        choice = self._decide(lambda: find_newest(self._storage))
-        if choice is None:
+        restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
+        name = restorer.restore(headway or Headway(LocalCounter(), beat=lambda doing: None, tell=lambda found: None))
+        if name is None:
             return None
-        name, contents = choice
-        is_same_world = contents.world_size == self._ranks.world_size
-        if not is_same_world and self._ranks.is_first:
-            _warn(
-                f"`{name}` was written by {contents.world_size} ranks, not {self._ranks.world_size}; "
-                "random numbers start anew"
-            )
-        # Another strategy may have left out what this one keeps besides; that begins as it was made.
-        shared = {key: each for key, each in self._shared.items() if key in contents.shared}
-        own = {key: each for key, each in self._own.items() if key in contents.own and is_same_world}
-        # One after the other: both may be read into the same tensors, and a rank's own values are to stay.
-        state = {key: each.state_dict() for key, each in shared.items()}
-        self._load(state, str(name))
-        for key, each in shared.items():
-            each.load_state_dict(state[key])
-        if own:
-            own_state = {self._own_key: {key: each.state_dict() for key, each in own.items()}}
-            self._load(own_state, str(name))
-            for key, each in own.items():
-                each.load_state_dict(own_state[self._own_key][key])
         self._step_saved = self.step_committed = name.step
         return name.step
 
@@ -180,13 +117,13 @@ class CheckpointManager:
             if self._failures >= FAILURES_MAX:
                 raise
             if self._ranks.is_first:
-                _warn(f"{error}; training goes on to the next checkpoint")
+                warn(f"{error}; training goes on to the next checkpoint")
         if step == self._step_saved:
             return
         # Asked on every rank, for the ranks may have to settle what the state is.
         found = {key: (each, each.state_dict()) for key, each in self._shared.items()}
         live = {key: part for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
-        live[self._own_key] = {key: each.state_dict() for key, each in self._own.items()}
+        live[name_own(self._ranks)] = {key: each.state_dict() for key, each in self._own.items()}
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")
@@ -214,23 +151,12 @@ class CheckpointManager:
         if self._step_saved is not None and self._step_saved == self.step_committed:
             self._failures = 0
 
-    @property
-    def _own_key(self) -> str:
-        return f"rank-{self._ranks.rank}"
-
-    def _load(self, state: dict[str, Any], name: str) -> None:
-        import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
-
-        is_alone = self._ranks.world_size == 1
-        reader = self._storage.open_reader(name)
-        dcp.load(state, storage_reader=reader, process_group=self._ranks.background_group, no_dist=is_alone)
-
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
         """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
         begin = time.perf_counter()
         try:
             try:
-                state = _copy(live)
+                state = copy_state(live)
             finally:
                 self._is_copied.set()
             import torch.distributed.checkpoint as dcp
@@ -260,7 +186,7 @@ class CheckpointManager:
         try:
             for file in self._storage.list_names(name):
                 # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
-                if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == ".metadata"):
+                if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == INDEX):
                     mine[file] = self._storage.seal(f"{name}/{file}")
         except OSError as error:  # told to all, who would wait for this rank's answer
             problem = CheckpointError(f"`{name}` was not sealed: {error}")
@@ -299,81 +225,3 @@ class CheckpointManager:
         if highest <= self._attempt:
             return None
         return f"attempt {self._attempt} is stale: attempt {highest} of this job has begun"
-
-
-def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
-    """The newest complete checkpoint and what is in it, passing over what is torn or corrupt."""
-    for name in list_checkpoints(storage):
-        found = verify(storage, name)
-        if isinstance(found, Contents):
-            return name, found
-        _warn(f"skipping checkpoint `{name}`: {found}")
-    return None
-
-
-def list_checkpoints(storage: Storage) -> list[CheckpointName]:
-    """All checkpoint folders, complete or not, newest first."""
-    matches = [match for match in map(NAME_PATTERN.fullmatch, storage.list_names("")) if match]
-    names = [CheckpointName(step=int(match[1]), attempt=int(match[2]), run=match[3]) for match in matches]
-    return sorted(names, key=lambda name: (name.step, name.attempt, name.run), reverse=True)
-
-
-def verify(storage: Storage, name: CheckpointName) -> Contents | str:
-    """Check every file against the manifest: what is in the checkpoint, or what is wrong with it."""
-    content = storage.read(f"{name}/manifest.json")
-    if content is None:
-        return "it has no manifest, so writing it was cut short"
-    try:
-        manifest = json.loads(content)
-        version, files = manifest["version"], dict(manifest["files"])
-        seal = manifest.pop("seal", None)
-        contents = Contents(
-            world_size=int(manifest["world_size"]),
-            shared=frozenset(manifest["shared"]),
-            own=frozenset(manifest["own"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its manifest cannot be read ({error})"
-    if version != MANIFEST_VERSION:
-        return f"its manifest has version {version}, not {MANIFEST_VERSION}"
-    if seal != seal_manifest(manifest):
-        return "its manifest is not what was written"
-    for file, seal in files.items():
-        found = storage.checksum(f"{name}/{file}")
-        if found is None:
-            return f"`{file}` is missing"
-        if list(found) != seal:
-            return f"`{file}` is not what was written"
-    return contents
-
-
-def seal_manifest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of all that a manifest says; a flipped bit may well leave it readable."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:
-    """Keep the last complete checkpoints; remove older ones, and torn ones that no live process can still finish."""
-    kept = 0
-    for name in list_checkpoints(storage):
-        is_complete = storage.read(f"{name}/manifest.json") is not None
-        kept += is_complete
-        # An attempt above ours is not ours to judge, and our own save is the newest.
-        if name.attempt > newest.attempt or name == newest:
-            continue
-        if kept > keep or not is_complete:
-            # The manifest goes first: a removal cut short leaves a torn checkpoint, not a corrupt one.
-            storage.delete(f"{name}/manifest.json")
-            storage.delete(str(name))
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy(each) for key, each in value.items()}
-    return value
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

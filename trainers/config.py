@@ -104,7 +104,20 @@ class LogConfig:
 class WatchdogConfig:
     """A run that hangs is ended, so that it can be started again."""
 
-    timeout_s: float = knob(600.0, "longest time for a step, a start or a checkpoint; 0 waits for ever")
+    timeout_s: float = knob(
+        600.0, "longest time for a step, and for a restore without a byte read by any rank; 0 watches nothing at all"
+    )
+    start_s: float = knob(
+        1800.0, "longest time for data, compilation and all else until the first step is done; 0 waits for ever"
+    )
+    checkpoint_s: float = knob(
+        7200.0, "longest time to write a checkpoint, and for a rank to wait for the others in it; 0 waits for ever"
+    )
+
+    @property
+    def collective_s(self) -> float:
+        """How long a rank waits for another one in a step: longer only where steps are said to be long."""
+        return max(60.0, self.timeout_s / 10) if self.timeout_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +221,8 @@ def find_run_problem(config: RunConfig) -> str | None:
         "--evaluate.every_steps": config.evaluate.every_steps,
         "--profile.steps": config.profile.steps,
         "--watchdog.timeout_s": config.watchdog.timeout_s,
+        "--watchdog.start_s": config.watchdog.start_s,
+        "--watchdog.checkpoint_s": config.watchdog.checkpoint_s,
         "--train.z_loss": train.z_loss,
     }
     if config.elastic:

@@ -11,7 +11,7 @@ class TrainerError(Exception):
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint could not be written."""
+    """A checkpoint could not be written or read."""
 
 
 class StaleAttemptError(CheckpointError):

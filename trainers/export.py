@@ -54,8 +54,9 @@ def export(url: str, output: Path, dtype: str) -> None:
     """Write the newest complete checkpoint's weights; none there is a TrainerError."""
     import torch
 
-    from trainers.checkpoint import find_newest
+    from trainers.manifest import find_newest, read_index
     from trainers.storage import open_storage
+    from trainers.verified_reader import VerifiedReader
 
     if "://" not in url and not Path(url).is_dir():
         raise TrainerError(f"`{url}` is no folder; name one with `--checkpoint`")
@@ -63,8 +64,11 @@ def export(url: str, output: Path, dtype: str) -> None:
     found = find_newest(storage)
     if found is None:
         raise TrainerError(f"no complete checkpoint is in `{url}`")
-    name = found[0]
-    tensors = read_weights(storage.open_reader(str(name)))
+    name, contents = found
+    reader = VerifiedReader(storage, name, contents, read_index(storage, name, contents))
+    tensors = read_weights(reader)
+    if reader.problem is not None:
+        raise TrainerError(f"checkpoint `{name}` cannot be read: {reader.problem}")
     wanted = getattr(torch, dtype)
     converted = {key: each.to(wanted) if each.is_floating_point() else each for key, each in tensors.items()}
     write_safetensors(output, converted, {"format": "pt", "step": str(name.step)})

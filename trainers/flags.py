@@ -7,7 +7,7 @@ a mistyped flag answer at once.
 import argparse
 import dataclasses
 import difflib
-import tomllib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,12 +90,9 @@ def make_parser(tree: type, program: str, description: str, presets: Mapping[str
 def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) -> dict[str, Any]:
     """The values of a TOML file by dotted name; one that is unknown or of another type is a ValueError that says so."""
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
+        content = _read_toml(path)
     except OSError as error:
         raise ValueError(f"cannot read `{path}`: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"`{path}` is not TOML: {error}") from error
     values = {}
     knobs = dict(iterate_knobs(tree))
     for name, value in _flatten(content, ""):
@@ -106,6 +103,22 @@ def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) ->
             raise ValueError(f"`{path}`: `{name}` is unknown{_suggest(name, knobs)}")
         values[name] = _check_value(f"`{path}`: `{name}`", value, knobs[name])
     return values
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Python has a reader from 3.11 on; on 3.10 the package tomli is the same, and pip has a copy of it."""
+    for name in ("tomllib", "tomli", "pip._vendor.tomli"):
+        try:
+            library = importlib.import_module(name)
+        except ImportError:
+            continue
+        with path.open("rb") as file:
+            try:
+                content: dict[str, Any] = library.load(file)
+            except library.TOMLDecodeError as error:
+                raise ValueError(f"`{path}` is not TOML: {error}") from error
+        return content
+    raise ValueError(f"`{path}` cannot be read on Python 3.10 without the package tomli: `pip install tomli`")
 
 
 def to_arguments(config: Any) -> list[str]:

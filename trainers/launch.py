@@ -6,6 +6,7 @@ A light torchrun: it imports no torch (torchrun takes 2 s to the worker's first 
 """
 
 import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -27,6 +28,10 @@ error: `--elastic` over several nodes needs `BROKER_GANG_PEM`, a file with a cer
 hint: make it once with this, copy it to every node, and name its path in `BROKER_GANG_PEM` there:
   (umask 077; openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 30 -subj /CN=gang \
 -keyout gang.pem -out gang.pem)"""
+TORCH_MISSING = f"""\
+error: {sys.executable} has no torch
+
+hint: in a task, `setup: python3 -m trainers.setup` installs what fits the node; elsewhere `pip install torch`"""
 # Workers get this long to end after one has failed; past that they hang in a collective and are killed.
 GRACE_S = 5.0
 # Times an elastic run starts killed workers of one node anew: a memory that does not suffice will not the next time.
@@ -81,6 +86,7 @@ def launch_if_needed(module: str, arguments: Sequence[str], *, elastic: str | No
     `elastic` is the knob of a trainer that has one, as its flags and its config file say. Returns the exit code of the
     workers that were started in its stead; None where this process is itself a rank.
     """
+    check_torch()
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
         return None
     plan = read_plan(os.environ)
@@ -92,6 +98,12 @@ def launch_if_needed(module: str, arguments: Sequence[str], *, elastic: str | No
     if plan.node_count > 1:
         os.environ.update(plan.worker_variables(0, plan.master_port or PORT_DEFAULT))
     return None
+
+
+def check_torch() -> None:
+    """Raise SystemExit where torch is not installed, before any process is started."""
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(TORCH_MISSING)
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 BAR_WIDTH = 20
 # What of a step is worth its place on the screen; all of it is in the files.
 SCREEN_DETAILS = ("validation_loss", "mfu")
+FILE_DETAILS = ("busy_s",)  # for the broker: no new step is to be expected for so long
 
 
 class Progress:
@@ -45,7 +46,8 @@ class Progress:
         words += [] if tokens_per_s is None else [f"{tokens_per_s:,.0f} {self._unit}/s"]
         words += [] if event is None else [event]
         is_step = loss is not None
-        words += [f"{name} {_short(value)}" for name, value in details.items() if not is_step or name in SCREEN_DETAILS]
+        shown = SCREEN_DETAILS if is_step else details.keys() - FILE_DETAILS
+        words += [f"{name} {_short(value)}" for name, value in details.items() if name in shown]
         if self._has_bar and is_step:
             self._draw_bar(step, words)
         else:

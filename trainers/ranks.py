@@ -16,8 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A dead peer should be an error soon, not after torch's 30 minutes; the broker restarts the whole set anyway.
-TIMEOUT_S = 60
+from trainers.headway import Counter, LocalCounter
+
+# For a peer in a step. One that hangs should be an error soon, not after torch's 30 minutes: the broker restarts the
+# whole set anyway. One that died is an error at once, by its closed connection.
+TIMEOUT_S = 60.0
+FOREVER_S = 365 * 86400.0  # process groups know no endless wait
 # Ranks that make the same mistake make it at about the same time.
 SAY_S_MAX = 2.0
 # Of malloc.h; the second takes 32 MiB at most.
@@ -33,6 +37,7 @@ class Ranks:
     device: torch.device
     local_world_size: int = 1  # ranks of this node
     background_group: Any = None
+    start_s: float = TIMEOUT_S  # how long to wait for a peer before `limit_steps`
 
     @property
     def is_first(self) -> bool:
@@ -64,9 +69,48 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.background_group)
         return values
 
+    def limit_steps(self, timeout_s: float) -> None:
+        """From now on wait for a peer no longer than this, in all groups but the background's.
 
-def join_ranks() -> Ranks:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and meet the others."""
+        Called after the first step: until then ranks may be far apart, as one of them compiles or prepares data.
+        """
+        if self.world_size == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        for group in list(distributed_c10d._world.pg_map):  # torch has no public name for either (2.13)
+            if group is not self.background_group:
+                distributed_c10d._set_pg_timeout(make_timeout(timeout_s), group)
+
+    def make_counter(self) -> Counter:
+        """Numbers that all ranks add to; usable beside any collective."""
+        if self.world_size == 1:
+            return LocalCounter()
+        return StoreCounter(dist.distributed_c10d._get_default_store().clone())
+
+
+class StoreCounter:
+    """Numbers kept by the store at which the ranks met."""
+
+    def __init__(self, store: Any) -> None:
+        """Count over a connection of its own: one that waits for an answer holds up its other callers."""
+        self._store = store
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to the number of this name and return it."""
+        return int(self._store.add(name, amount))
+
+
+def make_timeout(timeout_s: float) -> datetime.timedelta:
+    """As process groups take it; 0 is for ever."""
+    return datetime.timedelta(seconds=timeout_s or FOREVER_S)
+
+
+def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -> Ranks:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and meet the others.
+
+    Wait for a peer as long as `start_s`, or `checkpoint_s` in the background group, where ranks read and write.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
@@ -79,16 +123,16 @@ def join_ranks() -> Ranks:
             torch.set_num_threads(1)  # ranks share the cores; torch would take them all for each
     if world_size == 1:
         return Ranks(rank=rank, world_size=world_size, device=device)
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=make_timeout(start_s))
     # Two threads must not use one group: their messages would pair up wrongly between ranks.
-    background_group = dist.new_group(backend="gloo", timeout=timeout)
+    background_group = dist.new_group(backend="gloo", timeout=make_timeout(checkpoint_s))
     return Ranks(
         rank=rank,
         world_size=world_size,
         device=device,
         local_world_size=local_world_size,
         background_group=background_group,
+        start_s=start_s,
     )
 
 

@@ -22,6 +22,7 @@ from trainers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
+    from trainers.headway import Headway, Restoring
     from trainers.loop import StepReport
     from trainers.progress import Progress
     from trainers.ranks import Ranks
@@ -40,7 +41,7 @@ def run_session(config: RunConfig, bring: Bring) -> int:
     environment = read_environment()
     notice = PreemptionNotice(environment.preemption_file)
     notice.listen()
-    watchdog = Watchdog(config.watchdog.timeout_s)
+    watchdog = Watchdog(config.watchdog.timeout_s, start_s=config.watchdog.start_s)
     watchdog.start()
     from trainers.devices import advise, is_out_of_memory
     from trainers.ranks import is_first_to_say, join_ranks, leave_ranks
@@ -50,7 +51,8 @@ def run_session(config: RunConfig, bring: Bring) -> int:
         try:
             session = Session(
                 config=config, environment=environment, notice=notice, watchdog=watchdog,
-                ranks=join_ranks(), member=member,
+                ranks=join_ranks(start_s=config.watchdog.start_s, checkpoint_s=config.watchdog.checkpoint_s),
+                member=member,
             )  # fmt: skip
             return session.train(bring)
         except Exception:
@@ -102,17 +104,19 @@ class Session:
             shared=state.shared,
             own=state.own,
         )
-        event = self._resume(state, checkpoints)
         progress = Progress(
             self.environment.progress_file,
             total=config.train.steps,
             is_silent=not ranks.is_first,
             unit=state.study.unit,
         )
+        event = self._resume(state, checkpoints, progress)
+        self.watchdog.beat("in the first step", limit_s=self.watchdog.start_s)
         progress.report(
             step=state.position.steps_done,
             event=event,
             checkpoint_step=checkpoints.step_committed,
+            busy_s=config.watchdog.start_s,
             **({"ranks": ranks.world_size} if member else {}),
             startup_s=round(time.perf_counter() - STARTED_S, 3),
         )
@@ -124,17 +128,33 @@ class Session:
             progress.say(state.study.demonstrate(state.wrapped))
         return code
 
-    def _resume(self, state: "RunState", checkpoints: "CheckpointManager") -> str:
+    def _resume(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> str:
         """Take the newest state that is left of the run; return what to call that."""
         member, part = self.member, state.strategy.find_part() if self.member is not None else None
         step, event = None, "went on from memory"
         if member is not None and part is not None:
             step = member.take_over(self.ranks, part, state.shared)
         if step is None:
-            event = "started" if checkpoints.restore() is None else "resumed"
+            event = "started" if checkpoints.restore(self._make_headway(progress)) is None else "resumed"
         if member is not None and part is not None:
             member.offer(self.changing, state.position, part, state.shared)
         return event
+
+    def _make_headway(self, progress: "Progress") -> "Headway":
+        """A restore takes as long as it takes; without a byte on any rank for the time of a step it hangs."""
+        from trainers.headway import Headway
+
+        def tell(found: "Restoring") -> None:
+            progress.report(
+                step=found.step,
+                event="restoring",
+                checkpoint_step=found.step,
+                busy_s=self.config.watchdog.timeout_s or self.config.watchdog.start_s,
+                read_gb=round(found.read_bytes / 1e9, 3),
+                of_gb=round(found.wanted_bytes / 1e9, 3),
+            )
+
+        return Headway(self.ranks.make_counter(), beat=self.watchdog.beat, tell=tell)
 
     def _drive(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> int:
         from trainers.evaluate import Evaluation
@@ -164,7 +184,7 @@ class Session:
             evaluation=Evaluation(config, state.wrapped, strategy, ranks, study, precision),
             profile=Profile(config.profile, ranks),
             watchdog=self.watchdog,
-            device=ranks.device,
+            ranks=ranks,
             elastic=Elastic(member=self.member, notice=self.notice, is_kept=strategy.grid.is_whole)
             if self.member
             else None,

@@ -5,17 +5,21 @@ Paths are relative, with `/`. Files are written once and never changed.
 
 import errno
 import hashlib
+import io
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from trainers.errors import TrainerError
 
+READ_BYTES = 8 * 2**20
 # What file systems without hard links answer, bucket mounts among them.
 NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+HASH_BYTES = 1 << 20
 
 
 class Storage(Protocol):
@@ -27,6 +31,10 @@ class Storage(Protocol):
 
     def read(self, path: str) -> bytes | None:
         """A whole small file, or None where there is none."""
+        ...
+
+    def stream(self, path: str) -> Iterator[bytes]:
+        """A file from its beginning to its end, in parts. FileNotFoundError, at the first part, where there is none."""
         ...
 
     def create(self, path: str, content: bytes) -> bool:
@@ -47,10 +55,6 @@ class Storage(Protocol):
 
     def open_writer(self, path: str) -> Any:
         """A torch.distributed.checkpoint StorageWriter below a path. Imports that library: 0.6 s."""
-        ...
-
-    def open_reader(self, path: str) -> Any:
-        """A torch.distributed.checkpoint StorageReader below a path."""
         ...
 
 
@@ -89,6 +93,12 @@ class FolderStorage:
         except FileNotFoundError:
             return None
 
+    def stream(self, path: str) -> Iterator[bytes]:
+        """Read the file in order."""
+        with (self._root / path).open("rb", buffering=0) as file:
+            while part := file.read(READ_BYTES):
+                yield part
+
     def create(self, path: str, content: bytes) -> bool:
         """Write beside the place, flush, then link into it: the link is the one moment at which the file appears."""
         target = self._root / path
@@ -112,7 +122,7 @@ class FolderStorage:
         """Read the file through."""
         try:
             with (self._root / path).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+                return hash_file(file), os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return None
 
@@ -133,12 +143,6 @@ class FolderStorage:
         from torch.distributed.checkpoint import FileSystemWriter
 
         return FileSystemWriter(self._root / path, sync_files=True)
-
-    def open_reader(self, path: str) -> Any:
-        """Read what `open_writer` wrote."""
-        from torch.distributed.checkpoint import FileSystemReader
-
-        return FileSystemReader(self._root / path)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -163,3 +167,11 @@ def _flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def hash_file(file: io.BufferedReader) -> str:
+    """The SHA-256 of what is left to read: `hashlib.file_digest`, which Python 3.10 does not have."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()

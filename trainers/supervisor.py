@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from trainers.checkpoint import CheckpointManager
 from trainers.config import RunConfig
 from trainers.elastic import Elastic
@@ -19,6 +17,7 @@ from trainers.metrics import Meter, MetricFiles, read_memory
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.profile import Profile
 from trainers.progress import Progress
+from trainers.ranks import Ranks
 from trainers.watchdog import Watchdog
 
 
@@ -35,7 +34,7 @@ class Supervisor:
     evaluation: Evaluation
     profile: Profile
     watchdog: Watchdog
-    device: torch.device
+    ranks: Ranks
     elastic: Elastic | None = None
 
     def drive(self, steps: Iterator[StepReport]) -> int:
@@ -46,8 +45,12 @@ class Supervisor:
     def _drive(self, steps: Iterator[StepReport], garbage: Garbage) -> int:
         config, checkpoints = self.config, self.checkpoints
         told = checkpoints.step_committed
+        is_first = True
         for report in steps:
             self.watchdog.beat(f"in step {report.step + 1}")
+            if is_first:  # all ranks have compiled and read their first samples
+                self.ranks.limit_steps(config.watchdog.collective_s)
+                is_first = False
             garbage.step()
             self.meter.count(config.train.batch)
             self.profile.step()
@@ -58,7 +61,7 @@ class Supervisor:
                 self._tell(report, values, event)
                 told = committed
             if report.is_stop_asked and report.step < config.train.steps:
-                verdict = self.elastic.decide(checkpoints, report.step) if self.elastic else "stop"
+                verdict = self._decide(report.step)
                 if verdict == "stop":
                     return self._flush(report.step)
                 if verdict == "go":
@@ -66,14 +69,25 @@ class Supervisor:
                     return EXIT_CODE_PREEMPTED
             if self.pacer.is_due(report.step):
                 self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
+                self.watchdog.beat("writing the checkpoint before", limit_s=config.watchdog.checkpoint_s)
                 checkpoints.save(report.step)
-        self.watchdog.beat("saving the last step")
+                self.watchdog.beat(f"in step {report.step + 1}")
+        self.watchdog.beat("saving the last step", limit_s=config.watchdog.checkpoint_s)
         checkpoints.save(config.train.steps)
         checkpoints.wait()
         self.profile.stop()
         self.files.close()
         self.progress.report(step=config.train.steps, event="finished", checkpoint_step=checkpoints.step_committed)
         return 0
+
+    def _decide(self, step: int) -> str:
+        """`stay`, `go` or `stop`; does not return where this rank goes on in another world."""
+        if self.elastic is None:
+            return "stop"
+        self.watchdog.beat("agreeing on the next world", limit_s=self.config.watchdog.checkpoint_s)
+        verdict = self.elastic.decide(self.checkpoints, step)
+        self.watchdog.beat(f"in step {step + 1}")
+        return verdict
 
     def _measure(self, report: StepReport) -> dict[str, Any]:
         """What is to be told of this step; nothing at most of them, if so configured."""
@@ -83,7 +97,7 @@ class Supervisor:
             values = {
                 "norm": report.norm,
                 "learning_rate": report.learning_rate,
-                **read_memory(self.device),
+                **read_memory(self.ranks.device),
                 **self.meter.read(),
             }
         every_steps = self.config.evaluate.every_steps
@@ -106,7 +120,7 @@ class Supervisor:
 
     def _flush(self, step: int) -> int:
         """Save this very step before the machine goes, and say whether that worked."""
-        self.watchdog.beat("saving before the machine goes")
+        self.watchdog.beat("saving before the machine goes", limit_s=self.config.watchdog.checkpoint_s)
         begin = time.perf_counter()
         event = "preempted, checkpoint committed"
         try:

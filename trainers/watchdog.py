@@ -9,60 +9,101 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 # sysexits.h: temporary failure, try again.
 EXIT_CODE_HUNG = 75
 # Where even the watching thread gets no turn, because the interpreter itself is held, torch-independent C code ends
 # the process after so many times the limit, with exit code 1.
 BACKSTOP_FACTOR = 1.5
+PERIOD_S_MAX = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """When headway was made (monotonic seconds), what came next, and how long that may take; 0 is no limit."""
+
+    time_s: float
+    doing: str
+    limit_s: float
+
+    @property
+    def period_s(self) -> float:
+        """How often to look."""
+        return min(PERIOD_S_MAX, self.limit_s / 4 or PERIOD_S_MAX)
 
 
 class Watchdog:
     """Watches one process from `start` to `stop`; whoever makes headway calls `beat`."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """End the process when `timeout_s` pass without a beat; 0 watches nothing."""
-        self._timeout_s = timeout_s
-        self._beat_s = time.monotonic()
+    def __init__(self, timeout_s: float, *, start_s: float | None = None) -> None:
+        """End the process when `timeout_s` pass without a beat, or `start_s` before the first one; 0 is no limit.
+
+        Without a limit for steps nothing is watched: whoever debugs a step has started it, too.
+        """
+        self.timeout_s = timeout_s
+        self.start_s = timeout_s if start_s is None or not timeout_s else start_s
         self._is_over = threading.Event()
-        self._doing = "starting"
+        self._is_watching = False
+        self._beat = Beat(time_s=time.monotonic(), doing="starting", limit_s=self.start_s)
 
     def start(self) -> None:
         """Begin to watch."""
-        if self._timeout_s:
-            self.beat("starting")
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        if not self.timeout_s:
+            return
+        self._is_watching = True
+        self.beat("starting", limit_s=self.start_s)
+        self._arm_backstop()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def beat(self, doing: str) -> None:
-        """Note headway and what comes next. Costs nothing, and may be called at every step."""
-        self._doing = doing
-        self._beat_s = time.monotonic()
+    def beat(self, doing: str, *, limit_s: float | None = None) -> None:
+        """Note headway and what comes next, which may take `limit_s`, by default `timeout_s`.
+
+        May be called at every step: it costs nothing while the limit stays. Called by any thread.
+        """
+        limit_s = self.timeout_s if limit_s is None or not self.timeout_s else limit_s
+        is_changed = limit_s != self._beat.limit_s
+        # One assignment: the watching thread must not see a new limit with an old time.
+        self._beat = Beat(time_s=time.monotonic(), doing=doing, limit_s=limit_s)
+        if is_changed and self._is_watching:
+            self._arm_backstop()
 
     def stop(self) -> None:
         """Watch no longer."""
         self._is_over.set()
-        if self._timeout_s:
+        if not self._is_watching:
+            return
+        self._is_watching = False
+        faulthandler.cancel_dump_traceback_later()
+
+    def find_hang(self) -> Beat | None:
+        """The last beat, if more time has passed since than its limit."""
+        beat = self._beat
+        return beat if beat.limit_s and time.monotonic() - beat.time_s > beat.limit_s else None
+
+    def _arm_backstop(self) -> None:
+        if limit_s := self._beat.limit_s:
+            faulthandler.dump_traceback_later(BACKSTOP_FACTOR * limit_s + self._beat.period_s, exit=True)
+        else:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        period_s = min(10.0, self._timeout_s / 4)
-        while not self._is_over.is_set():
-            # Set anew while this thread still gets its turn.
-            faulthandler.dump_traceback_later(BACKSTOP_FACTOR * self._timeout_s + period_s, exit=True)
-            if self._is_over.wait(period_s):
-                break
-            silence_s = time.monotonic() - self._beat_s
-            if silence_s > self._timeout_s:
-                self._end(silence_s)
+        while not self._is_over.wait(self._beat.period_s):
+            self._arm_backstop()  # while this thread still gets its turn
+            if hang := self.find_hang():
+                end_hung(hang)
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, silence_s: float) -> None:
-        rank = os.environ.get("RANK", "0")
-        print(
-            f"error: rank {rank} hangs: no headway for {silence_s:.0f} s while {self._doing}; its threads were here "
-            f"(`--watchdog.timeout_s` is {self._timeout_s:g})",
-            file=sys.stderr,
-            flush=True,
-        )
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(EXIT_CODE_HUNG)  # nothing softer ends a process whose main thread is stuck
+
+def end_hung(beat: Beat) -> None:
+    """Tell where every thread is, and end the process."""
+    rank = os.environ.get("RANK", "0")
+    print(
+        f"error: rank {rank} hangs: no headway for {time.monotonic() - beat.time_s:.0f} s while {beat.doing}; its "
+        f"threads were here (the limit is {beat.limit_s:g} s; `--watchdog.timeout_s`, `.start_s` and `.checkpoint_s` "
+        "set it)",
+        file=sys.stderr,
+        flush=True,
+    )
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(EXIT_CODE_HUNG)  # nothing softer ends a process whose main thread is stuck

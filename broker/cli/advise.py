@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from broker.types import Offer
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
+BATCH_SLACK = 0.05
+FIELD_WORTH = 1.1  # a program that is faster by less is not mentioned
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -38,6 +41,13 @@ def advise(
     max_gpus: Annotated[int, typer.Option("--max-gpus", min=1, help="The most GPUs in all.")] = 512,
     spot: Annotated[
         bool | None, typer.Option("--spot/--no-spot", help="Only spot, or none; both if not given.")
+    ] = None,
+    active_params: Annotated[
+        str | None, typer.Option("--active-params", help="Of a mixture of experts: those that a token passes.")
+    ] = None,
+    trainer: Annotated[
+        Literal["bundled", "megatron"] | None,
+        typer.Option("--trainer", help="What runs it: `trainers.lm`, or a program with all of Megatron-LM's layouts."),
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Transformer blocks.")] = None,
     hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Width; takes --layers with it.")] = None,
@@ -59,11 +69,13 @@ def advise(
 
     if not tokens:
         raise UsageError("`--tokens` is missing", hints=["`broker advise --params 7B --tokens 140B`: 20 a parameter"])
-    shape = read_shape(params, layers, hidden, heads, vocab)
+    shape = read_shape(params, layers, hidden, heads, vocab, active=active_params)
+    if shape.idle_parameters and trainer == "bundled":
+        raise UsageError("the bundled trainer has no mixture of experts", hints=["leave out `--trainer bundled`"])
     step_tokens = read_amount(batch, "--batch") if batch else choose_batch(shape.parameters)
     training = Training(
         shape=shape, tokens=read_amount(tokens, "--tokens"), sequence=seq, dtype=dtype,
-        batch=max(1, round(step_tokens / seq)),
+        batch=round_batch(step_tokens / seq), trainer=trainer or ("megatron" if shape.idle_parameters else "bundled"),
     )  # fmt: skip
     context = Context()
     wish = Wish(
@@ -118,9 +130,27 @@ def read_hours(text: str) -> float:
 
 
 def read_shape(
-    params: str | None, layers: int | None, hidden: int | None, heads: int | None, vocab: int | None
+    params: str | None,
+    layers: int | None,
+    hidden: int | None,
+    heads: int | None,
+    vocab: int | None,
+    *,
+    active: str | None = None,
 ) -> ModelShape:
-    """As given by `--layers` and `--hidden`, else by the rule from `--params`. Raises UsageError."""
+    """As given by `--layers` and `--hidden`, else by the rule from `--params`; with `active`, those are the parameters
+    that the shape has, and all others lie in experts. Raises UsageError."""
+    if active is not None:
+        if params is None:
+            raise UsageError("`--active-params` needs `--params`", hints=["`--params 671B --active-params 37B`"])
+        total, own = read_amount(params, "--params"), read_amount(active, "--active-params")
+        if own >= total:
+            raise UsageError(
+                f"`--active-params {active}` is not less than `--params {params}`",
+                hints=["`--params 671B --active-params 37B`; a model without experts has no `--active-params`"],
+            )
+        shape = read_shape(active, layers, hidden, heads, vocab)
+        return replace(shape, idle_parameters=total - own)
     from broker.optimizer.model_shape import HEAD_WIDTH, VOCABULARY, ModelShape, guess_shape
 
     if hidden is not None:
@@ -141,11 +171,23 @@ def read_shape(
 
 
 def choose_batch(parameters: float) -> float:
-    """Tokens of a step, about as GPT-3 (Brown 2020, table 2.1) and, from 20 billion parameters on, Llama 2."""
-    for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21)):
+    """Tokens of a step, about as GPT-3 (Brown 2020, table 2.1) and, from 20 billion parameters on, Llama 2,
+    from 150 on Llama 3 405B (Dubey 2024, table 4)."""
+    for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21), (150e9, 22)):
         if parameters <= limit:
             return 2.0**power
-    return 2.0**22
+    return 2.0**24
+
+
+def round_batch(sequences: float) -> int:
+    """The multiple of the largest power of two that is within `BATCH_SLACK`: `--batch 4M` at 4,096 is 1,024 sequences,
+    for 977 can hardly be divided by ranks or micro-batches, and so would be slower than a smaller batch."""
+    for power in range(24, 0, -1):
+        unit = 1 << power
+        rounded = round(sequences / unit) * unit
+        if rounded and abs(rounded - sequences) <= BATCH_SLACK * sequences:
+            return rounded
+    return max(1, round(sequences))
 
 
 def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
@@ -161,13 +203,16 @@ def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
 
 def show_advice(wish: Wish, advice: Advice, top: int) -> None:
     """What is trained, the table, and what is faster."""
+    from broker.optimizer.amounts import show_amount
+
     training, shape = wish.training, wish.training.shape
+    active = f", {show_amount(shape.active_parameters)} of them active" if shape.idle_parameters else ""
     print_line(
-        f"{shape.parameters / 1e9:.3g}B parameters ({shape.layers} x {shape.width}, {shape.heads} heads), "
-        f"{training.tokens / 1e9:.4g}B tokens"
+        f"{show_amount(shape.parameters)} parameters{active} ({shape.layers} x {shape.width}, {shape.heads} heads), "
+        f"{show_amount(training.tokens)} tokens"
     )
     print_line(
-        f"{training.steps:,.0f} steps of {training.batch * training.sequence / 1e6:.3g}M tokens "
+        f"{training.steps:,.0f} steps of {show_amount(training.batch * training.sequence)} tokens "
         f"({training.batch} x {training.sequence}), {training.dtype}"
     )
     print_line()
@@ -182,6 +227,35 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
     if any(each.layout.recompute == "full" for each in (*advice.options[:top], *advice.faster[:5])):
         print_line("* activations are computed again in the backward pass")
     print_line(f"Prices of {advice.prices_as_of}; times and dollars are estimates, spot risk included")
+    _tell_limits(wish, advice.options[0], (*advice.options[:top], *advice.faster[:5]))
+
+
+def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
+    """What the table takes for granted: a trainer that does it, and a zone with so many spot machines."""
+    from broker.optimizer.advise import SPOT_GANG_GPUS, find_better_batch, find_field_speedup
+    from broker.optimizer.amounts import show_amount
+
+    if wish.training.trainer == "megatron":
+        print_note(
+            "note: these layouts need a program such as Megatron-LM: the bundled trainer has no sequence, context or "
+            "expert parallelism, interleaved stages or sharded optimizer states beside them"
+        )
+    else:
+        speedup = find_field_speedup(wish.training, first.layout)
+        if speedup >= FIELD_WORTH:
+            print_note(
+                f"note: the bundled trainer limits this: a program such as Megatron-LM is about {speedup:.1f} "
+                f"times as fast on the first option's {first.gpu_count:,} GPUs; `--trainer megatron` costs that"
+            )
+    if better := find_better_batch(wish.training, first.layout):
+        tokens = show_amount(better[0] * wish.training.sequence)
+        print_note(f"note: with `--batch {tokens}` the first option's GPUs are {better[1] - 1:.0%} faster a token")
+    largest = max((each.gpu_count for each in shown if each.estimate.placement.is_spot), default=0)
+    if largest > SPOT_GANG_GPUS:
+        print_note(
+            f"note: a spot gang of {largest:,} GPUs in one zone is rarely granted, and one preemption stops all of "
+            "it: `--no-spot`, a reservation, or a smaller `--max-gpus` is what such runs use"
+        )
 
 
 def _print_options(found: tuple[Option, ...]) -> None:

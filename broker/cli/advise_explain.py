@@ -13,7 +13,13 @@ def show_layout(training: Training, option: Option) -> None:
     """Memory a GPU, time of a step, the way from a step to the days, and the assumptions."""
     layout, shape = option.layout, option.layout.sharding
     print_line(f"\nFirst option: {layout.strategy} on {option.gpu_count} x {layout.hardware.figures.name}")
-    print_line(f"  tensor {shape.tensor} x pipeline {shape.pipeline} x data {shape.data}, ZeRO stage {shape.zero}")
+    more = f" x context {shape.context}" if shape.context > 1 else ""
+    experts = f", experts over {shape.expert} ranks" if shape.expert > 1 else ""
+    chunks = f", {shape.interleave} chunks a stage" if shape.interleave > 1 else ""
+    print_line(
+        f"  tensor {shape.tensor}{more} x pipeline {shape.pipeline} x data {shape.data}, ZeRO stage {shape.zero}"
+        f"{chunks}{experts}"
+    )
     _show_memory(training, option)
     _show_time(training, option)
     efficiency = PRODUCT_EFFICIENCY.get(layout.hardware.figures.name, PRODUCT_EFFICIENCY_ELSE)
@@ -53,6 +59,7 @@ def _show_time(training: Training, option: Option) -> None:
         ("matrix products", step.compute_s),
         ("element-wise kernels", step.memory_s),
         ("tensor parallel", step.tensor_s),
+        ("context, expert ranks", step.exchange_s),
         ("pipeline bubble", step.pipeline_s),
         ("data parallel, exposed", step.data_s),
         ("optimizer", step.update_s),

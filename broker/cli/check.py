@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped
 from broker.clouds import CHECKS, CLOUDS
-from broker.clouds.findings import CanGlance
+from broker.clouds.findings import CanGlance, InspectsTypes
 from broker.errors import AuthError, CloudError, UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ def check(
     policy: Annotated[
         str | None, typer.Option(metavar="CLOUD", help="Print the permissions that a cloud's login needs, as a file.")
     ] = None,
+    types: Annotated[
+        bool,
+        typer.Option("--types", help="Which accelerators would start today on this cloud, and why others would not."),
+    ] = False,
     live: Annotated[
         bool, typer.Option("--live", help="Launch one cheap node there, try all that jobs need, and end it.")
     ] = False,
@@ -63,6 +68,8 @@ def check(
         )  # fmt: skip
     elif policy is not None:
         print_line(_find_inspector(policy).write_policy(context.config).rstrip("\n"))
+    elif types:
+        _show_types(context, cloud, as_json=as_json)
     elif cloud is not None:
         _show_closely(context, cloud, as_json=as_json)
     else:
@@ -123,6 +130,38 @@ def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
             _show_finding(each)
     if any(each.is_needed and not each.is_ok for each in findings):
         raise typer.Exit(AuthError.exit_code)
+
+
+def _show_types(context: Context, name: str | None, *, as_json: bool) -> None:
+    if name is None:
+        raise UsageError("`--types` needs a cloud", hints=("`broker check aws --types`",))
+    inspector = _find_inspector(name)
+    if not isinstance(inspector, InspectsTypes):
+        raise UsageError(
+            f"`{name}` does not say which types would start", hints=("`broker check aws --types` and `gcp` do",)
+        )
+    offers = context.book.list_offers(name)
+    findings = asyncio.run(inspector.inspect_types(context.config, clock=context.clock, offers=offers))
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in findings])
+        return
+    rows = [
+        [each.accelerator, each.instance_type, _name_ways(each.ways), each.region or "-", each.why.partition(":")[0]]
+        for each in findings
+    ]
+    print_table(["GPU", "MACHINE", "STARTS", "REGION", "WHY"], rows, firm=("GPU", "STARTS", "REGION", "WHY"))
+    alike: dict[str, list[str]] = {}
+    for each in findings:
+        if each.why:
+            alike.setdefault(each.why, []).append(each.accelerator)
+    for why, accelerators in alike.items():
+        print_wrapped(f"{why} ({', '.join(accelerators)})", indent=2)
+    print_line("Each with its smallest machine; capacity is known only when a node is created.")
+    print_line("`--json` has the command that asks for more quota")
+
+
+def _name_ways(ways: Sequence[str]) -> str:
+    return "no" if not ways else ways[0] if len(ways) == 1 else "yes"
 
 
 def _show_finding(finding: Finding) -> None:

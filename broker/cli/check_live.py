@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -15,6 +16,7 @@ from broker.cli.render import print_json, print_line, print_note, print_wrapped,
 from broker.clouds.base import CanObserve, Cloud
 from broker.clouds.tape import Scrubber, Tape
 from broker.errors import CloudError, NoOfferError, UsageError
+from broker.jobs.checkpoints import BUCKET_SCHEMES
 from broker.provision.trial import MARK, PROGRAM, Step, StepOutcome, Trial, choose_places
 from broker.types import Plan
 
@@ -41,6 +43,7 @@ def check_live(
     if cloud is None:
         raise UsageError(f"nothing can be launched on `{name}`", hints=["`broker check` says what is missing there"])
     plan = _plan(context, name, gpus=gpus, is_spot=not on_demand)
+    plan = _give_bucket(context, plan, bucket)
     _agree(plan, spend_usd_max, yes=yes)
     cluster = f"{MARK}-{cloud.name}-{context.config.owner[:4]}"
     tape = _open_tape(context, cloud, record)
@@ -64,6 +67,19 @@ def check_live(
         print_note(f"{tape.count} requests and answers are in {record}; read it before you pass it on")
     if any(step.outcome is StepOutcome.FAILED for step in steps):
         raise typer.Exit(CloudError.exit_code)
+
+
+def _give_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
+    """The plan of a task with its checkpoints there, so that the node gets access as those of a job do.
+
+    Raises AuthError, InvalidRequestError before anything is paid where it could have none.
+    """
+    if not bucket or not bucket.startswith(BUCKET_SCHEMES):
+        return plan
+    plan = replace(plan, task=replace(plan.task, checkpoint=replace(plan.task.checkpoint, to=bucket)))
+    for sentence in context.grants.check([plan]):
+        print_note(sentence)
+    return plan
 
 
 def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> Plan:

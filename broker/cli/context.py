@@ -16,10 +16,12 @@ from broker.config import Config, find_home, load_config
 from broker.errors import StateError, UsageError
 
 if TYPE_CHECKING:
+    from broker.access.granting import Grants
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.optimizer.rating import History
+    from broker.provision.access import AccessRenewer
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
@@ -97,20 +99,44 @@ class Context:
 
     @cached_property
     def transport(self) -> Transport:
+        from broker.runtime.base import AsksForAccess
         from broker.runtime.transports import TRANSPORTS
         from broker.runtime.transports.routed import RoutedTransport
 
         def make(path: str) -> Transport:
             transport: Transport = load_entry(path)(self.config, clock=self.clock)
+            if isinstance(transport, AsksForAccess):
+                transport.renew_access = lambda node: self._access.renew(node)
             return transport
 
         return RoutedTransport({way: partial(make, path) for way, path in TRANSPORTS.items()})
 
     @cached_property
+    def _access(self) -> AccessRenewer:
+        from broker.provision.access import AccessRenewer
+
+        return AccessRenewer(self.clouds, clock=self.clock)
+
+    @cached_property
     def gang(self) -> Gang:
         from broker.runtime.gang import Gang
 
-        return Gang(self.transport, clock=self.clock)
+        return Gang(self.transport, clock=self.clock, access=self.grants)
+
+    @cached_property
+    def grants(self) -> Grants:
+        """Access of nodes to the buckets of their tasks."""
+        from broker.access.granting import Grants
+
+        def find_task(cluster: Cluster) -> Task | None:
+            job = None if cluster.job_id is None else self.store.get_job(cluster.job_id)
+            return None if job is None else job.task
+
+        def tell(cluster: Cluster, message: str) -> None:
+            if cluster.job_id is not None:
+                self.store.add_event("access", message, job_id=cluster.job_id)
+
+        return Grants(self.config, clock=self.clock, find_task=find_task, tell=tell)
 
     def make_controller(self, job_id: int) -> JobController:
         from broker.jobs.controller import JobController

@@ -9,8 +9,9 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, show_count
+from broker.cli.render import note_damage, plain, print_json, print_line, print_note, show_count
 from broker.cli.terminal import show_wait
+from broker.errors import CloudError
 
 
 def gc(
@@ -30,6 +31,8 @@ def gc(
             bar.describe(f"ending {show_count(len(nodes), 'node')} and {show_count(len(names), 'cluster')}")
         if not dry_run:
             asyncio.run(context.provisioner.collect())
+    if not dry_run:
+        _sweep_access(context)
     if as_json:
         print_json(
             {"nodes": plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}
@@ -44,3 +47,18 @@ def gc(
         print_line(f"cluster `{name}` {verb}")
     if not nodes and not names and not adopted:
         print_line("Nothing to collect: every machine of this installation belongs to a cluster")
+
+
+def _sweep_access(context: Context) -> None:
+    """Accounts and users that reach buckets go with the last cluster and job: until then a node may need them."""
+    if not (context.config.home / "access").is_dir() or context.store.list_clusters(on_damage=note_damage):
+        return
+    if any(not job.status.is_terminal for job in context.store.list_jobs(on_damage=note_damage)):
+        return
+    try:
+        count = context.grants.sweep()
+    except CloudError as error:
+        print_note(f"what was made for access to buckets stays for now: {error.message}")
+        return
+    if count:
+        print_note(f"{show_count(count, 'login')} made for access to buckets deleted")

@@ -58,7 +58,7 @@ def launch(
     from broker.cli.launch import confirm_price, plan_launch
     from broker.cli.uploads import fill_buckets
     from broker.config import find_checkpoint_url
-    from broker.jobs.allowance import describe_allowances, read_unattended_s, settle_unattended
+    from broker.jobs.allowance import describe_allowances, get_unattended_s, read_unattended_s, settle_unattended
     from broker.jobs.checkpoints import check_checkpoints, settle_tasks
     from broker.jobs.submission import submit_tasks
     from broker.task.allowed import JOB_NAME, REQUEST_ID
@@ -86,6 +86,8 @@ def launch(
     for sentence in check_checkpoints(plans):
         print_note(sentence)
     for sentence in describe_allowances(plans):
+        print_note(sentence)
+    for sentence in context.grants.check(plans, allowances_s=[get_unattended_s(plan.task) for plan in plans]):
         print_note(sentence)
     note_copies(context, plans)
     confirm_price(plans, yes=yes)

@@ -139,8 +139,21 @@ def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop |
     context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(name)
     if known is None or known.status is not ClusterStatus.UP:
+        check_access(context, plan)
         note_copies(context, [plan])
         confirm_price([plan], yes=yes)
+
+
+def check_access(context: Context, plan: Plan) -> None:
+    """Whether nodes will reach the task's buckets. Raises AuthError, InvalidRequestError before anything is paid."""
+    from dataclasses import replace
+
+    from broker.config import find_checkpoint_url
+    from broker.jobs.checkpoints import settle_tasks
+
+    (task,) = settle_tasks([plan.task], find_checkpoint_url(context.config))
+    for sentence in context.grants.check([replace(plan, task=task)]):
+        print_note(sentence)
 
 
 async def _launch(
@@ -248,7 +261,7 @@ def explain_unreachable(
     console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
     hints = [
         *([console] if console else []),
-        "a node lets in by ssh who launched it, from the address of that moment: is this another network?",
+        "a node accepts ssh from this machine's public address only: is a proxy or VPN in between?",
         f"{end}; the same launch with `-c {cluster.name}` goes on waiting",
     ]
     return TransientError(f"{error.message}, for {BOOT_S_MAX / 60:g} minutes", hints=[*hints, *error.hints])

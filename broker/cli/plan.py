@@ -11,7 +11,7 @@ import typer
 from broker.cli import options
 from broker.cli.context import Context
 from broker.cli.plan_table import describe_plan, show_plan
-from broker.cli.render import print_json
+from broker.cli.render import print_json, print_note
 from broker.errors import UsageError
 from broker.types import Objective, Plan, Task
 
@@ -52,11 +52,12 @@ def plan(
     )  # fmt: skip
     tasks = [context.resolve(each) for each in _read(task, overrides)]
     options.check_notices(tasks, is_launch=False)
-    plans = [context.plan(each) for each in tasks]
+    plans, missing = _plan_all(context, tasks)
     options.check_plans(plans, is_launch=False)
-    is_pipeline = len(plans) > 1 or minimize != "cost" or deadline_hours is not None
+    is_pipeline = not missing and (len(plans) > 1 or minimize != "cost" or deadline_hours is not None)
     if as_json:
-        print_json(_describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline))
+        found = _describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline)
+        print_json([*found, *missing] if isinstance(found, list) else found)
         return
     if is_pipeline:
         from broker.cli.pipeline import show_pipeline
@@ -80,6 +81,22 @@ def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
 
         return load_tasks(file)  # says why it cannot be read
     return options.read_tasks([str(file)], overrides)
+
+
+def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list[dict[str, object]]]:
+    """The plans, and the tasks that cannot be ranked before offers are imported; those are told on stderr."""
+    from broker.errors import NotImportedError
+
+    plans, missing = list[Plan](), list[dict[str, object]]()
+    for each in tasks:
+        try:
+            plans.append(context.plan(each))
+        except NotImportedError as error:
+            print_note(f"Task {each.name or '(no name)'}: {error.message}")
+            for hint in error.hints:
+                print_note(f"hint: {hint}")
+            missing.append({"task": each.name, "choice": None, "estimates": [], "missing_offers": error.message})
+    return plans, missing
 
 
 def _show(

@@ -11,6 +11,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_hours, show_usd
+from broker.cli.terminal import show_progress
 from broker.errors import NoOfferError, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 SLACK_DEFAULT = 1.5  # the deadline over the work, where the task has none
 STARTS_MAX = 100_000
-OPTIMA = 20
 BAR_WIDTH = 44
 
 
@@ -28,8 +28,11 @@ def simulate(
     entrypoint: options.Entrypoint,
     traces: Annotated[Path | None, typer.Option("--traces", help="A trace file, or a folder of them.")] = None,
     policy: Annotated[str | None, typer.Option("--policy", help="NAME,NAME,...; default: all.")] = None,
-    starts: Annotated[int, typer.Option("--starts", min=1, max=STARTS_MAX, help="Moments of submission.")] = 50,
-    optima: Annotated[int, typer.Option("--optima", min=0, help="For how many of them to find the optimum.")] = OPTIMA,
+    starts: Annotated[int, typer.Option("--starts", min=1, max=STARTS_MAX, help="Moments of submission.")] = 16,
+    optima: Annotated[
+        int | None,
+        typer.Option("--optima", min=0, help="For how many of them to find the optimum; default: by effort."),
+    ] = None,
     apart: Annotated[bool, typer.Option("--apart", help="Each trace alone; default: zones of one market.")] = False,
     notice: Annotated[float, typer.Option("--notice", min=0, help="Seconds of warning before a preemption.")] = 0,
     deadline_hours: Annotated[float | None, typer.Option("--deadline-hours", help="Over the task's.")] = None,
@@ -49,11 +52,19 @@ def simulate(
     found = _read_traces(traces)
     job = _measure(Context(), task, found, deadline_hours, notice)
     scenes = _set_scenes(job, found, starts, is_apart=apart)
-    study = run_study(scenes, names, optima_count=optima)
+    with show_progress("replaying") as bar:
+
+        def tell(done: int, total: int, step: str) -> None:
+            bar.describe(f"replaying: {step}")
+            bar.update(done, total=total)
+
+        study = run_study(scenes, names, optima_count=optima, tell=tell)
     if html is not None:
         from broker.cli.simulate_html import write_report
 
-        write_report(html, study, title=f"{task.name or 'task'} on recorded spot markets", facts=job.list_facts())
+        kind = "made-up" if traces is None else "recorded"
+        facts = [("markets", f"{len(found)} {kind}"), *job.list_facts()]
+        write_report(html, study, title=f"{task.name or 'task'} on {kind} spot markets", facts=facts)
     if as_json:
         print_json(_describe(job, study, found))
         return
@@ -207,12 +218,7 @@ def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_a
 
 
 def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: Path | None) -> None:
-    what = (
-        f"{len(traces)} traces of {source}"
-        if source
-        else f"{len(traces)} made-up traces (`--traces DIR` takes real ones)"
-    )
-    print_line(f"{len(study.scenes)} replays a policy over {what}")
+    print_line(f"{len(study.scenes)} replays a policy over {_name_source(traces, source)}")
     for name, text in job.list_facts():
         print_line(f"{name:>12}  {text}")
     print_line()
@@ -228,7 +234,15 @@ def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: P
     print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions a replay")
     known = sum(each is not None for each in study.optima)
     if known:
-        print_line(f"OVER: above the optimum, the future known; found for {known} of the {len(study.scenes)} replays")
+        print_line("OVER: mean cost above the optimum's, which knows the future; within 0.3 %")
+        if known < len(study.scenes):
+            print_line(f"The optimum was found for {known} of the replays and is estimated for the others")
+
+
+def _name_source(traces: Sequence[Trace], source: Path | None) -> str:
+    if source is not None:
+        return f"{len(traces)} trace{'s' if len(traces) > 1 else ''} of {source}"
+    return f"{len(traces)} made-up traces (`--traces DIR` takes recordings)"
 
 
 def _list_cells(score: Score, base: float) -> list[str]:
@@ -247,10 +261,9 @@ def _show_cost(usd: float) -> str:
 
 def _draw(study: Study, base: float) -> list[str]:
     """Mean cost as bars."""
-    known = [best for best in study.optima if best is not None]
     bars = [(each.policy, each.usd_mean) for each in study.scores]
-    if known:
-        bars.append(("(optimum)", sum(known) / len(known)))
+    if study.optimum_usd_mean is not None:
+        bars.append(("(optimum)", study.optimum_usd_mean))
     most = max(usd for _, usd in bars)
     width = max(len(name) for name, _ in bars)
     return [f"{name:>{width}}  {'█' * max(round(usd / most * BAR_WIDTH), 1)} {usd / base:.0%}" for name, usd in bars]
@@ -268,6 +281,7 @@ def _describe(job: SimulatedJob, study: Study, traces: Sequence[Trace]) -> dict[
         "traces": [{"name": each.name, "hours": each.hours, "open_share": each.open_share} for each in traces],
         "policies": [plain(each) for each in study.scores],
         "optimum_usd": list(study.optima),
+        "optimum_usd_mean": study.optimum_usd_mean,
         "outcomes": {
             score.policy: [
                 {"from_hour": scene.from_hour, "usd": each.usd, "hours": each.hours, "is_late": each.is_late,

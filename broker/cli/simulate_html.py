@@ -126,7 +126,7 @@ def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
     def x(hours: float) -> float:
         return round(LEFT + hours * scale, 1)
 
-    yield f"<h3>Submitted at hour {scene.from_hour:.1f} of the recording</h3>"
+    yield f"<h3>Submitted at hour {scene.from_hour:.1f} of the markets</h3>"
     yield f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" font-size="12" role="img" aria-label="time lines">'
     top = 0
     for site in case.sites:

@@ -93,6 +93,18 @@ class CanSweep(Protocol):
 
 
 @runtime_checkable
+class RenewsAccess(Protocol):
+    """Clouds whose firewall lets ssh in from the address alone that this machine had when a node was made."""
+
+    async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        """Let this machine's present address in to those of these nodes that run; returns whether a rule changed.
+
+        Addresses that were let in before stay. Called again it changes nothing. Raises CloudError.
+        """
+        ...
+
+
+@runtime_checkable
 class SearchesZones(Protocol):
     """Clouds where one call looks for room in several zones, and puts the whole gang into one of them or nowhere.
 

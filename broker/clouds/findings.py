@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
 from broker.nouns import noun
+from broker.types import Offer
 
 
 @noun
@@ -32,6 +34,45 @@ class Inspector(Protocol):
 
     def write_policy(self, config: Config) -> str:
         """The least that the login must be allowed, as a file that the cloud's own tool takes."""
+
+
+@noun
+class TypeFinding:
+    """Whether the smallest machine with so many accelerators would start now. `ways`: "on-demand" and "spot", as far as
+    they would; `why`: what stands in the way of the others, else what is worth knowing; `command` mends it."""
+
+    accelerator: str  # as a task asks for it: `A100:8`
+    instance_type: str
+    ways: tuple[str, ...]
+    region: str  # where it would start, else the last that was looked at
+    why: str = ""
+    command: str = ""
+
+
+@runtime_checkable
+class InspectsTypes(Protocol):
+    """Inspectors that can say of each machine type whether the account, its quotas and our images let it start."""
+
+    async def inspect_types(
+        self, config: Config, *, clock: Clock, offers: Sequence[Offer]
+    ) -> Sequence[TypeFinding]: ...
+
+
+def group_offers(offers: Sequence[Offer]) -> Mapping[str, Sequence[Offer]]:
+    """Accelerator and count -> the offers of its smallest machine, cheapest place first, one a region."""
+    found: dict[tuple[str, float], list[Offer]] = {}
+    for offer in sorted(offers, key=lambda each: (each.vcpus, each.instance_type, _find_price(each))):
+        if offer.accelerator and offer.accelerator_count:
+            same = found.setdefault((offer.accelerator, offer.accelerator_count), [])
+            is_smallest = not same or offer.instance_type == same[0].instance_type
+            if is_smallest and offer.region not in [each.region for each in same]:
+                same.append(offer)
+    return {f"{accelerator}:{count:g}": same for (accelerator, count), same in sorted(found.items())}
+
+
+def _find_price(offer: Offer) -> float:
+    prices = [price for price in (offer.spot_usd_hour, offer.ondemand_usd_hour) if price is not None]
+    return min(prices, default=math.inf)
 
 
 @runtime_checkable

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -252,12 +251,9 @@ def boot(folder: Path) -> None:
 
 
 def make_env(folder: Path) -> dict[str, str]:
-    """A clean environment whose `python` is ours and which can import our `trainers`."""
+    """A clean environment whose `python` is ours."""
     passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
     search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    spec = importlib.util.find_spec("trainers")
-    if spec and spec.submodule_search_locations:
-        passed["PYTHONPATH"] = str(Path(next(iter(spec.submodule_search_locations))).parent)
     home = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "BROKER_NODE_DIR": str(folder)}
     return {**passed, **home, "PATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1"}
 

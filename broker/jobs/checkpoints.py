@@ -13,7 +13,7 @@ from broker.types import CheckpointSpec, Cluster, Job, Plan, Task
 BUCKET_SCHEMES = ("s3://", "gs://", "az://")
 HERE = "local"  # the cloud whose nodes see the state folder
 # What says that a program keeps its state where it is told to: it names the variable, or is one of our trainers.
-SAVES = re.compile(r"\bBROKER_CHECKPOINT_DIR\b|-m\s+trainers\.")
+SAVES = re.compile(r"\bBROKER_CHECKPOINT_DIR\b|-m\s+trainers\.(?!setup\b)")
 
 
 def find_checkpoint_dir(config: Config, task: Task, cluster: Cluster, *, name: str) -> str | None:

@@ -201,7 +201,8 @@ class JobController:
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)
-        is_booting = isinstance(error, UnreachedError) and now_s - attempt.started_s < BOOT_S_MAX
+        # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
+        is_booting = isinstance(error, UnreachedError) and watch.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
         if is_booting or not is_silent:
             return POLL_S
         return self._endings.refuse(attempt, f"{NOT_STARTED_OUTCOME}: {error.message}")
@@ -214,6 +215,7 @@ class JobController:
             return self._endings.lose(attempt, "its cluster was taken down")
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         watch.hear(report)
+        self._undertaker.note_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
         for rank in watch.take_advised(report, cluster):
@@ -284,7 +286,7 @@ class JobController:
         if await self._pilot.reconsider(job, attempt, cluster, report.progress):
             return 0.0
         recovery = get_recovery(job.task)
-        timeout_s = recovery.stall_timeout_s
+        timeout_s = None if report.flush else recovery.stall_timeout_s
         if timeout_s is None or watch.measure_stall_s(report, now_s) < timeout_s:
             # A gang that is being mended, or whose signs are not clear, is looked at closely.
             is_clear = not watch.is_suspicious(report) and recovery.nodes_min is None

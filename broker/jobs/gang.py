@@ -46,6 +46,11 @@ class GangReport(Protocol):
         """Whose program ended first with an exit code of its own; None where no program did, or it is not known."""
         ...
 
+    @property
+    def flush(self) -> str:
+        """What a node says while written files are not in their bucket yet; empty where all are."""
+        ...
+
 
 class Gang(Protocol):
     """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that

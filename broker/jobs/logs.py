@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from broker.errors import CloudError
@@ -103,8 +104,9 @@ def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
     """Logs of jobs that ended before: with their events, they are no longer told."""
     live = set(store.list_unfinished_job_ids())
     for path in (logs / "jobs").glob("*.log"):
-        if path.stem.isdigit() and int(path.stem) not in live and path.stat().st_mtime < older_than_s:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # a user may delete one meanwhile
+            if path.stem.isdigit() and int(path.stem) not in live and path.stat().st_mtime < older_than_s:
+                path.unlink()
 
 
 def _append(path: Path, chunk: bytes, *, at_bytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
-from broker.types import Cluster, NodeState, RunStatus
+from broker.types import Cluster, NodeState, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
@@ -38,7 +38,10 @@ class Watch:
         self._step: int | None = None
         self._stepped_s: float | None = None
         self._stall_looked_s: float | None = None
+        self._line: Progress | None = None  # as last seen
+        self._busy_until_s = float("-inf")
         self._advised: set[str] = set()
+        self._unreached_since_s: dict[str, float] = {}  # by node id
         self.has_succeeded = False
 
     def hear(self, report: GangReport) -> None:
@@ -78,10 +81,19 @@ class Watch:
             self._silent_since_s = seen_s
         return self._misses >= MISSES_MIN and seen_s - self._silent_since_s >= UNREACHABLE_S_MIN
 
+    def measure_boot_s(self, node_id: str, now_s: float) -> float:
+        """Seconds since this node, which its cloud lists as running, was first found not to answer yet.
+
+        By our own clock: a node's `created_s` is of its cloud's, from which ours may differ by more than a boot takes.
+        """
+        seen_s = self._stopwatch.look(now_s)
+        return seen_s - self._unreached_since_s.setdefault(node_id, seen_s)
+
     def measure_stall_s(self, report: GangReport, now_s: float) -> float:
         """Seconds without a new step; a program that has reported none yet counts from the first look.
 
-        While the head is silent no time counts: it may well be working.
+        While the head is silent no time counts: it may well be working. Nor does the time for which the program's
+        newest line says that no step is to be expected (`busy_s`: a restore, a compilation).
         """
         step = report.progress.step if report.progress else None
         seen_s = self._stopwatch.look(now_s)
@@ -91,7 +103,9 @@ class Watch:
         elif is_silent and self._stall_looked_s is not None:
             self._stepped_s += seen_s - self._stall_looked_s
         self._stall_looked_s = seen_s
-        return seen_s - self._stepped_s
+        if report.progress is not None and report.progress != self._line:
+            self._line, self._busy_until_s = report.progress, seen_s + (report.progress.busy_s or 0.0)
+        return max(0.0, seen_s - max(self._stepped_s, self._busy_until_s))
 
     def read_signs(self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None) -> Signs:
         seen_s = self._stopwatch.look(now_s)

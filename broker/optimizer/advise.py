@@ -19,8 +19,11 @@ from broker.types import AcceleratorFigures, CheckpointSpec, Estimate, Goal, Off
 # 1.3 to 1.4 times its steps' time in this model and Llama 3 405B about as long; preemptions and checkpoints are
 # counted by the plan.
 OVERHEAD = 1.1
+BATCH_WORTH = 1.03  # a smaller batch that is faster by less is not mentioned
+SAME_COST = 1.01  # of two options this close, the faster is advised, as `broker plan` does
 HORIZON_HOURS = 30 * 24.0  # without a deadline, nothing longer is advised
 GPUS_MAX = 512
+SPOT_GANG_GPUS = 512  # more of them in one spot gang are warned of: our assumption, as no cloud publishes it
 SMALL_NODE_COUNT_MAX = 8  # of nodes with fewer than four cards: nobody joins more of them
 PRICED_MAX = 60  # layouts that are worth a plan, the cheapest by their lowest price
 # A step stops while every card copies its states to the host; reading them back comes from storage.
@@ -111,15 +114,45 @@ def make_advice(
         found = [(each.usd, each.hours, _is_met(replace(wish, budget_usd=None), each, limit)) for each in priced]
         raise explain_prices(found, limit=limit, budget_usd=wish.budget_usd)
     met.sort(key=lambda each: (each.usd, each.hours))
-    by_card: dict[tuple[str, int], Option] = {}
+    by_card: dict[tuple[str, int], list[Option]] = {}
     for each in met:
-        by_card.setdefault((each.layout.hardware.figures.name, each.layout.hardware.accelerators), each)
-    return Advice(options=tuple(by_card.values()), faster=_find_faster(met), prices_as_of=prices_as_of)
+        by_card.setdefault((each.layout.hardware.figures.name, each.layout.hardware.accelerators), []).append(each)
+    best = sorted((prefer_faster(own) for own in by_card.values()), key=lambda each: (each.usd, each.hours))
+    first = prefer_faster(best)
+    options = (first, *(each for each in best if each is not first))
+    return Advice(options=options, faster=_find_faster(met, first), prices_as_of=prices_as_of)
+
+
+def prefer_faster(options: Sequence[Option]) -> Option:
+    """The fastest of those within `SAME_COST` of the cheapest."""
+    least = min(each.usd for each in options)
+    return min((each for each in options if each.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd))
 
 
 def find_hours(training: Training, layout: Layout) -> float:
     """Hours without faults."""
     return training.steps * layout.step.total_s * OVERHEAD / 3600
+
+
+def find_field_speedup(training: Training, layout: Layout) -> float:
+    """How many times as fast a program with all of Megatron-LM's layouts is on the same gang; 1 where it is not."""
+    field = find_layout(replace(training, trainer="megatron"), layout.hardware, layout.node_count)
+    return max(1.0, layout.step.total_s / field.step.total_s) if field is not None else 1.0
+
+
+def find_better_batch(training: Training, layout: Layout) -> tuple[int, float] | None:
+    """A smaller batch, in sequences, that takes less time a token on the same gang, and how many times as fast it is.
+
+    With it the bundled trainer need not add up micro-batches, for which every rank keeps whole float32 gradients.
+    """
+    best: tuple[float, int] = (BATCH_WORTH, 0)
+    for halvings in (1, 2, 3):
+        batch = training.batch >> halvings
+        found = batch and find_layout(replace(training, batch=batch), layout.hardware, layout.node_count)
+        if found:
+            speedup = layout.step.total_s / training.batch / (found.step.total_s / batch)
+            best = max(best, (speedup, batch))
+    return (best[1], best[0]) if best[1] else None
 
 
 def group_offers(
@@ -147,11 +180,13 @@ def can_train(wish: Wish, name: str) -> bool:
 
 
 def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
-    """The best layout for each count of nodes, in doublings up to the most accelerators asked for."""
-    layouts = []
+    """The best layout for each count of nodes, in doublings up to the most accelerators asked for. More nodes that are
+    not faster are left out: they cost more for nothing."""
+    layouts, least_s = list[Layout](), math.inf
     for node_count in list_node_counts(hardware, wish.gpus_max):
         layout = find_layout(wish.training, hardware, node_count)
-        if layout is not None:
+        if layout is not None and layout.step.total_s < least_s:
+            least_s = layout.step.total_s
             layouts.append(layout)
     return layouts
 
@@ -169,7 +204,8 @@ def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
     """What a checkpoint of weights and optimizer states costs: all but the gradients."""
     memory, parts = layout.memory, layout.sharding
     own = (memory.weights + memory.optimizer) / 2**30
-    states = 14.0 if training.dtype == "fp16" else 12.0  # the bundled trainer saves float32 weights and two moments
+    # The bundled trainer saves float32 weights and two moments; others 16-bit weights beside them.
+    states = 12.0 if training.trainer == "bundled" and training.dtype != "fp16" else 14.0
     size = training.shape.parameters * states / 2**30
     # Under plain data parallel every rank holds all, and each node writes and reads its part of it.
     per_node = size / min(layout.node_count, max(1, parts.accelerators))
@@ -241,10 +277,10 @@ def _is_met(wish: Wish, option: Option, limit: float) -> bool:
     return is_timely and (wish.budget_usd is None or option.usd <= wish.budget_usd)
 
 
-def _find_faster(met: Sequence[Option]) -> tuple[Option, ...]:
-    """From the cheapest on, each at least a tenth faster than the one before. `met` is sorted by price."""
-    found = [met[0]]
-    for each in met[1:]:
+def _find_faster(met: Sequence[Option], first: Option) -> tuple[Option, ...]:
+    """From the first on, each at least a tenth faster than the one before. `met` is sorted by price."""
+    found = [first]
+    for each in met:
         if each.hours < found[-1].hours * 0.9:
             found.append(each)
     return tuple(found[1:])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from broker.errors import NoOfferError
+from broker.optimizer.amounts import show_amount
 from broker.optimizer.layout import Layout, Training, find_layout, find_smallest_memory
 from broker.optimizer.memory_model import usable_bytes
 from broker.optimizer.roofline import Hardware
@@ -25,7 +26,6 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
                 if nearest is None or ratio < nearest[0]:
                     nearest = ratio, hardware, node_count, memory.total
             node_count *= 2
-    billions = training.shape.parameters / 1e9
     if nearest is None:
         return NoOfferError(
             f"a node of the cards asked for has more than {gpus_max} of them, or more than the batch's "
@@ -41,7 +41,8 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
         hints.append(f"{enough} x {name} would hold it: pass `--max-gpus {enough}`")
     hints.append("leave out `--gpus` or `--infra`, or shorten `--seq`")
     return NoOfferError(
-        f"{billions:.3g}B parameters fit on no gang of at most {gpus_max}: the nearest, {cards} x {name}, needs "
+        f"{show_amount(training.shape.parameters)} parameters fit on no gang of at most {gpus_max}: the nearest, "
+        f"{cards} x {name}, needs "
         f"{need / 2**30:.1f} GiB a card and has {usable / 2**30:.1f} to use",
         hints=hints,
     )
@@ -65,7 +66,9 @@ def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: f
         count *= 2
     hints.append(f"pass `--deadline {math.ceil(took * 1.1)}h`")
     tokens = training.tokens * limit / took
-    hints.append(f"about {tokens / 1e9:.3g}B tokens can be done in time: `--tokens {tokens / 1e9:.3g}B`")
+    hints.append(
+        f"about {show_amount(tokens)} tokens can be done in time: `--tokens {show_amount(tokens).replace(',', '')}`"
+    )
     return NoOfferError(
         f"no gang of at most {gpus_max} is fast enough: the fastest, {cards} x {name}, takes {_days(took)} without a "
         f"fault, {took / limit:.1f} times the {_days(limit)} there are",

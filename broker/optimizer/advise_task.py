@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from broker.optimizer.advise import Option, Wish
+from broker.optimizer.amounts import show_amount
 from broker.optimizer.layout import Layout, Training
 
 LEARNING_RATE_MIN = 6e-5  # below the law's range: what the largest published models were trained with
@@ -17,7 +18,8 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
     placement, spec = option.estimate.placement, option.task.checkpoint
     place = infra or (placement.offer.cloud if layout.node_count > 1 else None)
     lines = [
-        f"# {training.shape.parameters / 1e9:.3g}B parameters, {training.tokens / 1e9:.4g}B tokens: {layout.strategy}"
+        f"# {show_amount(training.shape.parameters)} parameters, {show_amount(training.tokens)} tokens: "
+        f"{layout.strategy}"
         f" on {option.gpu_count} x {layout.hardware.figures.name}",
         f"# About {option.hours / 24:.1f} days and {option.usd:,.0f} USD; the times are estimates of `broker advise`.",
         f"name: train-{_name_size(training.shape.parameters)}",
@@ -30,7 +32,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         f"num_nodes: {layout.node_count}",
         "",
         "goal:",
-        f"  work: {option.work_hours:.2f}h",
+        f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",  # minutes of a large gang cost much
         *([f"  deadline: {wish.deadline_hours:g}h"] if wish.deadline_hours is not None else []),
         *([f"  budget: {wish.budget_usd:g}"] if wish.budget_usd is not None else []),
         "",
@@ -42,6 +44,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         "envs:",
         '  DATA: ""   # a folder of text, parquet or token files that every node sees; empty trains on a sample',
         "",
+        *([] if training.dtype == "fp16" else ["setup: python3 -m trainers.setup", ""]),  # torch, where none fits
         "run: |",
         *(f"  {line}" for line in write_command(training, option)),
     ]
@@ -51,9 +54,10 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
 def write_command(training: Training, option: Option) -> list[str]:
     """The bundled trainer's flags, or torchrun of the user's own program in an arithmetic that the trainer lacks."""
     layout, shape = option.layout, training.shape
-    if training.dtype == "fp16":
+    if training.trainer == "megatron" or training.dtype == "fp16":
+        lacks = "this layout" if training.trainer == "megatron" else "float16"
         return [
-            "# The bundled trainer has no float16: put your own program here.",
+            f"# The bundled trainer does not have {lacks}: put your own program here, such as Megatron-LM.",
             "torchrun --nnodes $SKYPILOT_NUM_NODES --nproc-per-node $SKYPILOT_NUM_GPUS_PER_NODE \\",
             '  --node-rank $SKYPILOT_NODE_RANK --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" \\',
             f"  train.py  # {layout.strategy}, micro-batch {layout.micro_batch}, {training.batch} sequences a step",
@@ -98,4 +102,5 @@ def find_learning_rate(parameters: float) -> float:
 
 
 def _name_size(parameters: float) -> str:
-    return f"{parameters / 1e9:.3g}b" if parameters >= 1e9 else f"{parameters / 1e6:.3g}m"
+    """As a part of a name: letters, digits and dots."""
+    return show_amount(parameters).replace(",", "").lower()

@@ -42,6 +42,8 @@ def _test_count(asked: Resources) -> Test | None:
     if asked.accelerator is None:
         return None
     count = asked.accelerator_count
+    if count < 1:  # a part of one where a cloud sells parts; else a whole one, which several runs share
+        return lambda offer: offer.accelerator_count in (count, 1)
     return lambda offer: offer.accelerator_count == count
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 from broker.nouns import noun
+from broker.optimizer.field_layout import list_field_shardings, measure_field_memory
 from broker.optimizer.memory_model import Dtype, Memory, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
@@ -17,6 +20,10 @@ MICRO_BATCHES = (16, 8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
 
 
+# The bundled `trainers.lm`, or a program with all that Megatron-LM has.
+Trainer = Literal["bundled", "megatron"]
+
+
 @noun
 class Training:
     """What is trained. `sequence` in tokens, `batch` in sequences."""
@@ -26,6 +33,7 @@ class Training:
     sequence: int
     batch: int
     dtype: Dtype = "bf16"
+    trainer: Trainer = "bundled"
 
     @property
     def steps(self) -> float:
@@ -52,8 +60,8 @@ class Layout:
     def strategy(self) -> str:
         """The name in a table: `DDP`, `FSDP`, `TP8 PP4 FSDP2`."""
         shape = self.sharding
-        parts = [f"TP{shape.tensor}"] if shape.tensor > 1 else []
-        parts += [f"PP{shape.pipeline}"] if shape.pipeline > 1 else []
+        axes = (("TP", shape.tensor), ("CP", shape.context), ("PP", shape.pipeline), ("EP", shape.expert))
+        parts = [f"{axis}{size}" for axis, size in axes if size > 1]
         name = "FSDP" if shape.zero == 3 else "DDP"
         if not parts:
             return name if shape.data > 1 else "1 GPU"
@@ -85,8 +93,14 @@ def find_smallest_memory(training: Training, hardware: Hardware, node_count: int
 def list_shardings(training: Training, accelerators: int, node_count: int) -> Iterator[Sharding]:
     """Tensor ranks stay within a node, and pipelines come once tensor ranks fill it (Narayanan 2021, section 3.2).
 
-    The trainer's tensor ranks share heads and vocabulary evenly.
+    The bundled trainer's tensor ranks share heads and vocabulary evenly.
     """
+    if training.trainer == "megatron":
+        yield from list_field_shardings(
+            training.shape, sequence=training.sequence, batch=training.batch, accelerators=accelerators,
+            node_count=node_count,
+        )  # fmt: skip
+        return
     shape, total = training.shape, accelerators * node_count
     tensors = [t for t in (1, 2, 4, 8) if not (accelerators % t or shape.heads % t or shape.vocabulary % t)]
     for tensor in tensors:
@@ -103,6 +117,11 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
 
 def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> Memory:
     """What the program of `advise_task.write_command` holds."""
+    if training.trainer == "megatron":
+        return measure_field_memory(
+            training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
+            micro_batches=count_micro_batches(training, sharding, micro_batch),
+        )  # fmt: skip
     return estimate_program_memory(
         training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
         micro_batches=count_micro_batches(training, sharding, micro_batch), dtype=training.dtype,
@@ -125,6 +144,8 @@ def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int
 def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
     """Whether the batch can be cut so: a pipeline takes equal micro-batches, and at least as many as it has stages."""
     passes, rest = divmod(training.batch, sharding.data * micro_batch)
+    if training.trainer == "megatron":
+        return micro_batch == 1 or passes >= sharding.pipeline
     if sharding.pipeline > 1:
         return not rest and passes >= sharding.pipeline
     return micro_batch == 1 or passes >= 1
@@ -142,12 +163,9 @@ def _try_sharding(training: Training, hardware: Hardware, node_count: int, shard
             memory = measure_memory(training, sharding, micro_batch=micro_batch, recompute=recompute)
             if memory.total > usable:
                 continue
-            step = estimate_step(
-                training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
-                micro_batch=micro_batch, recompute=recompute, dtype=training.dtype,
-                gradient_bytes=2 if training.dtype == "fp16" else 4,  # the trainer sums gradients in float32
-                is_overlapped=sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,  # `allreduce` waits
-            )  # fmt: skip
+            step = _time_step(training, hardware, sharding, micro_batch, recompute)
+            if recompute == "full" and training.trainer == "megatron":
+                memory, step = _keep_what_fits(training, hardware, sharding, micro_batch, memory, step)
             if best is None or step.total_s < best.step.total_s:
                 peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count
                 mfu = find_mfu(
@@ -163,3 +181,37 @@ def _try_sharding(training: Training, hardware: Hardware, node_count: int, shard
         if best is not None and sharding.pipeline == 1:
             break  # without recomputation it fits: with it, it is slower
     return best
+
+
+def _time_step(
+    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, recompute: Recompute
+) -> StepTime:
+    is_megatron = training.trainer == "megatron"
+    return estimate_step(
+        training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
+        micro_batch=micro_batch, recompute="none" if is_megatron and recompute == "selective" else recompute,
+        dtype=training.dtype,
+        # Gradients are summed in float32, by Megatron-LM too.
+        gradient_bytes=2 if training.dtype == "fp16" and not is_megatron else 4,
+        # The bundled trainer's `allreduce` waits.
+        is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,
+    )  # fmt: skip
+
+
+def _keep_what_fits(
+    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: Memory, slow: StepTime
+) -> tuple[Memory, StepTime]:
+    """Recompute only as many blocks as must be (Megatron-LM's `--recompute-method block`): between recomputing all of
+    them and keeping all, memory and time are taken to be linear."""
+    kept = measure_memory(training, sharding, micro_batch=micro_batch, recompute="selective")
+    spare = usable_bytes(hardware.figures.memory_gib) - full.total
+    share = min(1.0, spare / (kept.total - full.total)) if kept.total > full.total else 1.0
+    fast = _time_step(training, hardware, sharding, micro_batch, "selective")
+    step = StepTime(**{
+        name: getattr(slow, name) + share * (getattr(fast, name) - getattr(slow, name))
+        for name in (
+            "compute_s", "memory_s", "tensor_s", "pipeline_s", "data_s", "update_s", "exchange_s",
+        )
+    })  # fmt: skip
+    activations = full.activations + share * (kept.activations - full.activations)
+    return replace(full, activations=activations), step

@@ -33,10 +33,17 @@ class Sharding:
     zero: int = 0
     interleave: int = 1  # pipeline chunks a rank holds (Narayanan 2021, section 2.2.2)
     is_sequence_parallel: bool = True  # norms and dropouts split along the sequence too, over the tensor ranks
+    context: int = 1  # ranks that share each sequence
+    expert: int = 1  # ranks, among data and context ranks, that share the experts
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same parameters, but for experts: gradients are summed over them, states sharded."""
+        return self.data * self.context
 
     @property
     def accelerators(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.replicas
 
 
 @noun
@@ -123,7 +130,7 @@ def estimate_activations(
     schedule the first of p stages holds min(p, m) micro-batches of l/p blocks (section 4.2.3), and interleaving
     1 + (p-1)/(p v) times that. Logits and the last norm add 4sb (h + V) / t where one stage holds all (section 4.3).
     """
-    tokens = float(sequence * micro_batch)
+    tokens = float(sequence * micro_batch) / sharding.context
     t = sharding.tensor
     scale = 2.0 if dtype == "fp32" else 1.0
     split = t if sharding.is_sequence_parallel else 1

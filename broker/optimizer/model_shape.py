@@ -28,6 +28,7 @@ class ModelShape:
     vocabulary: int = VOCABULARY
     kv_heads: int | None = None  # None: as many as heads
     mlp_width: float | None = None  # None: 4 times the width
+    idle_parameters: float = 0.0  # of a mixture of experts: of the experts that one token does not pass
 
     @cached_property  # a search asks for it a hundred thousand times
     def layer_parameters(self) -> float:
@@ -37,9 +38,15 @@ class ModelShape:
         return attention + 2 * self.width * (self.mlp_width or 4 * self.width)
 
     @cached_property
-    def parameters(self) -> float:
-        """Of the blocks and one embedding that the output shares; 12 l h^2 + V h for GPT (Narayanan 2021, eq. 2)."""
+    def active_parameters(self) -> float:
+        """Those that a token passes: of the blocks and one embedding that the output shares; 12 l h^2 + V h for GPT
+        (Narayanan 2021, eq. 2)."""
         return self.layers * self.layer_parameters + self.vocabulary * self.width
+
+    @cached_property
+    def parameters(self) -> float:
+        """All of them, idle experts included."""
+        return self.active_parameters + self.idle_parameters
 
     def flops_per_token(self, sequence: int) -> float:
         """Forward and backward, without recomputation.
@@ -48,7 +55,7 @@ class ModelShape:
         among them, and 12 l h s for attention scores and values over the full square, as Narayanan 2021, eq. 3, and
         Chowdhery 2022, appendix B, count it: 72 l h^2 (1 + s / 6h + V / 12lh) for GPT.
         """
-        return 6 * self.parameters + 12 * self.layers * self.width * sequence
+        return 6 * self.active_parameters + 12 * self.layers * self.width * sequence
 
     def attention_flops_per_token(self, sequence: int) -> float:
         """The forward part of scores and values: what selective recomputation does once more."""

@@ -32,6 +32,8 @@ TRAFFIC_PER_KEPT_BYTE = 3.0
 LINK_EFFICIENCY = 0.75  # of NVLink's one-way peak: 230 of 300 GB/s on A100 in nccl-tests
 NETWORK_EFFICIENCY = 0.80  # of the network's stated speed
 PCIE_GBS = 20.0  # between cards without NVLink: PCIe 4.0 x16 carries 32 at most, shared switches less
+EXPERTS_PER_TOKEN = 8  # of DeepSeek-V3, whose tokens travel to at most 4 nodes; Mixtral has 2
+EXPERTS_HIDDEN_SHARE = 0.8  # of sending tokens to experts that hides behind other work: our assumption
 EXPOSED_SHARE_MIN = 0.1  # of the gradients' traffic never hides: the last bucket has nothing to hide behind
 
 
@@ -67,10 +69,12 @@ class StepTime:
     pipeline_s: float  # the bubble, and sending between stages
     data_s: float  # gradients, and weights under full sharding, as far as they do not hide
     update_s: float  # the optimizer
+    exchange_s: float = 0.0  # keys and values between context ranks, tokens between expert ranks
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.memory_s + self.tensor_s + self.pipeline_s + self.data_s + self.update_s
+        parallel = self.tensor_s + self.exchange_s + self.pipeline_s + self.data_s
+        return self.compute_s + self.memory_s + parallel + self.update_s
 
 
 def estimate_step(
@@ -96,11 +100,12 @@ def estimate_step(
     (Narayanan 2021, section 2.2).
     """
     micro_batches = max(1, math.ceil(batch / (sharding.data * micro_batch)))
-    tokens = float(micro_batch * sequence)
+    tokens = float(micro_batch * sequence) / sharding.context
     compute = _compute_s(shape, sharding, hardware, sequence, tokens, recompute, dtype)
     memory = _memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash)
     tensor = _tensor_s(shape, sharding, hardware, tokens, recompute, dtype)
-    turn = compute + memory + tensor
+    exchange = _exchange_s(shape, sharding, hardware, tokens, BYTES_PER_PARAMETER[dtype][0])
+    turn = compute + memory + tensor + exchange
     pipeline = 0.0
     if sharding.pipeline > 1:
         sent = 2 * tokens * shape.width * BYTES_PER_PARAMETER[dtype][0] / sharding.tensor * sharding.interleave
@@ -122,6 +127,7 @@ def estimate_step(
             is_overlapped=is_overlapped,
         ),
         update_s=_update_s(shape, sharding, hardware, dtype),
+        exchange_s=exchange * micro_batches,
     )
 
 
@@ -177,20 +183,42 @@ def _tensor_s(
     return count * sent / (gbs * 1e9)
 
 
+def _exchange_s(
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, value_bytes: int
+) -> float:  # fmt: skip
+    """Between context ranks every block gathers keys and values, and again backward, with their gradients scattered
+    (Dubey 2024, section 3.3.2). Between expert ranks every block sends each token to `EXPERTS_PER_TOKEN` experts and
+    back, and the same backward (DeepSeek-AI 2024, section 3.2.2); the share of it that hides is our assumption."""
+    blocks, seconds = shape.layers / sharding.pipeline, 0.0
+    ranks = min(sharding.tensor * sharding.context, hardware.accelerators)
+    if (c := sharding.context) > 1:
+        share = (shape.kv_heads or shape.heads) / shape.heads / sharding.tensor
+        sent = 3 * 2 * tokens * (c - 1) * shape.width * share * value_bytes
+        is_inside = sharding.tensor * c <= hardware.accelerators
+        seconds += blocks * sent / ((hardware.link_gbs if is_inside else _network_share(hardware, ranks)) * 1e9)
+    if (e := sharding.expert) > 1:
+        sent = 4 * EXPERTS_PER_TOKEN * tokens / sharding.tensor * shape.width * value_bytes * (e - 1) / e
+        is_inside = sharding.tensor * e <= hardware.accelerators
+        gbs = hardware.link_gbs if is_inside else _network_share(hardware, hardware.accelerators)
+        seconds += blocks * sent * (1 - EXPERTS_HIDDEN_SHARE) / (gbs * 1e9)
+    return seconds
+
+
 def _data_s(
     shape: ModelShape, sharding: Sharding, hardware: Hardware, turn_s: float, micro_batches: int, weight_bytes: int,
     gradient_bytes: int, *, is_overlapped: bool,
 ) -> float:  # fmt: skip
     """Gradients (and weights under stage 3) between data ranks, less what hides behind compute.
 
-    Stages 0 to 2 send 2 x the gradients once a step, behind the last backward pass; stage 3 gathers the weights twice
+    Stage 0 sends 2 x the gradients once a step, stages 1 and 2 gradients and weights, behind the last backward pass;
+    stage 3 gathers the weights twice
     for every micro-batch and scatters the gradients once a step (Rajbhandari 2020, section 7.2), behind all of it.
     Rings cross a node's network once, whatever its cards.
     """
-    d = sharding.data
+    d = sharding.replicas
     if d == 1:
         return 0.0
-    own = shape.parameters / (sharding.tensor * sharding.pipeline)
+    own = count_own_parameters(shape, sharding)
     is_inside = sharding.accelerators <= hardware.accelerators
     rings = min(sharding.tensor * sharding.pipeline, hardware.accelerators)
     gbs = hardware.link_gbs if is_inside else min(hardware.link_gbs, _network_share(hardware, rings))
@@ -198,7 +226,8 @@ def _data_s(
     if sharding.zero == 3:
         sent, hidden = byte_s * (2 * weight_bytes * micro_batches + gradient_bytes), turn_s * micro_batches
     else:
-        sent, hidden = byte_s * 2 * gradient_bytes, turn_s * 2 / 3
+        back = weight_bytes if sharding.zero else gradient_bytes  # what each rank updated, or the sums
+        sent, hidden = byte_s * (gradient_bytes + back), turn_s * 2 / 3
     return max(sent - hidden, sent * EXPOSED_SHARE_MIN) if is_overlapped else sent
 
 
@@ -207,8 +236,16 @@ def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: 
     bandwidth = (hardware.figures.memory_bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_EFFICIENCY
     if not bandwidth:
         return 0.0
-    own = shape.parameters / (sharding.tensor * sharding.pipeline) / (sharding.data if sharding.zero else 1)
+    own = count_own_parameters(shape, sharding)
+    if sharding.zero:
+        own = shape.parameters / sharding.accelerators
     return 2 * own * sum(BYTES_PER_PARAMETER[dtype]) / bandwidth
+
+
+def count_own_parameters(shape: ModelShape, sharding: Sharding) -> float:
+    """Of one tensor, pipeline and expert rank, before sharding over replicas."""
+    own = shape.active_parameters + shape.idle_parameters / sharding.expert
+    return own / (sharding.tensor * sharding.pipeline)
 
 
 def _network_share(hardware: Hardware, sharers: int) -> float:

@@ -14,7 +14,7 @@ from itertools import islice
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
-from broker.errors import AuthError, BrokerError, CapacityError, CloudError, InvalidRequestError
+from broker.errors import AuthError, BrokerError, CapacityError, CloudError, DeniedError, InvalidRequestError
 from broker.nouns import noun
 from broker.provision.listing import Lister
 from broker.provision.patience import Answer, Patience
@@ -106,7 +106,7 @@ class _Race:
         self._candidates = _Candidates(placements)
         self._begun = list(begun)
         self._tries: list[Try] = []
-        self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud or place
+        self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud, region or place
         self._refused: dict[tuple[str, str], list[Placement]] = {}  # cloud and why -> where
         self._remembered: set[tuple[str, str]] = set()  # of those, what nobody was asked for
         self._hints: dict[str, None] = {}
@@ -195,7 +195,7 @@ class _Race:
         name = placement.offer.cloud
         if name not in self._clouds and name not in self._lasting:
             self._lasting[name] = AuthError(f"cloud {name} is not set up", hints=("Run `broker check`.",))
-        return name not in self._lasting
+        return not any(key in self._lasting for key in (name, _name_region(placement)))
 
     def _find_free(self, rank: int, placements: Sequence[Placement]) -> Sequence[Placement]:
         """Those zones of one place that may be asked now; why not of the others is noted."""
@@ -264,7 +264,10 @@ class _Race:
             assert error is not None, "only tries that failed come here"
             raise error
         where, took_s = describe(one.placement), self._clock.now_s() - one.begun_s
-        if isinstance(error, AuthError):
+        if isinstance(error, DeniedError) and error.scope != "cloud":
+            self._lasting[_name_region(one.placement)] = error
+            self._wanted.on_event(f"{_name_region(one.placement)} skipped: {error.message}")
+        elif isinstance(error, AuthError):
             self._lasting[one.cloud.name] = error
             self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
         elif isinstance(error, InvalidRequestError):
@@ -358,6 +361,10 @@ def _join(placements: Sequence[Placement]) -> str:
 def _shorten(words: Sequence[str], separator: str = ", ") -> str:
     rest = len(words) - PLACES_MAX
     return separator.join(words[:PLACES_MAX]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _name_region(placement: Placement) -> str:
+    return f"{placement.offer.region} ({placement.offer.cloud})"
 
 
 def _name_zone(placement: Placement) -> tuple[str, str]:

@@ -73,7 +73,8 @@ class Lister:
         Raises the CloudError of the last of `tries_max` tries.
         """
         newest = self._shared.setdefault(cloud.name, _Shared()).newest
-        if newest is not None and age_s_max > 0 and self._clock.now_s() - newest.asked_s <= age_s_max:
+        # A list from the future is of no age: the wall clock was set back, and it would hide every loss until then.
+        if newest is not None and age_s_max > 0 and 0.0 <= self._clock.now_s() - newest.asked_s <= age_s_max:
             return newest
         for tries in range(tries_max - 1):
             try:

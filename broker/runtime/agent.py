@@ -1,8 +1,8 @@
 """The agent on every node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, status, log, cancel, lease, autostop, and follow, a session that is kept open (agent_follow.py). All
-state is below ~/.broker. A watcher, started with the first verb that needs one, ends the node when its lease runs out,
-when it is done while its broker is away (agent_lease.py), or when it idles past its autostop.
+Verbs: submit, access (agent_access.py), status, log, cancel, lease, autostop, and follow, a session that is kept open
+(agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, ends the node
+when its lease runs out, when it is done while its broker is away (agent_lease.py), or when it idles past its autostop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_delivery, agent_lease
+    from broker.runtime import agent_access, agent_delivery, agent_flush, agent_lease
     from broker.runtime import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
+    import agent_access
     import agent_delivery
     import agent_files as files
+    import agent_flush
     import agent_lease
 
 LINGER_S = 5.0  # however short the autostop: whoever follows a run can read its last lines
@@ -219,10 +221,17 @@ def ensure_watcher() -> None:
 def watch() -> None:
     start_notices()
     threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
+    flush: agent_flush.Flush | None = None
     while True:
         for run_id in files.list_run_ids():
             bury_if_dead(run_id)
+        agent_access.forget_used()
         reason = decide_power_off()
+        if reason and reason != "lease":  # written outside a run, or by one whose runner was killed
+            flush = flush or agent_flush.Flush()
+            reason = "" if flush.look() == "waiting" else reason
+        else:
+            flush = None
         if reason:
             power_off(reason)
             time.sleep(POWER_OFF_S)
@@ -280,6 +289,7 @@ def power_off(reason: str) -> None:
 
 VERBS = {
     "submit": submit,
+    "access": agent_access.receive,
     "status": report_status,
     "cancel": cancel,
     "lease": renew_lease,

@@ -1,7 +1,7 @@
 """Leaves a run's outcome and log in a bucket, to be read after the node has ended itself. Standard library only.
 
-S3 and what speaks like it, by keys of the environment or the machine's role; Google's by the machine's own identity;
-Azure's by the account's key, a shared access signature or the machine's identity.
+S3 and what speaks like it, and Google's, by the logins that `agent_login` finds; Azure's by the account's key, a shared
+access signature or the machine's identity.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import binascii
 import email.utils
 import hashlib
 import hmac
+import importlib
 import json
 import re
 import time
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-METADATA = "http://169.254.169.254"
-METADATA_S = 2.0
+    from broker.runtime import agent_login
+    from broker.runtime.agent_login import Refused
+else:  # beside us: on a node by its own name; the broker reads the names of objects here
+    agent_login = importlib.import_module(__name__.replace("agent_bucket", "agent_login"))
+    Refused = agent_login.Refused
+
 ANSWER_S = 10.0
 TRIES, PAUSE_S = 3, 1.0
 LOG_BYTES_MAX = 64 << 20  # of one object; of a longer log the head and the tail
@@ -37,10 +42,6 @@ AZURE_ACCOUNTS = ("AZURE_STORAGE_ACCOUNT_NAME",)
 AZURE_KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY")
 AZURE_SIGNATURES = ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
 AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-
-
-class Refused(Exception):
-    """Told in one line of the runner's log."""
 
 
 def name_outcome(attempt: int) -> str:
@@ -113,7 +114,7 @@ def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme == "s3":
-        login = find_login(variables)
+        login = agent_login.find_s3_login(variables)
         region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or find_region(bucket, variables)
         request = make_s3_request(bucket, key, content, variables=variables, login=login, region=region)
     elif scheme == "gs":
@@ -133,23 +134,6 @@ def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
             if attempt == TRIES:
                 raise Refused(f"{url}: {error}") from error
         time.sleep(PAUSE_S)
-
-
-def find_login(variables: Mapping[str, str]) -> dict[str, str]:
-    """Keys of the environment, else of the role that the machine has (IMDSv2)."""
-    if variables.get("AWS_ACCESS_KEY_ID") and variables.get("AWS_SECRET_ACCESS_KEY"):
-        names = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
-        return {short: variables.get(name, "") for short, name in names.items()}
-    base = f"{METADATA}/latest/meta-data/iam/security-credentials/"
-    try:
-        ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-        token = ask(urllib.request.Request(f"{METADATA}/latest/api/token", method="PUT", headers=ttl))
-        headers = {"X-aws-ec2-metadata-token": token}
-        role = ask(urllib.request.Request(base, headers=headers)).split()[0]
-        found = json.loads(ask(urllib.request.Request(base + role, headers=headers)))
-        return {"key": found["AccessKeyId"], "secret": found["SecretAccessKey"], "token": found["Token"]}
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise Refused("no login for S3: neither AWS_ACCESS_KEY_ID nor a role of the machine") from error
 
 
 def find_region(bucket: str, variables: Mapping[str, str]) -> str:
@@ -202,13 +186,8 @@ def make_s3_request(
 
 
 def make_google_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
-    """By the JSON API's simple upload, as the service account that the machine has."""
-    path = "/computeMetadata/v1/instance/service-accounts/default/token"
-    try:
-        answer = ask(urllib.request.Request(METADATA + path, headers={"Metadata-Flavor": "Google"}))
-        token = json.loads(answer)["access_token"]
-    except (OSError, ValueError, KeyError) as error:
-        raise Refused("no login for gs://: the machine has no service account") from error
+    """By the JSON API's simple upload."""
+    token = agent_login.find_google_token(variables)
     base = variables.get("STORAGE_EMULATOR_HOST", "").rstrip("/") or "https://storage.googleapis.com"
     name = urllib.parse.quote(key, safe="")
     url = f"{base}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
@@ -257,9 +236,9 @@ def find_azure_token(variables: Mapping[str, str]) -> str:
     query = {"api-version": "2018-02-01", "resource": "https://storage.azure.com/"}
     if variables.get("AZURE_CLIENT_ID"):
         query["client_id"] = variables["AZURE_CLIENT_ID"]
-    url = f"{METADATA}/metadata/identity/oauth2/token?{urllib.parse.urlencode(query)}"
+    url = f"{agent_login.METADATA}/metadata/identity/oauth2/token?{urllib.parse.urlencode(query)}"
     try:
-        found = json.loads(ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
+        found = json.loads(agent_login.ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
     except (OSError, ValueError, KeyError) as error:
         raise Refused(
             f"no login for az://: neither {AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]} nor an identity of the machine"
@@ -273,11 +252,3 @@ def find_type(key: str) -> str:
 
 def find_first(names: Iterable[str], variables: Mapping[str, str]) -> str:
     return next((variables[name] for name in names if variables.get(name)), "")
-
-
-def ask(request: urllib.request.Request) -> str:
-    """The metadata server's word, past any proxy of the environment."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=METADATA_S) as answer:
-        text: str = answer.read().decode("utf-8")
-        return text

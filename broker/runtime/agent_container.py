@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -147,9 +148,21 @@ def find_container(spec: Mapping[str, Any], home: Path) -> Container | None:
     return Container(str(spec["image"]), home=home, mounts=list(spec.get("mounts") or []), has_gpus=has_gpus)
 
 
-def write_script(path: Path, script: str, variables: Mapping[str, str]) -> None:
-    """The commands with their environment, to be read by us alone. What the image sets stays where we say nothing."""
+def write_script(
+    path: Path,
+    script: str,
+    variables: Mapping[str, str],
+    *,
+    first: Mapping[str, str] = MappingProxyType({}),
+    folders: Sequence[str] = (),
+) -> None:
+    """The commands with their environment, to be read by us alone. What the image sets stays where we say nothing.
+
+    `first` goes before the value that a variable has, as in PATH; `folders` are made where they are missing.
+    """
     lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    lines += [f"export {name}={shlex.quote(value)}${{{name}:+:${name}}}" for name, value in sorted(first.items())]
+    lines += [f"mkdir -p -- {shlex.quote(folder)}" for folder in folders]
     lines.append('for shell in bash sh; do command -v "$shell" >/dev/null && break; done')
     lines.append(f'exec "$shell" -c {shlex.quote(script)}')
     fd = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -11,10 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_bucket, agent_files
+    from broker.runtime import agent_bucket, agent_files, agent_login
 else:
     import agent_bucket
     import agent_files
+    import agent_login
 
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
@@ -55,7 +56,7 @@ def deliver(run_id: int) -> str:
                 state = {**state, part: True, "error": ""}
                 agent_files.write_json(folder / "delivery.json", state)
         return ""
-    except (agent_bucket.Refused, OSError) as error:
+    except (agent_login.Refused, OSError) as error:
         agent_files.write_json(folder / "delivery.json", {**state, "error": str(error)})
         return str(error)
     finally:
@@ -66,7 +67,8 @@ def send(run_id: int, part: str) -> None:
     """Raises Refused."""
     folder = agent_files.run_folder(run_id)
     spec = agent_files.read_json(folder / "spec.json") or {}
-    variables = {**os.environ, **spec["envs"], **spec["secrets"]}
+    granted = agent_files.read_json(folder / "access" / "envs.json") or {}
+    variables = {**os.environ, **granted, **spec["envs"], **spec["secrets"]}
     if part == "log":
         agent_bucket.leave_log(folder / "log", variables)
         return

@@ -110,6 +110,8 @@ class Coordinator:
             kind = message["type"]
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
+            elif kind == "setup" and self._is_going and message["returncode"] != 0:
+                self._noticed.add(rank)  # a newcomer that cannot take part leaves the others alone
             elif kind == "setup":
                 self._hear_setup(rank, message["returncode"])
             elif kind == "exit":

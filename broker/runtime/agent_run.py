@@ -14,21 +14,27 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.runtime import (
+        agent_access,
         agent_container,
         agent_delivery,
         agent_files,
+        agent_flush,
         agent_gang,
         agent_lease,
         agent_link,
+        agent_paths,
         agent_wire,
     )
 else:
+    import agent_access
     import agent_container
     import agent_delivery
     import agent_files
+    import agent_flush
     import agent_gang
     import agent_lease
     import agent_link
+    import agent_paths
     import agent_wire
 
 GRACE_S = 5.0
@@ -59,6 +65,7 @@ class Runner:
         self._is_verdict_told = False
         self._is_ended = False
         self._cancel_told = False
+        self._flush_note = ""
         self._returncode: int | None = None
         self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
 
@@ -79,6 +86,8 @@ class Runner:
         if self._join():
             self._execute()
             give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
+            if agent_flush.has_mounts():  # the others may upload for longer; a head that is lost is told by its link
+                give_up_s = float("inf")
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
         for phase in PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
@@ -143,6 +152,8 @@ class Runner:
         if returncode == 0 and not self._verdict:
             self._write_state("RUNNING")
             returncode = self._run_phase("run")
+        if not self._flush() and returncode == 0:
+            returncode = agent_flush.EX_IOERR
         self._returncode = returncode
         self._send("exit", returncode=returncode)
 
@@ -156,6 +167,25 @@ class Runner:
             agent_files.write_json(path, {"digest": digest})
         return returncode
 
+    def _flush(self) -> bool:
+        """Wait until written files lie in their buckets; whether they do. The run has not ended before: the cluster is
+        not given back, whether the program succeeded, failed, was cancelled or had notice."""
+        flush = agent_flush.Flush(hold_s=agent_flush.read_hold_s(self._spec["envs"]))
+        while (found := flush.look()) == "waiting":
+            self._note_flush(flush.describe())
+            self._pause(agent_flush.LOOK_S)
+        if found == "failed":
+            self._note_flush(flush.describe_failure())
+        elif self._flush_note:
+            self._note_flush("written files have arrived", is_over=True)
+        return found == "clean"
+
+    def _note_flush(self, note: str, *, is_over: bool = False) -> None:
+        if note != self._flush_note:
+            self._flush_note = note
+            self._write_log(f"broker: {note}\n".encode())
+            self._write_state("RUNNING", flush="" if is_over else note)
+
     def _run_phase(self, phase: str) -> int:
         script = str(self._spec.get(phase) or "")
         if self._verdict:
@@ -164,12 +194,18 @@ class Runner:
             return 0
         workdir = agent_files.HOME / "sky_workdir"
         workdir.mkdir(exist_ok=True)
-        argv, env = ["bash", "-c", script], {**os.environ, **self._make_env(phase)}
+        own, first = self._make_env(phase), agent_paths.list_first(self._spec, self._container)
+        argv, env = ["bash", "-c", script], agent_paths.put_first({**os.environ, **own}, first)
+        folders = agent_paths.list_folders(own) if phase == "run" else []
         if self._container:  # made in `setup`, so that all nodes have it when the gang is told to go
             (self._folder / "progress.jsonl").touch(mode=0o600)
-            agent_container.write_script(self._folder / f"{phase}.sh", script or "true", self._make_env(phase))
+            path = self._folder / f"{phase}.sh"
+            agent_container.write_script(path, script or "true", own, first=first, folders=folders)
             agent = str(Path(__file__).resolve().with_name("agent.py"))
             argv, env = [sys.executable, "-I", "-S", agent, "_contain", str(self._folder), phase], dict(os.environ)
+        else:
+            for error in agent_paths.make_folders(folders):
+                self._write_log(error.encode())
         process = subprocess.Popen(
             argv,
             cwd=str(workdir),
@@ -230,9 +266,9 @@ class Runner:
             self._container.signal(self._mark(phase), signal.SIGKILL)
         kill_marked(self._mark(phase))
 
-    def _pause(self) -> None:
+    def _pause(self, wait_s: float = TICK_S) -> None:
         """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
-        self._wake.wait(TICK_S)
+        self._wake.wait(wait_s)
         self._wake.clear()
         if not self._cancel_told and (self._folder / "cancel").exists():
             self._cancel_told = self._send("cancel")
@@ -265,9 +301,9 @@ class Runner:
         self._log.write("".join(f"{stamp}{line}\n" for line in text.split("\n")[:-1]).encode())
         self._send("log", text=text)
 
-    def _write_state(self, status: str) -> None:
+    def _write_state(self, status: str, **fields: Any) -> None:
         old = agent_files.read_json(self._folder / "state.json") or {"started_s": time.time()}
-        agent_files.write_json(self._folder / "state.json", {**old, "status": status})
+        agent_files.write_json(self._folder / "state.json", {**old, "status": status, **fields})
 
     def _mark(self, phase: str) -> str:
         return make_mark(self._id, phase)
@@ -283,6 +319,7 @@ class Runner:
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if all(ip.startswith("127.") for ip in ips):
             env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        env.update(agent_access.read_envs(self._id))  # the task's own variables win
         env.update(spec["envs"])
         env.update(spec["secrets"])
         name, _, mark = self._mark(phase).partition("=")
@@ -301,6 +338,8 @@ class Runner:
         )
         if spec.get("nodes_min"):
             env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
+        if spec.get("trainers"):
+            env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(self._container))
         return env
 
 

@@ -129,7 +129,7 @@ class Wire:
     def _limit(self, give_up_s: float) -> None:
         left_s = give_up_s - time.monotonic()
         if left_s <= 0:
-            raise socket.timeout("the peer is too slow")  # noqa: UP041 (TimeoutError is another class before 3.10)
+            raise socket.timeout("the peer is too slow")  # another class than TimeoutError before 3.10
         self._socket.settimeout(left_s)
 
 

@@ -9,7 +9,7 @@ import io
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,27 @@ from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
 from broker.optimizer.asked import find_container
-from broker.runtime.base import CanStream, Completed, Transport
+from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FILES = (
     "agent.py",
+    "agent_access.py",
     "agent_bucket.py",
     "agent_container.py",
     "agent_delivery.py",
     "agent_files.py",
+    "agent_flush.py",
     "agent_follow.py",
     "agent_gang.py",
     "agent_lease.py",
     "agent_link.py",
+    "agent_login.py",
     "agent_notice.py",
+    "agent_paths.py",
     "agent_run.py",
     "agent_wire.py",
 )
@@ -53,7 +58,8 @@ class GangReport:
     """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
 
     `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `failed_rank`: whose program
-    ended first with an exit code of its own.
+    ended first with an exit code of its own. `flush`: while the program has ended, but not all that it wrote lies in
+    its bucket, what a node says about that.
     """
 
     status: RunStatus
@@ -65,19 +71,22 @@ class GangReport:
     reason: str = ""
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
+    flush: str = ""
 
 
 class Gang:
     """The nodes of a cluster through their agents: `broker.jobs.gang.Gang`, and what clusters need besides."""
 
-    def __init__(self, transport: Transport, *, clock: Clock) -> None:
+    def __init__(self, transport: Transport, *, clock: Clock, access: GrantsAccess | None = None) -> None:
+        """`access`: to the buckets of tasks, for nodes that have none of their own; None grants nothing."""
         self._transport = transport
         self._clock = clock
+        self._access = access
         self._channels: Channels | None = None  # made by the first `wait_news`: a command that only looks opens none
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put the agent, the workdir and the file mounts on every node; unchanged files stay."""
+        """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files stay."""
         await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
@@ -86,6 +95,8 @@ class Gang:
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
+        if needs_trainers(task):
+            await send_trainers(self._transport, node)
         if task.workdir:
             await self._put(node, "workdir", Path(task.workdir), "sky_workdir")
         for target, source in task.file_mounts.items():
@@ -123,6 +134,7 @@ class Gang:
             "num_nodes": len(nodes),
             "node_ips": [node.address for node in nodes],
             "image": image,
+            "trainers": pack_trainers().name if needs_trainers(task) else None,
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
             "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
             "lease_s": lease_s,
@@ -134,6 +146,8 @@ class Gang:
                 "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
             },
         }
+        if self._access and (request := await self._access.grant(cluster, task)):
+            await self._call_all(cluster, "access", {**request, "run_id": run_id})
         head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
         spec["head"] = {**spec["head"], **head}
         await asyncio.gather(
@@ -152,6 +166,7 @@ class Gang:
         silent = {node.id for node, answer in zip(live, found, strict=True) if answer is None}
         self._silent = (self._silent - {node.id for node in nodes}) | silent
         by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
+        await self._ask_again(live, run_id, by_rank)
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
@@ -167,7 +182,19 @@ class Gang:
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
             failed_rank=speaker.get("failed_rank"),
+            flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
+
+    async def _ask_again(self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]) -> None:
+        """The head says last that a run has succeeded, so a node that said RUNNING was only asked before it ended.
+
+        Nodes answer in any order: without this a report could show a success in which some ranks still run.
+        """
+        if _read_run_status(by_rank.get(0)) is not RunStatus.SUCCEEDED:
+            return
+        late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
+        found = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
+        by_rank.update({node.rank: answer for node, answer in zip(late, found, strict=True) if answer is not None})
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
         """Until a node has something new since the last poll, `wake` is set, or the time is up.
@@ -216,8 +243,10 @@ class Gang:
         return done.stdout, offset + len(done.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """Let the nodes run for at most `lease_s` seconds from now, unless it is renewed."""
+        """Let the nodes run for at most `lease_s` seconds from now, unless it is renewed; and keep their access."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
+        if self._access:
+            await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
         """Nodes end themselves once idle for so long, whoever is there to see it; None: they do not."""
@@ -297,6 +326,10 @@ def list_live(nodes: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
 
 
+def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
+    return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None
+
+
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
     """The program wrote it: what is not of the right kind is left out."""
     if line is None:
@@ -317,4 +350,5 @@ def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
         tokens_per_s=number("tokens_per_s"),
         checkpoint_step=whole("checkpoint_step"),
         time_s=number("time_s") or number("time") or 0.0,
+        busy_s=number("busy_s"),
     )

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from broker.spot.markets import Site
 
 IDLE, SURE = -2, -1  # modes; 0 and up: the site that runs on spot
-TOLERANCE = 2e-4  # plans that would be better by less than this share are not looked for
-BUCKET_SHARE = 2e-4  # of plans whose work lies this close, the cheapest by the bound's price and the longest are kept
+# Plans that would be better by less than this share are not looked for; and of plans whose work lies this close, the
+# cheapest by the bound's price and the longest are kept.
+TOLERANCE = 2e-4
 PRICE_STEPS = 24
 
 
@@ -38,10 +39,21 @@ Label = tuple[float, float, float, float]
 START: Label = (0.0, 0.0, 0.0, 0.0)
 
 
-def find_optimum(sites: Sequence[Site], *, work_hours: float, deadline_hours: float, from_hour: float = 0.0) -> float:
-    """Least USD to finish in time from `from_hour` of the recordings, egress not counted; infinite where none can."""
+def find_optimum(
+    sites: Sequence[Site],
+    *,
+    work_hours: float,
+    deadline_hours: float,
+    from_hour: float = 0.0,
+    tolerance: float = TOLERANCE,
+) -> float:
+    """Least USD to finish in time from `from_hour` of the recordings, egress not counted; infinite where none can.
+
+    The plan found costs at most about a share of `tolerance` more than the best: ten times the tolerance takes a tenth
+    of the time or less.
+    """
     intervals = list_intervals(sites, from_hour, deadline_hours)
-    return _Search(sites, intervals, work_hours, deadline_hours).run()
+    return _Search(sites, intervals, work_hours, deadline_hours, tolerance).run()
 
 
 def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> list[Interval]:
@@ -64,7 +76,12 @@ def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> lis
 
 class _Search:
     def __init__(
-        self, sites: Sequence[Site], intervals: Sequence[Interval], work_hours: float, deadline_hours: float
+        self,
+        sites: Sequence[Site],
+        intervals: Sequence[Interval],
+        work_hours: float,
+        deadline_hours: float,
+        tolerance: float,
     ) -> None:
         self.work, self.deadline, self.intervals = work_hours, deadline_hours, intervals
         self.speeds = [site.spot_speed for site in sites]
@@ -77,7 +94,7 @@ class _Search:
         rates = {usd / self.speeds[index] for each in intervals for index, usd in each.open_sites}
         self.least_rate = min(rates, default=math.inf)  # work at this price need not be taken back: no other is cheaper
         self.best = math.inf
-        self.bucket = work_hours * BUCKET_SHARE
+        self.tolerance, self.bucket = tolerance, work_hours * tolerance
 
     def run(self) -> float:
         self._choose_price()
@@ -111,7 +128,10 @@ class _Search:
         for _ in range(PRICE_STEPS):
             self.price = (low + high) / 2
             self.to_go = self._bound_to_go()
-            if self._walk() < self.work:
+            work = self._walk()
+            if self.best * (1 - self.tolerance) <= self._bound(START, self.to_go[0][IDLE]):
+                return  # no other plan is better by more
+            if work < self.work:
                 low = self.price
             else:
                 high = self.price
@@ -171,33 +191,38 @@ class _Search:
         every = [(mode, label) for mode, found in labels.items() for label in found]
         following: dict[int, list[Label]] = {IDLE: [label for _, label in every]}
         owed = self.sure_start * self.sure_speed
-        following[SURE] = self._finish(
-            self._use(every, SURE, hours * self.sure_speed, owed, hours * self.sure_usd, self.usd_work), self.usd_work
-        )
+        gain = hours * self.sure_speed
+        used = self._use(every, SURE, gain, owed, hours * self.sure_usd, self.usd_work)
+        following[SURE] = self._finish(used, self.usd_work)
         for index, usd_hour in interval.open_sites:
-            rate = usd_hour / self.speeds[index]
-            following[index] = self._finish(
-                self._use(every, index, hours * self.speeds[index], self.starts[index], hours * usd_hour, rate), rate
-            )
+            rate, gain = usd_hour / self.speeds[index], hours * self.speeds[index]
+            used = self._use(every, index, gain, self.starts[index], hours * usd_hour, rate)
+            following[index] = self._finish(used, rate)
         return following
 
     def _use(
         self, every: Iterable[tuple[int, Label]], own: int, gain: float, owed: float, more_usd: float, own_rate: float
-    ) -> Iterator[Label]:
-        """Each label after an interval in mode `own`. On-demand hours are alike wherever they lie, and add up."""
+    ) -> Iterator[tuple[Label, float]]:
+        """Each label after an interval in mode `own`, and the work of that interval that is not in `taken`. On-demand
+        hours are alike wherever they lie, and add up."""
         is_sure = own == SURE
         for mode, (work, usd, taken, rate) in every:
             fresh = gain if mode == own else gain - owed
             if is_sure and rate <= own_rate:
-                yield work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate
-            elif mode != own and fresh > 0.0 and own_rate > (rate if taken > 0.0 else self.least_rate):
-                yield work + fresh, usd + more_usd, fresh, own_rate
+                yield (work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate), 0.0
+            elif mode != own and own_rate > (rate if taken > 0.0 else self.least_rate):
+                yield (work + fresh, usd + more_usd, gain, own_rate), 0.0
             else:
-                yield work + fresh, usd + more_usd, taken, rate
+                yield (work + fresh, usd + more_usd, taken, rate), gain
 
-    def _finish(self, labels: Iterable[Label], usd_work: float) -> list[Label]:
+    def _finish(self, labels: Iterable[tuple[Label, float]], usd_work: float) -> list[Label]:
+        """Price what is done, and keep what may still become cheaper.
+
+        Of the interval that finishes the work no more is left out than was done in it: work done too much before it
+        was paid at another price.
+        """
         left = []
-        for label in labels:
+        for label, own in labels:
             work, usd, taken, rate = label
             excess = work - self.work
             if excess < -1e-9:
@@ -205,14 +230,14 @@ class _Search:
                 continue
             is_dearest = rate >= usd_work
             back = min(max(excess, 0.0), max(taken, 0.0)) if is_dearest else 0.0
-            self.best = min(self.best, usd - back * rate - (excess - back) * usd_work)
+            self.best = min(self.best, usd - back * rate - min(excess - back, own) * usd_work)
             if taken > back:  # done with dear hours that cheaper ones may still replace
                 left.append((self.work, usd - back * rate, taken - back, rate) if is_dearest else label)
         return left
 
     def _prune(self, labels: list[Label], most_work: float, to_go: dict[int, float], mode: int) -> list[Label]:
         """Without those that cannot be in time, cannot beat the best, or are beaten by another in every respect."""
-        limit = self.best * (1 - TOLERANCE)
+        limit = self.best * (1 - self.tolerance)
         labels = [
             label
             for label in labels

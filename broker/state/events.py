@@ -137,7 +137,9 @@ class RefusalRows(Database):
 
     def active_refusals(self, now_s: float) -> Sequence[Refusal]:
         rows = self._rows(
-            "SELECT * FROM refusals WHERE max(expires_s, probed_until_s) > ? ORDER BY expires_s", (now_s,)
+            "SELECT cloud, region, zone, instance_type, is_spot, expires_s, reason, reask_s, probed_until_s, hints "
+            "FROM refusals WHERE max(expires_s, probed_until_s) > ? ORDER BY expires_s",
+            (now_s,),
         )
         return [
             Refusal(

@@ -55,6 +55,13 @@ class LogOffset:
     file_bytes: int = 0
 
 
+# Named, so that SQLite itself tells of a column that a damaged schema lacks.
+COLUMNS = (
+    "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
+    "resumes, first_attempt, hedge, uid"
+)
+
+
 class JobRows(Database):
     def add_job(
         self,
@@ -103,7 +110,7 @@ class JobRows(Database):
         return self.get_job(row["id"]) if row else None
 
     def get_job(self, job_id: int) -> Job | None:
-        row = self._row("SELECT * FROM jobs WHERE id = ?", (job_id,))
+        row = self._row(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", (job_id,))
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
     def list_jobs(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
@@ -115,7 +122,7 @@ class JobRows(Database):
         def read(row: sqlite3.Row) -> Job:
             return self._read_job(row, [_read_attempt(each) for each in attempts.get(row["id"], ())])
 
-        rows = self._rows("SELECT * FROM jobs ORDER BY id")
+        rows = self._rows(f"SELECT {COLUMNS} FROM jobs ORDER BY id")
         return keep_readable([partial(read, row) for row in rows], on_damage)
 
     def list_job_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
@@ -185,7 +192,10 @@ class JobRows(Database):
             )
 
     def list_steps(self, job_id: int) -> Mapping[int, StepRange]:
-        rows = self._rows("SELECT * FROM attempt_steps WHERE job_id = ? ORDER BY number", (job_id,))
+        rows = self._rows(
+            "SELECT number, first_step, last_step, checkpoint_step FROM attempt_steps WHERE job_id = ? ORDER BY number",
+            (job_id,),
+        )
         return {
             row["number"]: StepRange(
                 first_step=row["first_step"], last_step=row["last_step"], checkpoint_step=row["checkpoint_step"]

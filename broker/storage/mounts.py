@@ -55,11 +55,12 @@ def add_mounts(task: Task) -> Task:
     """The task with its buckets brought to the nodes before anything else of `setup`.
 
     There the agent runs it: it outlives a lost connection, its words are in the run's log, and its failure is setup's.
+    The mounts stay listed, for those who grant access to their buckets; so call this once a start.
     """
     steps = plan_mounts(task)
     if not steps:
         return task
-    return replace(task, setup=make_script(steps) + (task.setup or ""), storage_mounts=())
+    return replace(task, setup=make_script(steps) + (task.setup or ""))
 
 
 def make_script(steps: Sequence[MountStep]) -> str:

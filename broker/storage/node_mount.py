@@ -6,11 +6,18 @@ short goes on. Exit code 69 where the node lacks a tool.
 
 import concurrent.futures
 import configparser
+import datetime
+import errno
+import hashlib
+import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +26,7 @@ EX_UNAVAILABLE = 69
 WORKERS = 16
 PART_BYTES = 8 << 20
 ATTEMPTS_MAX = 3
+REGION_S = 10.0
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
 # rclone's names of who sells a bucket, with the machine's own login.
 RCLONE = {
@@ -28,6 +36,9 @@ RCLONE = {
     "az": ":azureblob,env_auth=true:",
 }
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
+MOUNTS = pathlib.Path.home() / ".broker" / "mounts"  # read by the agent
+RC_SOCKET_VERSION = (1, 62)  # of rclone: its remote control on a socket of the file system
+SOCKET_PATH_BYTES_MAX = 103  # macOS; Linux has 107
 CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
 
 
@@ -178,16 +189,53 @@ def open_store(url: str) -> tuple[Any, str]:
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme == "r2":
         names = {"endpoint": "endpoint", "access_key_id": "key", "secret_access_key": "secret"}
         login = find_r2_login()
         options = {name: login[short] for name, short in names.items()}
         options.update(region="auto", client_options={"allow_http": login["endpoint"].startswith("http://")})
         scheme = "s3"
-    elif scheme == "s3" and endpoint:
-        options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+    elif scheme == "s3":
+        options = find_s3_options(bucket)
     return obstore.store.from_url(f"{scheme}://{bucket}", **options), path.strip("/")
+
+
+def find_s3_options(bucket: str) -> dict[str, Any]:
+    """Where else S3 is, or the bucket's region; and the login that the broker grants, where it does."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        region = find_region(bucket)
+        options = {"region": region} if region else {}
+    granted = pathlib.Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
+    if granted.exists() and "AWS_ACCESS_KEY_ID" not in os.environ:
+        options["credential_provider"] = lambda: read_granted(granted)
+    return options
+
+
+def read_granted(path: pathlib.Path) -> dict[str, Any]:
+    """Asked for again after ten minutes: the broker replaces the file before its session ends."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.9
+    again = now + datetime.timedelta(minutes=10)
+    names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
+    return {**{name: found.get(theirs) for name, theirs in names.items()}, "expires_at": again}
+
+
+def find_region(bucket: str) -> "str | None":
+    """S3 tells a bucket's region to anyone, in a header of whatever it answers; None without a network."""
+    request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=REGION_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except OSError:
+        return None
+    region: str | None = headers.get("x-amz-bucket-region")
+    return region
 
 
 def find_r2_login() -> dict[str, str]:
@@ -240,6 +288,7 @@ def copy_by_tool(url: str, place: pathlib.Path) -> None:
 
 
 def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
+    drop_dead_mount(place)
     if os.path.ismount(place):
         return
     place.mkdir(parents=True, exist_ok=True)
@@ -256,8 +305,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         else:
             run([own, "--implicit-dirs", *(["--only-dir", path] if path else []), bucket, place])
     elif scheme in RCLONE and shutil.which("rclone"):
-        flags = CACHE_FLAGS if is_cached else ("--vfs-cache-mode", "writes")
-        run(["rclone", "mount", RCLONE[scheme] + rest, place, "--daemon", "--daemon-wait", "60s", *flags])
+        mount_by_rclone(scheme, rest, place, CACHE_FLAGS if is_cached else ("--vfs-cache-mode", "writes"))
     else:
         tools = [each for each in (None if is_cached else own, "rclone") if each]
         raise Failure(
@@ -266,8 +314,53 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         )
 
 
+def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, flags: Sequence[str]) -> None:
+    """Written files stay in a cache of this mount's own until they are uploaded; the agent waits for that."""
+    name = hashlib.sha256(f"{scheme}://{rest} {place}".encode()).hexdigest()[:16]
+    MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache, control = MOUNTS / name, MOUNTS / f"{name}.sock"
+    has_control = find_rclone_version() >= RC_SOCKET_VERSION and len(os.fsencode(control)) <= SOCKET_PATH_BYTES_MAX
+    remote_control = ["--rc", "--rc-addr", f"unix://{control}"] if has_control else []
+    control.unlink(missing_ok=True)
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint:
+        os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
+    # Before the mount is there: whatever is written to it is waited for.
+    about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache)}
+    about["socket"] = str(control) if remote_control else ""
+    write_whole(MOUNTS / f"{name}.json", json.dumps(about))
+    argv = ["rclone", "mount", RCLONE[scheme] + rest, str(place), "--daemon", "--daemon-wait", "60s", *flags]
+    run([*argv, "--cache-dir", str(cache), *remote_control])
+
+
+def find_rclone_version() -> tuple[int, ...]:
+    done = subprocess.run(["rclone", "version"], check=False, capture_output=True, text=True)
+    found = re.match(r"rclone v(\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def drop_dead_mount(place: pathlib.Path) -> None:
+    """A mount whose program was killed answers every look with an error until it is taken away."""
+    try:
+        place.stat()
+    except OSError as error:
+        if error.errno == errno.ENOTCONN:
+            for tool in ("fusermount3", "fusermount"):
+                if shutil.which(tool):
+                    subprocess.run([tool, "-u", "-z", str(place)], check=False)
+                    return
+
+
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    done = subprocess.run([str(each) for each in argv], check=False)
+    # What serves a mount outlives the run that made it: without the mark by which a run's processes are ended.
+    environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
+    done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:
         raise Failure(f"`{argv[0]}` failed with exit code {done.returncode}")
 

@@ -17,6 +17,17 @@ _CORES_PER_CHIP = {"2": 2, "3": 2, "4": 2, "5p": 2}
 _TPU_NAMES = {"5litepod": "5e", "5lite": "5e"}
 _MAKERS = (("MI", "amd"), ("Radeon", "amd"), ("TPU", "google"), ("Inferentia", "amazon"), ("Trainium", "amazon"),
            ("Gaudi", "intel"), ("AI100", "qualcomm"))  # fmt: skip
+# What people and SkyPilot's files write for a card of the book; of a family, each generation with so many devices fits
+# (SkyPilot's `Inferentia:6` is an inf2.24xlarge).
+ALIASES: dict[str, tuple[str, ...]] = {
+    "mi300": ("MI300X",), "mi355": ("MI355X",), "a100-80": ("A100-80GB",), "a100-40": ("A100",),
+    "a100-80gb-sxm": ("A100-80GB",), "h100-sxm": ("H100",), "h100-80gb-hbm3": ("H100",), "h200-sxm": ("H200",),
+    "b200-sxm": ("B200",), "v100-16": ("V100",), "v100-32": ("V100-32GB",), "rtxa6000": ("A6000",),
+    "rtx-a6000": ("A6000",), "rtx6000ada": ("RTX6000-Ada",), "rtx-pro-6000": ("RTXPRO6000",),
+    "inferentia": ("Inferentia", "Inferentia2"), "inferentia1": ("Inferentia",), "inf1": ("Inferentia",),
+    "inf2": ("Inferentia2",), "trainium1": ("Trainium",), "trn1": ("Trainium",), "trn2": ("Trainium2",),
+    "tpu-v5litepod": ("TPU-v5e",), "tpu-v5lite": ("TPU-v5e",),
+}  # fmt: skip
 _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one as 180 or 183
 
 
@@ -47,7 +58,7 @@ def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) 
             memory = Quantity(value=read_gib(asked[2]), is_minimum=bool(asked[3]))
             names = [*_list_by_memory(figures, memory, asked[1])] or [each.accelerator]
         else:
-            names = [_find_name(each.accelerator, by_lower, figures)]
+            names = [*_list_names(each.accelerator, by_lower, figures)]
         for name in names:
             if name is not None and name not in figures:
                 unknown.setdefault(name, each)
@@ -83,6 +94,13 @@ def _list_by_memory(figures: Mapping[str, AcceleratorFigures], memory: Quantity,
 
 def _find_maker(name: str) -> str:
     return next((maker for start, maker in _MAKERS if name.startswith(start)), "nvidia")
+
+
+def _list_names(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> list[str]:
+    """The book's names for what is asked: one, but for a family of devices."""
+    if found := [each for each in ALIASES.get(name.lower(), ()) if each in figures]:
+        return found
+    return [_find_name(name, by_lower, figures)]
 
 
 def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> str:

@@ -26,6 +26,13 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
         return (Resources(),), False
     base = _apply(reader, section, Resources())
     accelerators, is_listed = _read_accelerators(section)
+    if parts := [f"{name}:{count:g}" for name, count in accelerators if 0 < count < 1]:
+        reader.warn(
+            section.find_key("accelerators"), "accelerators",
+            f"`accelerators`: where no part of a card is sold, {parts[0]} takes a node with a whole one",
+            "start other runs on the same cluster with `broker exec`; none of them is held to its share",
+            blocks_launch=False,
+        )  # fmt: skip
     images = _read_images(reader, section)
     count = (
         len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))

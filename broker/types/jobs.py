@@ -65,6 +65,7 @@ class Progress:
     tokens_per_s: float | None = None
     checkpoint_step: int | None = None
     time_s: float = 0.0
+    busy_s: float | None = None  # no new step is to be expected for so long: it restores, or compiles
 
 
 @noun

@@ -75,6 +75,7 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
         (b'"retailPrice"', b'"retail_price"', "changed its form"),
         (b"retail/prices?page=2", b"retail/prices?page=1", "goes on for ever"),
         (b"https://prices.azure.com", b"https://prices.example.com", "goes on elsewhere"),
+        (b"https://prices.azure.com", b"https://[prices.azure.com", "goes on elsewhere"),
     ],
 )
 def test_azure_names_what_is_wrong(old: bytes, new: bytes, words: str) -> None:

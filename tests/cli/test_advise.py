@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from broker.cli.advise import round_batch
 from tests.cli.conftest import Shell
 
 
@@ -44,6 +46,13 @@ def test_json_carries_the_task_file(shell: Shell) -> None:
         (["--params", "7B", "--tokens", "1B", "--deadline", "soon"], 2, "`--deadline soon` is not a duration"),
         (["--params", "7B", "--tokens", "1B", "--gpus", "H1000"], 3, "no accelerator is called `H1000`"),
         (["--params", "70B", "--tokens", "1B", "--max-gpus", "1"], 3, "fit on no gang of at most 1"),
+        (["--tokens", "1B", "--active-params", "3B"], 2, "`--active-params` needs `--params`"),
+        (["--params", "7B", "--tokens", "1B", "--active-params", "8B"], 2, "is not less than `--params 7B`"),
+        (
+            ["--params", "70B", "--tokens", "1B", "--active-params", "8B", "--trainer", "bundled"],
+            2,
+            "the bundled trainer has no mixture of experts",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(shell: Shell, arguments: list[str], code: int, message: str) -> None:
@@ -59,3 +68,31 @@ def test_a_shape_can_be_given(shell: Shell) -> None:
     )  # fmt: skip
     assert data["training"]["shape"]["width"] == 256
     assert data["options"][0]["strategy"] == "1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "rounded"), [(4e6 / 4096, 1024), (16e6 / 4096, 4096), (31.25, 32), (3000, 3072), (128, 128), (0.2, 1)]
+)
+def test_a_batch_is_rounded_to_what_ranks_can_share(sequences: float, rounded: int) -> None:
+    assert round_batch(sequences) == rounded
+
+
+def test_the_largest_runs_name_what_limits_them_and_how_large_a_spot_gang_is(shell: Shell) -> None:
+    wish = ["--tokens", "15.6T", "--gpus", "H100", "--max-gpus", "8192", "--deadline", "900d"]
+    done = shell.run("advise", "--params", "405B", *wish, "--batch", "4M", "--spot")
+    assert "the bundled trainer limits this" in done.stderr and "`--trainer megatron` costs that" in done.stderr
+    assert re.search(r"a spot gang of \d,\d{3} GPUs in one zone is rarely granted", done.stderr)
+    assert "15.6T tokens" in done.stdout and "e+" not in done.stdout
+    sure = shell.run("advise", "--params", "405B", *wish, "--no-spot", "--trainer", "megatron")
+    assert "spot gang" not in sure.stderr and "need a program such as Megatron-LM" in sure.stderr
+    assert "trainers.lm" not in sure.stdout
+
+
+def test_a_mixture_of_experts_computes_with_its_active_parameters(shell: Shell) -> None:
+    wish = ["--params", "100B", "--tokens", "1T", "--gpus", "H100", "--infra", "aws", "--no-spot", "--deadline", "300d"]
+    dense = shell.read_json("advise", *wish, "--trainer", "megatron", "--batch", "8M")
+    sparse = shell.read_json("advise", *wish, "--active-params", "12B", "--batch", "8M")
+    assert sparse["training"]["trainer"] == "megatron"
+    assert sparse["training"]["parameters"] == pytest.approx(100e9, rel=0.05)
+    assert sparse["options"][0]["expected_usd"] < dense["options"][0]["expected_usd"] / 2
+    assert "mixture" not in sparse["yaml"] and "trainers.lm" not in sparse["yaml"]

@@ -67,6 +67,15 @@ def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
         assert text.count(f"<{tag}") - text.count(f"<{tag}r") >= 1
         assert len(re.findall(rf"<{tag}[ >]", text)) == text.count(f"</{tag}>")
     assert text.count("<svg") == 4  # the costs, and three time lines
+    assert "train on recorded spot markets" in text and "made-up" not in text
+
+
+def test_made_up_markets_are_called_so_in_the_report(shell: Shell) -> None:
+    target = shell.folder / "report.html"
+    done = shell.run("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy", "--html", str(target))
+    text = target.read_text()
+    assert "train on made-up spot markets" in text and "recorded" not in text and "recording" not in text
+    assert "made-up" in done.stdout and "\r" not in done.stderr and "\x1b" not in done.stderr
 
 
 def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:

@@ -26,6 +26,13 @@ def shorten(envs: dict[str, str]) -> list[str]:
     return found
 
 
+def test_every_template_that_runs_a_trainer_sets_torch_up_first() -> None:
+    for path in TEMPLATES:
+        task = yaml.safe_load(path.read_text())
+        if "-m trainers." in task["run"]:
+            assert task["setup"].split("\n")[0] == "python3 -m trainers.setup", path
+
+
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_template_runs_to_its_end(shell: Shell, template: Path) -> None:
     envs = yaml.safe_load(template.read_text()).get("envs", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,9 @@ import pytest
 from broker.cli import launch
 from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.gcp.cloud import GcpCloud
-from broker.errors import CloudError, TransientError, UnreachedError
+from broker.errors import CapacityError, CloudError, TransientError, UnreachedError
 from broker.provision.lifecycle import Provisioner
-from broker.types import Cluster, ClusterStatus, JobStatus, Node, NodeState, Placement, Task
+from broker.types import Cluster, ClusterStatus, JobStatus, Node, NodeRequest, NodeState, Placement, Task
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import SimulatedGang, World, make_offer
 
@@ -52,6 +53,25 @@ def test_job_waits_for_machines_that_boot_and_not_for_agents_that_fail(
     if attempts == 1:
         check(world, JobStatus.SUCCEEDED)
     assert len(world.get_job().attempts) == attempts
+
+
+def test_a_long_search_does_not_use_up_the_time_that_a_machine_has_to_boot(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    error = UnreachedError("node `n` cannot be reached", node_id="n")
+    world.gang = SlowGang(world.cloud, world.clock, error=error, boot_s=390.0)
+    create_nodes = world.cloud.create_nodes
+
+    async def create_late(request: NodeRequest) -> Sequence[Node]:
+        await world.clock.sleep(220.0)
+        if request.placement.offer.region == "east1":
+            raise CapacityError("full", scope="zone")
+        return await create_nodes(request)
+
+    world.cloud.create_nodes = create_late  # type: ignore[method-assign]
+    run_to_end(world, "none")
+    check(world, JobStatus.SUCCEEDED)
+    (attempt,) = world.get_job().attempts
+    assert attempt.running_s is not None and attempt.running_s - attempt.started_s > 440.0 + 390.0
 
 
 class Clock:

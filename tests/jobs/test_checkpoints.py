@@ -75,6 +75,12 @@ def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task
     assert kept is settled, "what the task says goes before the default"
 
 
+def test_task_that_only_has_torch_set_up_may_keep_its_state_elsewhere() -> None:
+    task = Task(name="t", setup="python3 -m trainers.setup", run="python x.py")
+    (note,) = check_checkpoints([plan(task, "aws")])
+    assert "names no place for checkpoints" in note
+
+
 def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_word() -> None:
     own = StorageMount(target="/ckpt", source=("s3://mine",))
     task = Task(name="t", run="python x.py --out /ckpt", checkpoint=CheckpointSpec(stall_s=9), storage_mounts=(own,))

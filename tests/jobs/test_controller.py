@@ -6,15 +6,18 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.clouds.simulated import FaultRates
-from broker.types import Cluster, Goal, JobRecovery, JobStatus, Resources, Task
+from broker.errors import TransientError
+from broker.jobs.controller import JobController
+from broker.types import Cluster, Goal, JobRecovery, JobStatus, NodeList, Progress, Resources, RunStatus, Task
 from tests.simulation.test_crashes import run_to_end
-from tests.simulation.world import World, make_plan
+from tests.simulation.world import Report, World, make_plan
 
 
 @pytest.fixture
@@ -153,3 +156,81 @@ def test_a_job_goes_where_its_strategy_says_after_a_loss(tmp_path: Path) -> None
     run_to_end(world, "preemption", lambda task, avoid: make_plan(task))
     first, second = (attempt.placement.offer.region for attempt in world.get_job().attempts)
     assert first != second
+
+
+# -- a job that runs ------------------------------------------------------------------------------------------------
+
+
+def begin(world: World) -> JobController:
+    """A controller whose job has just been started, for ten minutes of work."""
+    world.gang.steps = 600
+    controller = world.make_controller()
+    world.clock.run(controller.step)
+    assert world.get_job().status is JobStatus.RUNNING
+    return controller
+
+
+def watch(world: World, controller: JobController, duration_s: float) -> None:
+    async def act() -> None:
+        end_s = world.clock.now_s() + duration_s
+        while world.clock.now_s() < end_s:
+            await controller.step()
+            await world.clock.sleep(5.0)
+
+    world.clock.run(act)
+
+
+@pytest.mark.parametrize("blindness", ["blank lists", "a region without lists"])
+def test_a_job_whose_agents_answer_goes_on_whatever_lists_leave_out(world: World, blindness: str) -> None:
+    controller = begin(world)
+    if blindness == "blank lists":
+        world.cloud.black_out(900.0)
+    else:
+        world.cloud.silent_regions["east1"] = TransientError("no answer")
+    watch(world, controller, 300.0)
+    job = world.get_job()
+    assert (job.status, len(job.attempts)) == (JobStatus.RUNNING, 1)
+    assert "unseen" not in {event.kind for event in world.store.list_events(job_id=job.id)}
+    log = (world.folder / "logs" / "jobs" / f"{job.id}.log").read_text()
+    assert f"{list_names(world)[0]} step 290\n" in log, "its log is copied meanwhile"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_gang_that_works_keeps_its_lease_whether_lists_answer_or_not(world: World, is_listed: bool) -> None:
+    controller = begin(world)
+    begun_s, renewed_s = world.clock.now_s(), list[float]()
+
+    async def renew(cluster: Cluster, *, lease_s: float) -> None:
+        renewed_s.append(world.clock.now_s() - begun_s)
+
+    async def fail(owner: str) -> NodeList:
+        raise TransientError("no answer")
+
+    world.gang.renew_lease = renew  # type: ignore[method-assign]
+    if not is_listed:
+        world.cloud.list_nodes = fail  # type: ignore[method-assign]
+    watch(world, controller, 400.0)
+    assert len(renewed_s) >= 3 and max(b - a for a, b in pairwise([0.0, *renewed_s, 400.0])) < 150.0, renewed_s
+
+
+@pytest.mark.parametrize(
+    ("progress", "is_resumed"),
+    [
+        (Progress(step=0), False),
+        (Progress(step=3), True),
+        (Progress(step=40, checkpoint_step=40), False),
+        (Progress(step=45, checkpoint_step=40), True),
+    ],
+    ids=["nothing yet", "from nothing", "just restored", "first heard of five steps later"],
+)
+def test_a_recovery_ends_with_the_first_step_past_what_was_restored(
+    world: World, progress: Progress, is_resumed: bool
+) -> None:
+    controller = begin(world)
+
+    async def poll(cluster: Cluster, run_id: int) -> Report:
+        return Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=progress)
+
+    world.gang.poll = poll  # type: ignore[method-assign]
+    world.clock.run(controller.step)
+    assert (world.get_job().attempts[-1].resumed_s is not None) is is_resumed

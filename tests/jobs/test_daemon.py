@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -183,6 +185,30 @@ def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> 
         assert stage.run() >= 60.0 and stage.provisioner.collected_s
 
 
+def test_one_that_is_asked_to_leave_leaves_its_jobs_as_they_are(stage: Stage) -> None:
+    job = stage.add_job(*[1.0] * 500)
+
+    async def ask() -> None:
+        await stage.clock.sleep(50.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert 50.0 <= stage.run(ask) < 53.0
+    assert stage.store.list_unfinished_job_ids() == [1] and 45 < len(job.stepped_s) < 55
+
+
+def test_logs_of_ended_jobs_are_kept_as_long_as_the_jobs(stage: Stage) -> None:
+    stage.store.set_job_status(stage.store.add_job("k", Task()).id, JobStatus.SUCCEEDED)
+    folder = stage.config.logs / "jobs"
+    folder.mkdir(parents=True)
+    for name, days in (("1.log", 89.0), ("2.log", 91.0)):
+        (folder / name).touch()
+        age_s = days * 86400.0
+        os.utime(folder / name, (stage.clock.now_s() - age_s, stage.clock.now_s() - age_s))
+    stage.provisioner.collected_s.append(0.0)  # so that this time it does not fail
+    stage.run(idle_s=1.0)
+    assert [path.name for path in folder.iterdir()] == ["1.log"]
+
+
 def test_a_store_that_cannot_be_written_ends_the_daemon_with_the_reason(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,3 +256,9 @@ def test_a_daemon_that_ends_badly_is_told_of_by_its_last_line(tmp_path: Path) ->
     assert any("daemon.log" in hint for hint in caught.value.hints)
     log = Config(home=tmp_path, owner=OWNER).daemon_log
     assert log.stat().st_mode & 0o777 == 0o600 and log.read_text().startswith("first\n")
+
+
+def test_a_daemon_that_ends_badly_is_told_of_in_whatever_bytes_its_last_line_has(tmp_path: Path) -> None:
+    code = r"import sys; sys.stdout.buffer.write(b'caf\xe9 \xff is full\n'); sys.exit(3)"
+    with pytest.raises(StateError, match="is full"):
+        start(tmp_path, code, is_held=False, age_s=0.0)

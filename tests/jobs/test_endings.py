@@ -37,6 +37,7 @@ from tests.simulation.world import make_offer
 from tests.state.test_rows import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+FULL = 2  # SQLite's number of `synchronous`
 
 
 class Stage:
@@ -308,6 +309,25 @@ def test_outcome_and_status_are_one_commit(stage: Stage, monkeypatch: pytest.Mon
     commits.clear()
     stage.conclude(Verdict.SUCCEEDED)
     assert len(commits) == 1
+
+
+def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after it would make an ended job run again."""
+    levels: list[int] = []
+    commit = stage.store._commit
+    monkeypatch.setattr(
+        stage.store, "_commit", lambda: levels.append(stage.store._rows("PRAGMA synchronous")[0][0]) or commit()
+    )
+    for act in (
+        lambda: stage.endings.lose(stage.attempt, "node 0 gone"),
+        lambda: stage.endings.finish(stage.job, JobStatus.FAILED, "it needs another"),
+        lambda: stage.endings.end(stage.job, stage.attempt, JobStatus.FAILED, "failed", "it failed"),
+    ):
+        with stage.store.transaction(is_durable=False):
+            pass  # as progress is stored: what a power cut takes of that is seen again
+        levels.clear()
+        act()
+        assert set(levels) == {FULL}
 
 
 # -- budgets --------------------------------------------------------------------------------------------------------

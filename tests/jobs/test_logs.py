@@ -173,3 +173,26 @@ def test_last_lines_of_a_short_attempt_leave_out_the_one_before(tmp_path: Path) 
     stage.copy(Head(b"of attempt 1\n"))
     stage.copy(Head(b"Killed\n"), 2)
     assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=3) == ["Killed"]
+
+
+@pytest.mark.parametrize("step", ["stat", "unlink"])
+def test_a_log_that_another_deletes_meanwhile_keeps_no_other_from_being_forgotten(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    folder = stage.folder / "jobs"
+    folder.mkdir()
+    for number in range(91, 95):
+        path = folder / f"{number}.log"
+        path.touch()
+        os.utime(path, (START_S, START_S))
+    act, unlink = getattr(Path, step), Path.unlink
+
+    def lose(path: Path, **options: Any) -> Any:
+        if path.name == "92.log":
+            unlink(path)
+        return act(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, step, lose)
+        forget_logs(stage.store, stage.folder, older_than_s=START_S + 1.0)
+    assert list(folder.iterdir()) == []

@@ -168,6 +168,7 @@ def test_allowance_that_the_budget_may_have_cut_is_not_told_as_a_whole_one(tmp_p
 def test_other_ends_are_losses_as_before(tmp_path: Path, reasons: tuple[str, ...]) -> None:
     job, _ = conclude(tmp_path, Left(None), *reasons)
     assert job.attempts[0].outcome == "preempted: node 0 and 1 gone"
+    assert job.attempts[0].lost_s == 50.0, "when the cloud says that they ended, not when it was noticed"
 
 
 def test_node_that_goes_while_the_broker_renews_its_lease_is_lost(tmp_path: Path) -> None:

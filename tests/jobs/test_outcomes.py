@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from broker.errors import AuthError
+from broker.jobs import outcomes
 from broker.jobs.outcomes import BucketOutcomes, Outcome, parse_outcome
 from broker.runtime.agent_bucket import leave_log, leave_outcome
 from broker.types import Progress, RunStatus
@@ -46,19 +48,35 @@ def test_broker_reads_what_the_agent_wrote(
     assert leave_outcome({**left, "progress": progress}, variables) == f"{place}/outcomes/1.json"
     (tmp_path / "log").write_bytes(b"one\ntwo\n")
     assert leave_log(tmp_path / "log", variables) == f"{place}/logs/1.log"
-    outcomes = BucketOutcomes()
-    assert asyncio.run(outcomes.read_outcome(place, 1)) == Outcome(
+    bucket = BucketOutcomes()
+    assert asyncio.run(bucket.read_outcome(place, 1)) == Outcome(
         status=RunStatus.FAILED,
         returncode=3,
         reason="rank 1 exited with 3",
         lease_left_s=7200.0,
         progress=Progress(step=40, total=40, loss=2.5),
     )
-    assert asyncio.run(outcomes.read_log(place, 1)) == b"one\ntwo\n"
-    assert asyncio.run(outcomes.read_outcome(place, 2)) is None and asyncio.run(outcomes.read_log(place, 2)) is None
-    assert asyncio.run(outcomes.read_outcome(f"{scheme}://no-such-bucket/x", 1)) is None
+    assert asyncio.run(bucket.read_log(place, 1)) == b"one\ntwo\n"
+    assert asyncio.run(bucket.read_outcome(place, 2)) is None and asyncio.run(bucket.read_log(place, 2)) is None
+    assert asyncio.run(bucket.read_outcome(f"{scheme}://no-such-bucket/x", 1)) is None
     assert leave_outcome({}, {**variables, "BROKER_CHECKPOINT_DIR": "/folder"}) == ""
     assert leave_log(tmp_path / "log", {**variables, "BROKER_CHECKPOINT_DIR": "file:///folder"}) == ""
+
+
+def test_only_what_a_bucket_answers_counts_as_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours is tried again: taken for an empty bucket, it would run a job twice that has succeeded."""
+    error: Exception = AuthError("denied")
+
+    def fail(place: str) -> None:
+        raise error
+
+    monkeypatch.setattr(outcomes, "open_bucket", fail)
+    reads = (BucketOutcomes().read_outcome, BucketOutcomes().read_log)
+    assert [asyncio.run(read("s3://b/x", 1)) for read in reads] == [None, None]
+    error = RuntimeError("a fault of ours")
+    for read in reads:
+        with pytest.raises(RuntimeError):
+            asyncio.run(read("s3://b/x", 1))
 
 
 @pytest.mark.parametrize(

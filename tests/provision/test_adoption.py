@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerError, StateError, TransientError
+from broker.errors import BrokerError, FencedError, StateError, TransientError
 from broker.provision.adoption import Deed, decide
 from broker.state.restoring import ATTEMPTS_SKIPPED, find_copy, reset, restore
-from broker.types import Attempt, ClusterStatus, Job, JobStatus, Node, NodeState, Placement, Task
+from broker.types import Attempt, ClusterStatus, Job, JobStatus, Node, NodeList, NodeState, Placement, Task
 from tests.simulation.world import OWNER, World, make_offer
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -162,6 +162,24 @@ def test_a_restored_copy_from_before_the_start_takes_the_running_attempt_up(worl
     assert not world.list_live_nodes()
 
 
+def test_what_is_taken_up_is_ours_and_a_job_that_waited_is_no_longer_told_to_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back(world, world.early_copy)  # type: ignore[attr-defined]
+    assert world.get_job().status is JobStatus.PENDING
+    list_nodes = world.cloud.list_nodes
+
+    async def list_all(owner: str) -> NodeList:
+        """As a cloud would whose tags say nothing of owners to its lists."""
+        listed = await list_nodes(owner)
+        other = make_node(0, cluster="dev", attempt=1, token="x", owner="somebody else")
+        return replace(listed, nodes=(*listed.nodes, other))
+
+    monkeypatch.setattr(world.cloud, "list_nodes", list_all)
+    assert world.clock.run(world.make_provisioner().adopt) == [world.get_job().attempts[0].cluster]
+    assert world.get_job().status is JobStatus.STARTING
+
+
 def test_a_restored_copy_of_an_earlier_attempt_takes_the_newest_one_up(world: World) -> None:
     first = world.store.copy()
     world.cloud.preempt([world.list_live_nodes()[0].id])
@@ -212,6 +230,21 @@ def test_an_empty_list_alone_does_not_settle_that_nothing_runs(world: World) -> 
     world.cloud.black_out(30.0)
     drive(world)
     assert world.get_job().status is JobStatus.SUCCEEDED and world.gang.starts == 1
+
+
+def test_a_daemon_that_is_replaced_adopts_nothing_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cloud does not tell now is asked again later; that another daemon leads is no such answer."""
+    world.store.forget_adoptions()
+
+    async def fail(owner: str) -> NodeList:
+        raise error
+
+    monkeypatch.setattr(world.cloud, "list_nodes", fail)
+    error: BrokerError = TransientError("no answer")
+    world.clock.run(world.make_provisioner().adopt)
+    error = FencedError("another daemon leads")
+    with pytest.raises(FencedError):
+        world.clock.run(world.make_provisioner().adopt)
 
 
 def test_a_copy_is_checked_before_it_replaces_anything(world: World) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from broker.errors import TransientError
+from broker.errors import FencedError, TransientError
 from broker.provision.adoption import Adopter
 from broker.provision.collection import GRACE_S, UP_S_MAX, Collector
 from broker.provision.leftovers import SWEEP_EVERY_S, Leftovers
@@ -230,6 +230,23 @@ def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Sta
     stage.put_cluster("up")
     stage.put_intent("up", "t2")
     assert stage.collect() == 1 and (stage.downed, stage.buried) == ([], [])
+
+
+def test_a_collector_that_is_replaced_ends_nothing_more(stage: Stage) -> None:
+    """Another daemon leads: what is written here is refused, and what is ended here may be at work there."""
+    stage.failure = FencedError("another daemon leads")
+    stage.put_cluster("up")
+    stage.put_intent("up", "t1")
+    with pytest.raises(FencedError):
+        stage.collect()
+    stage.store.close_intent("t1", "refused")
+    stage.put_cluster("going", ClusterStatus.TERMINATING)
+    with pytest.raises(FencedError):
+        stage.collect()
+    stage.cloud.failure, stage.failure = stage.failure, None
+    with pytest.raises(FencedError):
+        stage.collect()
+    assert (stage.downed, stage.buried) == ([], [])
 
 
 # -- what clusters leave behind besides nodes -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
+from broker.provision import failover
 from broker.provision.refusals import REASK_S, REFUSAL_S_SHORT
 from broker.provision.tries import UNCLEAR_S_MAX
 from broker.types import Cluster, Node, NodeRequest
@@ -133,7 +134,7 @@ def test_place_that_was_spared_has_its_turn_when_the_doubt_is_over(tmp_path: Pat
     assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"]
 
 
-def test_one_search_asks_no_place_again_and_again(tmp_path: Path) -> None:
+def test_one_search_asks_no_place_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal comes so late that by then the other place may be asked again."""
     search = Search(tmp_path, TransientError, times=0)
     world = search.world
@@ -146,4 +147,10 @@ def test_one_search_asks_no_place_again_and_again(tmp_path: Path) -> None:
     world.cloud.create_nodes = refuse_late  # type: ignore[method-assign]
     with pytest.raises(CapacityError):
         search.up(*EAST, hedge=1)
-    assert len(search.asked) <= 4
+    assert search.asked == [*EAST, *EAST]
+    monkeypatch.setattr(failover, "LAST_RESORT_MAX", 1)
+    world.clock.run(lambda: world.clock.sleep(4 * 3600.0))
+    search.asked.clear()
+    with pytest.raises(CapacityError):
+        search.up(*EAST, hedge=1, name="d")
+    assert search.asked == [*EAST, EAST[0]], "a plan may hold thousands of places: only so many are kept in mind"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.clouds.simulated import FaultRates
-from broker.errors import AuthError, CapacityError, QuotaError, ThrottledError, UsageError
+from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.tries import CREATE_TRIES_MAX
 from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
@@ -164,6 +164,34 @@ def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(
     with pytest.raises(AuthError, match="not logged in"):
         up(world)
     assert asked == 1 and not world.store.list_open_intents() and not world.store.list_clusters()
+
+
+def refuse_regions(world: World, *regions: str) -> list[str]:
+    """As an organisation's policy does; returns the zones that are asked, as they are asked."""
+    create_nodes, asked = world.cloud.create_nodes, []
+
+    async def create(request: NodeRequest) -> Sequence[Node]:
+        asked.append(request.placement.offer.zone or "")
+        if request.placement.offer.region in regions:
+            raise DeniedError(f"explicit deny in {request.placement.offer.region}", hints=("Ask the administrator.",))
+        return await create_nodes(request)
+
+    world.cloud.create_nodes = create  # type: ignore[method-assign]
+    return asked
+
+
+def test_a_region_that_a_policy_forbids_is_asked_once_and_the_next_region_gives(world: World) -> None:
+    asked = refuse_regions(world, "east1")
+    assert up(world).placement.offer.zone == "west1a"
+    assert asked == ["east1a", "west1a"]
+
+
+def test_where_every_region_is_forbidden_the_refusal_itself_is_told(world: World) -> None:
+    asked = refuse_regions(world, "east1", "west1")
+    with pytest.raises(DeniedError, match="explicit deny in east1") as caught:
+        up(world)
+    assert caught.value.hints == ("Ask the administrator.",)
+    assert asked == ["east1a", "west1a"] and not world.store.list_open_intents()
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])

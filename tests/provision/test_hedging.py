@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, SimulatedCloud
-from broker.errors import BrokerError, CapacityError, ThrottledError, UnknownOutcomeError
+from broker.clouds.simulated import FaultRates, Market, SimulatedCloud
+from broker.errors import BrokerError, CapacityError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.patience import LIMITS, Answer, Patience, bound, learn
-from broker.provision.refusals import FAILURES_MAX, PROBE_S
-from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
+from broker.provision.refusals import FAILURES_MAX, PROBE_S, RefusalMemory
+from broker.types import Cluster, ClusterStatus, Node, NodeList, NodeRequest, NodeState
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World, make_plan
 
@@ -99,9 +100,103 @@ def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert len(given) == 2 and all(node.state is NodeState.TERMINATED for node in given), "it was made, and ended"
     assert not world.store.list_open_intents()
-    assert any("east1a" in line and "confirmed gone" in line for line in told)
+    (end,) = (line for line in told if "east1a" in line and "confirmed gone" in line)
+    given_usd = sum(node.usd_hour * ((node.ended_s or 0.0) - node.created_s) / 3600 for node in given)
+    told_usd = float(end.rpartition("it cost ")[2].removesuffix(" USD"))
+    assert told_usd == pytest.approx(given_usd, abs=0.0001) and given_usd > 0.0005
     spent_usd = world.store.spend_usd(cluster="c", now_s=world.clock.now_s())
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
+
+
+def test_what_comes_too_late_is_ended_though_no_list_answers(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": 100.0})
+    world.cloud.market = Market(list_lag_s=0.0)
+    provisioner = world.make_provisioner()
+
+    async def fail(owner: str) -> NodeList:
+        raise TransientError("no answer")
+
+    async def scenario() -> None:
+        assert (await provisioner.up("c", make_plan(world.task))).placement.offer.zone == "east1b"
+        world.cloud.list_nodes = fail  # type: ignore[method-assign]
+        await provisioner.finish()
+        await world.clock.sleep(10.0)
+
+    world.clock.run(scenario)
+    given = [node for node in world.cloud.observe() if node.zone == "east1a"]
+    assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
+    assert len(world.store.list_open_intents("c")) == 1, "nobody has confirmed that they are gone"
+
+
+def test_places_that_a_killed_command_had_begun_are_told_as_such_and_not_as_the_next_to_ask(tmp_path: Path) -> None:
+    world = make_world(tmp_path, slow={"east1a": HANG_S, "east1b": HANG_S})
+
+    async def cut_short() -> None:
+        coming = asyncio.ensure_future(world.make_provisioner().up("c", make_plan(world.task)))
+        await world.clock.sleep(40.0)
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+
+    world.clock.run(cut_short)
+    assert len(world.store.list_open_intents("c")) == 2
+    told: list[str] = []
+    up(world, told=told)
+    assert [line.partition(" at ")[0] for line in told[:2]] == [
+        f"going on with 2 x big spot in {zone} (simulated)" for zone in ("east1a", "east1b")
+    ]
+
+
+def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while_the_budget_of_all_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    world = make_world(tmp_path)
+    called_s: list[float] = []
+
+    async def throttle(request: NodeRequest) -> Sequence[Node]:
+        called_s.append(world.clock.now_s())
+        raise ThrottledError("slow down")
+
+    world.cloud.create_nodes = throttle  # type: ignore[method-assign]
+
+    def search(name: str) -> list[float]:
+        """Returns the seconds between its calls."""
+        called_s.clear()
+        with pytest.raises(CapacityError):
+            world.clock.run(lambda: world.make_provisioner().up(name, make_plan(world.task, "east1a")))
+        return [later - earlier for earlier, later in pairwise(called_s)]
+
+    assert search("c") == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0], abs=0.1)
+    world.clock.run(lambda: world.clock.sleep(3600.0))
+    memory = RefusalMemory(world.store)
+    for _ in range(int(FAILURES_MAX) - 1):
+        memory.note_failed_call("simulated")
+    assert search("d") == [] and len(called_s) == 1, "the last of the budget"
+
+
+def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.cloud.market = Market(list_lag_s=4.0)
+    create, note, begun_s = world.cloud.create_nodes, world.store.note_made_nodes, world.clock.now_s()
+    calls: list[str] = []
+    made_s: list[float] = []
+
+    async def lose(request: NodeRequest) -> Sequence[Node]:
+        calls.append(request.token)
+        nodes = await create(request)
+        if len(calls) == 1:
+            raise UnknownOutcomeError("no answer")
+        return nodes
+
+    def note_made(token: str, nodes: Sequence[Node]) -> None:
+        made_s.append(world.clock.now_s() - begun_s)
+        note(token, nodes)
+
+    world.cloud.create_nodes = lose  # type: ignore[method-assign]
+    world.store.note_made_nodes = note_made  # type: ignore[method-assign]
+    up(world)
+    assert len(calls) == 1, "lists are late: that they show nothing yet is no reason to ask again"
+    assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
 
 
 def test_the_slow_place_wins_if_it_is_whole_first(tmp_path: Path) -> None:

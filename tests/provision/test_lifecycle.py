@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from broker.clouds.simulated import SimulatedCloud
-from broker.errors import AccountError, AuthError, CapacityError, TransientError, UsageError
+from broker.clouds.simulated import FaultRates, Market, SimulatedCloud
+from broker.errors import AccountError, AuthError, BrokerError, CapacityError, TransientError, UsageError
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
+from broker.provision.nodes import LOOK_S_MAX
 from broker.types import (
     Autostop,
     Cluster,
@@ -140,6 +142,47 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
     assert any("trying again in" in line for line in told)
 
 
+@pytest.mark.parametrize("error", [AuthError("the login has expired"), UsageError("taken down")])
+def test_a_search_that_is_told_to_go_on_ends_all_the_same_where_no_later_answer_would_differ(
+    stage: Stage, error: BrokerError
+) -> None:
+    calls: list[str] = []
+
+    async def create_nodes(request: NodeRequest) -> Sequence[Node]:
+        calls.append(request.token)
+        raise error
+
+    stage.cloud.create_nodes = create_nodes  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        stage.up(retry_until_up=True)
+    assert len(calls) == 1
+
+
+def test_looks_at_nodes_that_stop_or_end_come_less_and_less_often_down_to_one_in_five_seconds(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.up()
+    listed_s: list[float] = []
+    list_nodes = stage.cloud.list_nodes
+
+    async def note(owner: str) -> Any:
+        listed_s.append(stage.world.clock.now_s())
+        return await list_nodes(owner)
+
+    monkeypatch.setattr(stage.cloud, "list_nodes", note)
+    stage.cloud.lag_s = 120.0
+    stage.run(lambda: stage.provisioner.stop("c"))
+    stops = [later - earlier for earlier, later in pairwise(listed_s)]
+    listed_s.clear()
+    stage.cloud.stopped_at_s, stage.cloud.market = None, Market(terminate_s=120.0)
+    stage.run(lambda: stage.provisioner.down("c"))
+    ends = [later - earlier for earlier, later in pairwise(listed_s)]
+    for pauses in (stops, ends):
+        assert pauses[0] < 0.2 and pauses[-1] == max(pauses) == pytest.approx(LOOK_S_MAX, abs=0.1)
+        assert all(later >= earlier - 0.05 for earlier, later in pairwise(pauses)), "calls take a moment too"
+        assert len(pauses) > 30
+
+
 def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: Stage) -> None:
     stage.up()
     stage.run(lambda: stage.provisioner.stop("c"))
@@ -187,6 +230,69 @@ def test_what_cannot_be_stopped_or_is_not_there_is_refused_with_a_hint(tmp_path:
     assert provisioner.hint_console(plain.store.list_clusters()[0], "n") is None
 
 
+def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_on_the_disk(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster without its intent would be ended by nobody; an intent that a power cut opens again costs a search."""
+    store = stage.world.store
+    commit, close = type(store)._commit, type(store).close_intent
+    coming: list[bool] = []
+    closed: list[tuple[str, int]] = []
+
+    def note_commit() -> None:
+        commit(store)
+        cluster = store.get_cluster("c")
+        if cluster is not None and cluster.status is ClusterStatus.INIT:
+            coming.append(bool(store.list_open_intents("c")))
+
+    def note_close(token: str, outcome: str) -> None:
+        closed.append((outcome, store._rows("PRAGMA synchronous")[0][0]))
+        close(store, token, outcome)
+
+    monkeypatch.setattr(store, "_commit", note_commit)
+    monkeypatch.setattr(store, "close_intent", note_close)
+    stage.cloud.faults = FaultRates(partial=1.0)
+    with pytest.raises(CapacityError):
+        stage.up(plan=make_plan(stage.world.task, "east1a"))
+    assert coming[0] is True
+    assert closed == [("terminated", 2)], "2 is SQLite's number of FULL"
+
+
+def test_a_node_that_replaces_a_lost_one_is_in_the_record_and_none_is_made_for_a_cluster_that_was_taken_down(
+    stage: Stage,
+) -> None:
+    first = stage.up()
+    stage.cloud.preempt([first.nodes[1].id])
+    lost = stage.run(lambda: stage.provisioner.refresh(first))
+
+    def replace_lost() -> Cluster:
+        work = stage.provisioner.replace_node
+        return stage.run(lambda: work(lost, stage.world.task, rank=1, check_budget=lambda: None))
+
+    again = replace_lost()
+    assert again == stage.get() and again.nodes[0].id == first.nodes[0].id != again.nodes[1].id != first.nodes[1].id
+    assert [(node.rank, node.state) for node in again.nodes] == [(0, NodeState.RUNNING), (1, NodeState.RUNNING)]
+    stage.run(lambda: stage.provisioner.down("c"))
+    with pytest.raises(UsageError, match="taken down"):
+        replace_lost()
+    assert not stage.world.list_live_nodes() and not stage.world.store.list_open_intents()
+
+
+def test_an_adapter_whose_lists_name_no_account_takes_none_from_the_record(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = stage.up()
+    list_nodes = stage.cloud.list_nodes
+
+    async def list_without(owner: str) -> Any:
+        listed = await list_nodes(owner)
+        return replace(listed, account="", nodes=tuple(replace(node, account="") for node in listed.nodes))
+
+    monkeypatch.setattr(stage.cloud, "list_nodes", list_without)
+    refreshed = stage.run(lambda: stage.provisioner.refresh(cluster))
+    assert [node.account for node in refreshed.nodes] == ["account-1", "account-1"]
+
+
 def test_a_console_is_hinted_at_for_nodes_of_the_cluster_only(stage: Stage) -> None:
     cluster = stage.up()
     node_id = cluster.nodes[1].id
@@ -200,6 +306,16 @@ def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing
         stage.run(lambda: stage.provisioner.down("c"))
         assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
     assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up", "down"]
+    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+
+
+def test_nodes_that_were_seen_to_end_need_no_list_of_their_region_any_more(stage: Stage) -> None:
+    cluster = stage.up()
+    stage.cloud.preempt([node.id for node in cluster.nodes])
+    stage.run(lambda: stage.provisioner.refresh(cluster))
+    stage.cloud.silent_regions["east1"] = TransientError("no answer")
+    stage.run(lambda: stage.provisioner.down("c"))
+    assert not stage.world.store.list_clusters()
     assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
 
 

@@ -10,6 +10,7 @@ from broker.errors import TransientError
 from broker.provision.listing import Lister
 from broker.types import Node, NodeList, NodeState
 from tests.simulation.virtual import VirtualClock
+from tests.state.test_rows import Hands
 
 
 class SlowCloud:
@@ -82,6 +83,31 @@ def test_a_list_of_lately_will_do_for_those_who_say_so(clock: VirtualClock) -> N
         assert first.by_id["n1"] in first.by_token["t"]
 
     clock.run(work)
+
+
+class Instant(SlowCloud):
+    async def list_nodes(self, owner: str) -> NodeList:
+        self.calls += 1
+        return NodeList(nodes=())
+
+
+def test_a_list_of_the_same_instant_is_too_old_for_those_who_want_one_from_now_on() -> None:
+    """It may not show what its asker has just done."""
+    hands = Hands()
+    cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
+    for calls, age_s_max in ((1, 0.0), (2, 0.0), (2, 5.0), (3, 0.0)):
+        asyncio.run(lister.list(cloud, age_s_max=age_s_max))  # type: ignore[arg-type]
+        assert cloud.calls == calls
+
+
+def test_a_list_from_the_future_of_a_clock_that_was_set_back_will_do_for_nobody() -> None:
+    """For an hour it would hide every loss."""
+    hands = Hands()
+    cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
+    asyncio.run(lister.list(cloud, age_s_max=5.0))  # type: ignore[arg-type]
+    hands.time_s -= 3600.0
+    asyncio.run(lister.list(cloud, age_s_max=5.0))  # type: ignore[arg-type]
+    assert cloud.calls == 2
 
 
 def test_a_call_that_fails_is_made_again_and_given_up_at_its_limit(clock: VirtualClock) -> None:

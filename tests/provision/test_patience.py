@@ -36,11 +36,7 @@ def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
 
 def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
     patience = Patience(store)
-    for cloud, answer, limits in (
-        ("x", Answer.CREATED, LIMITS[Answer.CREATED]),
-        ("x", Answer.WHOLE, LIMITS[Answer.WHOLE]),
-    ):
-        assert patience.measure_s(cloud, answer) == limits.prior_s
+    assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
     patience.note("x", Answer.CREATED, 8.0)
     assert patience.measure_s("x", Answer.CREATED) == 24.0
     assert patience.measure_s("y", Answer.CREATED) == LIMITS[Answer.CREATED].prior_s
@@ -48,8 +44,10 @@ def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
     assert store.get_pace("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
 
 
-def test_the_limits_are_those_of_the_documents() -> None:
-    assert {
-        Answer.CREATED: Limits(prior_s=20.0, least_s=5.0, most_s=60.0),
-        Answer.WHOLE: Limits(prior_s=120.0, least_s=30.0, most_s=300.0),
-    } == LIMITS
+@pytest.mark.parametrize(
+    ("answer", "prior_s", "least_s", "most_s"), [(Answer.CREATED, 20.0, 5.0, 60.0), (Answer.WHOLE, 120.0, 30.0, 300.0)]
+)
+def test_the_limits_are_those_of_the_documents(answer: Answer, prior_s: float, least_s: float, most_s: float) -> None:
+    assert [bound(pace, LIMITS[answer]) for pace in (None, learn(None, 0.0), learn(None, 1e6))] == [
+        prior_s, least_s, most_s,
+    ]  # fmt: skip

@@ -78,6 +78,16 @@ class Rig:
         report: GangReport = await wait_for(is_over)
         return report
 
+    async def finish_all(self, cluster: Cluster, run_id: int = 1) -> GangReport:
+        """As `finish`, once every rank has written its own outcome too."""
+
+        async def are_over() -> GangReport | None:
+            report = await self.gang.poll(cluster, run_id)
+            return report if all(status and status.is_terminal for status in report.statuses) else None
+
+        report: GangReport = await wait_for(are_over)
+        return report
+
     async def read_log(self, cluster: Cluster, run_id: int = 1) -> str:
         return (await self.gang.read_log(cluster, run_id, offset=0))[0].decode()
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.runtime import agent_bucket
+from broker.runtime import agent_bucket, agent_login
 from tests.testbed.objects import AZURE_KEY, AZURE_SIGNATURE, AZURE_TOKEN, BUCKET, Objects, serve_azure
 
 LOGIN = {"key": "AKID", "secret": "wJalr", "token": "session"}
@@ -93,7 +93,8 @@ class Metadata:
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
     server = Metadata()
-    monkeypatch.setattr(agent_bucket, "METADATA", server.url)
+    monkeypatch.setattr(agent_login, "METADATA", server.url)
+    monkeypatch.setenv("HOME", "/nowhere")  # no login of whoever runs the tests
     monkeypatch.setattr(agent_bucket, "PAUSE_S", 0.0)
     yield server
     server.close()
@@ -103,7 +104,7 @@ def test_machines_role_signs_where_the_environment_has_no_keys(metadata: Metadat
     metadata.codes = [503]
     agent_bucket.put("s3://b/k", b"{}", {"AWS_ENDPOINT_URL": metadata.url})
     assert metadata.seen[-2:] == [("PUT", "/b/k", b"{}")] * 2, "an overloaded service is asked again"
-    assert agent_bucket.find_login({})["key"] == "ROLE"
+    assert agent_login.find_s3_login({})["key"] == "ROLE"
 
 
 def test_googles_bucket_is_written_as_the_machines_account(metadata: Metadata) -> None:
@@ -147,7 +148,7 @@ def test_azures_container_is_written_by_each_kind_of_login(
 def test_azure_sends_away_who_signs_otherwise(azure: tuple[Objects, dict[str, str]], changed: dict[str, str]) -> None:
     objects, variables = azure
     before = dict(objects.content)
-    with pytest.raises(agent_bucket.Refused, match="HTTP 403"):
+    with pytest.raises(agent_login.Refused, match="HTTP 403"):
         agent_bucket.put(f"az://{BUCKET}/forged.json", b"{}", variables | changed)
     assert objects.content == before
 
@@ -160,20 +161,20 @@ def test_azures_own_address_is_the_accounts() -> None:
 
 def test_refusal_is_told_in_a_line(metadata: Metadata) -> None:
     metadata.codes = [403]
-    with pytest.raises(agent_bucket.Refused, match="s3://b/k: HTTP 403"):
+    with pytest.raises(agent_login.Refused, match="s3://b/k: HTTP 403"):
         agent_bucket.put("s3://b/k", b"{}", {"AWS_ENDPOINT_URL": metadata.url})
     metadata.close()
-    with pytest.raises(agent_bucket.Refused, match="no login for S3"):
+    with pytest.raises(agent_login.Refused, match="no login for S3"):
         agent_bucket.put("s3://b/k", b"{}", {})
-    with pytest.raises(agent_bucket.Refused, match="no login for gs://"):
+    with pytest.raises(agent_login.Refused, match="no login for gs://"):
         agent_bucket.put("gs://b/k", b"{}", {})
-    with pytest.raises(agent_bucket.Refused, match="AZURE_STORAGE_ACCOUNT_NAME is not set"):
+    with pytest.raises(agent_login.Refused, match="AZURE_STORAGE_ACCOUNT_NAME is not set"):
         agent_bucket.put("az://b/k", b"{}", {})
-    with pytest.raises(agent_bucket.Refused, match="no login for az://"):
+    with pytest.raises(agent_login.Refused, match="no login for az://"):
         agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a"})
-    with pytest.raises(agent_bucket.Refused, match="no base64"):
+    with pytest.raises(agent_login.Refused, match="no base64"):
         agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "k"})
-    with pytest.raises(agent_bucket.Refused, match="r2://"):
+    with pytest.raises(agent_login.Refused, match="r2://"):
         agent_bucket.put("r2://b/k", b"{}", {})
 
 

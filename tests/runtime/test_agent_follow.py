@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
 import select
@@ -230,3 +231,45 @@ def test_a_broker_that_only_answers_heartbeats_counts_as_heard(start: Callable[.
     session.say({"id": 1, "verb": "log", "request": {"run_id": 1, "offset": 0}})
     session.hear(lambda message: message.get("id") == 1)
     assert heard.exists()
+
+
+@pytest.fixture
+def follow(home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The session's module in this process, on the node's files."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("agent_follow")
+    monkeypatch.setattr(module.files, "STATE", home / ".broker")
+    monkeypatch.setattr(module.files, "RUNS", home / ".broker" / "runs")
+    return module
+
+
+def test_a_runner_that_vanishes_is_urgent_news_until_there_is_an_outcome(follow: Any, home: Path) -> None:
+    lock = agent_files.try_lock(home / ".broker/runs/1/runner.lock")
+    assert lock is not None
+    marks = follow.Marks(1)
+    running, _ = marks.look()
+    os.close(lock)
+    gone, usual = marks.look()
+    assert gone != running
+    assert marks.look() == (gone, usual), "nothing is new"
+    (home / ".broker/runs/1/outcome.json").write_text("{}")
+    assert marks.look()[0] != gone
+
+
+@pytest.mark.parametrize("name", ["state.json", "outcome.json"])
+def test_what_must_be_told_at_once_is_urgent(follow: Any, home: Path, name: str) -> None:
+    marks = follow.Marks(1)
+    before = marks.look()
+    (home / ".broker/runs/1" / name).write_text('{"status": "a longer text than before it changed"}')
+    assert marks.look()[0] != before[0]
+
+
+def test_of_progress_only_the_first_step_is_urgent(follow: Any, home: Path) -> None:
+    file = home / ".broker/runs/1/progress.jsonl"
+    marks = follow.Marks(1)
+    none, _ = marks.look()
+    file.write_text('{"step": 1}\n')
+    first, usual = marks.look()
+    assert first != none
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    assert marks.look()[0] == first and marks.look()[1] != usual

@@ -22,6 +22,7 @@ class Cloud:
     def __init__(self, *, notice_at_s: float, advice_at_s: float = float("inf")) -> None:
         self.now_s, self._notice_at_s, self._advice_at_s = 0.0, notice_at_s, advice_at_s
         self.asked: list[str] = []
+        self.advices = 0  # each with a time of its own
 
     def ask(self, verb: str, path: str, headers: dict[str, str], *, answer_s: float = 0.0) -> str | None:
         self.asked.append(path)
@@ -30,7 +31,8 @@ class Cloud:
         if path.endswith("spot/instance-action") and self.now_s >= self._notice_at_s:
             return json.dumps({"action": "terminate", "time": "2026-01-01T00:00:02Z"})
         if path.endswith("rebalance") and self.now_s >= self._advice_at_s:
-            return json.dumps({"noticeTime": "2026-01-01T00:00:00Z"})
+            self.advices += 1
+            return json.dumps({"noticeTime": f"2026-01-01T00:00:{self.advices:02}Z"})
         if "preempted" in path:
             if "wait_for_change" in path:
                 self.now_s = max(self.now_s, self._notice_at_s)
@@ -78,7 +80,8 @@ def test_notice_is_written_down_while_the_machine_still_has_a_second(agent: Agen
 def test_advice_is_news_and_no_notice(agent: Agent) -> None:
     cloud = Cloud(notice_at_s=10.0, advice_at_s=2.0)
     agent.watch(cloud, "aws")
-    assert agent.read("rebalance") == {"time_s": agent.notice.parse_time_s("2026-01-01T00:00:00Z")}
+    assert cloud.advices > 1, "it was told more than once"
+    assert agent.read("rebalance") == {"time_s": agent.notice.parse_time_s("2026-01-01T00:00:01Z")}, "and is news once"
     assert cloud.now_s >= 10.0, "it went on listening"
 
 

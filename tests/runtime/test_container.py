@@ -63,6 +63,32 @@ def test_setup_and_run_share_a_container_with_the_nodes_home_and_network(rig: Ri
     assert CANARY not in json.dumps([docker.list_calls(verb) for verb in ("run", "exec", "pull", "login")])
 
 
+def test_trainers_come_first_inside_and_the_folder_for_state_exists(
+    rig: Rig, docker: FakeDocker, tmp_path: Path
+) -> None:
+    run = """
+        python3 -c 'import trainers; print("from", trainers.__file__)'
+        echo "path $PATH"; cd "$BROKER_CHECKPOINT_DIR" && echo "state there"; : -m trainers.launch
+    """
+    task = make_contained(run, envs={"BROKER_CHECKPOINT_DIR": f"{tmp_path}/state/of it"})
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(1)
+        await rig.gang.prepare(cluster, task)
+        await rig.gang.start(cluster, task, run_id=1, envs={})
+        report = await rig.finish(cluster)
+        log = await rig.read_log(cluster)
+        assert report.status is RunStatus.SUCCEEDED, log
+        home = f"{cluster.nodes[0].handle}/home/.broker"
+        assert f"from {home}/trainers/" in log and "state there" in log
+        (path,) = (line.split()[1] for line in log.splitlines() if line.startswith("path "))
+        first, rest = path.split(":", 1)
+        # Not the node's own: the image has another Python. What the image sets comes after it.
+        assert first.startswith(f"{home}/python/broker-") and first.endswith("/bin") and rest
+
+    asyncio.run(act())
+
+
 def test_gangs_credential_can_be_read_inside(rig: Rig, docker: FakeDocker) -> None:
     async def act() -> None:
         cluster = await rig.make_cluster()

@@ -117,6 +117,26 @@ def test_member_with_a_bug_is_dropped_and_the_others_go_on() -> None:
         await_kind(told, "go")
 
 
+def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
+    """Its node could not reach a package index, say: the gang trains, and takes the next newcomer in."""
+    with open_gang() as gang:
+        (head, heard), (other, _), (lost, told) = (gang.join(rank) for rank in range(3))
+        for link in (head, other, lost):
+            link.send("setup", returncode=0)
+        await_kind(told, "go")
+        lost.close()
+        await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
+        newcomer, _ = gang.join(2)
+        newcomer.send("setup", returncode=1)
+        newcomer.send("exit", returncode=1)
+        await_that(lambda: 2 in gang.coordinator._gone, "the newcomer's exit is not heard")
+        assert gang.coordinator._verdict is None
+        again, told = gang.join(2)
+        again.send("setup", returncode=0)
+        await_kind(told, "go")
+        assert heard.empty() or heard.get()["type"] == "go"
+
+
 def test_rank_that_is_taken_is_not_given_again() -> None:
     with open_gang() as gang:
         gang.join(1)

@@ -84,6 +84,20 @@ def test_where_the_head_is_silent_another_speaks_and_tells_no_progress() -> None
     assert report.statuses == (None, RunStatus.FAILED)
 
 
+def test_a_rank_that_answered_before_it_ended_is_asked_again_once_the_head_has_succeeded() -> None:
+    gang, agents = open_gang(make_run("SUCCEEDED", returncode=0), make_run())
+    answer = agents.run
+
+    async def run(node: Node, argv: Sequence[str], **rest: Any) -> Completed:
+        done = await answer(node, argv, **rest)
+        agents.answers = [agents.answers[0], make_run("SUCCEEDED", returncode=0)]  # it ends just after it answered
+        return done
+
+    agents.run = run  # type: ignore[method-assign]
+    report = asyncio.run(gang.poll(TWO, 1))
+    assert report.statuses == (RunStatus.SUCCEEDED,) * 2
+
+
 def test_a_run_that_no_agent_knows_of_yet_is_being_set_up() -> None:
     gang, _ = open_gang({"runs": [], "is_advised": False}, {"runs": [], "is_advised": False})
     report = asyncio.run(gang.poll(TWO, 1))

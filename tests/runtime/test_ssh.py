@@ -16,6 +16,8 @@ from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.keys import HOST, LOGIN, Keys
 from broker.runtime.transports.ssh import SshTransport
 from broker.runtime.transports.ssh_options import parse_handle
+from broker.types import Node
+from tests.clouds.jumping import JumpingClock
 
 pytestmark = pytest.mark.skipif(not SSHD, reason=REASON)
 
@@ -68,6 +70,43 @@ def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
     with pytest.raises(TransientError, match="cannot be reached"):
         asyncio.run(later.run(sshd.node, ["true"], timeout_s=30))
     assert clock.waits == waits, "it takes nobody else for one that boots either"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_host_that_a_firewall_keeps_out_is_reached_once_it_lets_us_in(sshd: Sshd, keys: Keys, is_known: bool) -> None:
+    """This machine's address has changed: the rule is renewed before the host is given up, and tried again."""
+    transport = SshTransport(keys, clock=Clock(), patience_s=0)
+    if is_known:
+        sshd.start()
+        sshd.wait()
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+        sshd.stop()
+    asked: list[str] = []
+
+    async def renew(node: Node) -> bool:
+        asked.append(node.id)
+        sshd.start()
+        sshd.wait()
+        return True
+
+    transport.renew_access = renew
+    done = asyncio.run(transport.run(sshd.node, ["echo", "in"], timeout_s=30))
+    assert done.stdout == b"in\n" and asked == [sshd.node.id]
+
+
+def test_host_that_stays_silent_though_the_firewall_was_renewed_is_given_up(sshd: Sshd, keys: Keys) -> None:
+    clock = JumpingClock()
+    transport = SshTransport(keys, clock=clock, patience_s=0)
+    asked: list[str] = []
+
+    async def renew(node: Node) -> bool:
+        asked.append(node.id)
+        return True
+
+    transport.renew_access = renew
+    with pytest.raises(UnreachedError, match="cannot be reached"):
+        asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
+    assert asked == [sshd.node.id]
 
 
 def test_host_that_never_comes_up_is_told_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:

@@ -86,6 +86,7 @@ class Report:
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
     statuses: tuple[RunStatus | None, ...] = ()
+    flush: str = ""
 
 
 class MachineGang:

@@ -80,6 +80,7 @@ class Report:
     reason: str = ""
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
+    flush: str = ""
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 

@@ -12,16 +12,23 @@ from broker.spot.markets import make_site
 from broker.spot.optimum import find_optimum, list_intervals
 from broker.spot.policies import ORACLES, load_policy
 from broker.spot.replay import Case, replay
-from broker.spot.traces import Trace
+from broker.spot.traces import Trace, make_default_traces
 
 
 def trace_of(counts: list[int], name: str = "t") -> Trace:
     return Trace(name=name, gap_hours=1.0, counts=tuple(counts))
 
 
-def search_ticks(zones: list[list[int]], prices: list[float], work: int, deadline: int, start: int) -> float:
+def search_ticks(
+    zones: list[list[int]],
+    prices: list[float],
+    work: int,
+    deadline: int,
+    start: int,
+    ratios: list[list[float]] | None = None,
+) -> float:
     """Every plan that decides tick by tick; starts and work are whole ticks, so nothing finer can be better by more
-    than what the last tick holds too much."""
+    than what the last tick holds too much. `ratios` scales the price of each zone tick by tick."""
 
     @cache
     def best(tick: int, left: int, mode: int, owed: int) -> float:
@@ -33,7 +40,7 @@ def search_ticks(zones: list[list[int]], prices: list[float], work: int, deadlin
         for option in range(-1, len(zones)):
             if option >= 0 and not zones[option][tick % len(zones[option])]:
                 continue
-            usd = 1.0 if option < 0 else prices[option]
+            usd = 1.0 if option < 0 else prices[option] * (ratios[option][tick] if ratios else 1.0)
             debt = owed if option == mode else start
             after = (left, debt - 1) if debt else (left - 1, 0)
             found = min(found, usd + best(tick + 1, after[0], option, after[1]))
@@ -68,6 +75,34 @@ def test_two_zones_equal_an_exhaustive_search(
     ]
     found = find_optimum(sites, work_hours=work, deadline_hours=14)
     assert found == pytest.approx(search_ticks([one, two], [0.3, usd_hour], work, 14, start), rel=3e-4)
+
+
+ratios = st.lists(st.sampled_from((1.0, 1.5, 2.0, 4.0)), min_size=14, max_size=14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bits, bits, ratios, ratios, st.integers(2, 8), st.integers(0, 2))
+def test_where_prices_move_no_plan_is_found_that_an_exhaustive_search_does_not_have(
+    one: list[int], two: list[int], first: list[float], second: list[float], work: int, start: int
+) -> None:
+    """Work bought at one price is never taken back at another. The end of a run is not cut where prices move, so that a
+    plan may hold one tick too much."""
+    sites = [
+        make_site(
+            Trace(name=name, gap_hours=1.0, counts=tuple(counts), prices=tuple(prices)), start_hours=start,
+            spot_usd_hour=0.3 * prices[0],
+        )
+        for name, counts, prices in (("one", one, first), ("two", two, second))
+    ]  # fmt: skip
+    found = find_optimum(sites, work_hours=work, deadline_hours=14)
+    best = search_ticks([one, two], [0.3, 0.3], work, 14, start, [first, second])
+    assert best * (1 - 3e-4) <= found <= best + 0.3 * 4
+
+
+def test_the_optimum_over_made_up_markets_pays_at_least_the_lowest_price() -> None:
+    sites = [make_site(each, start_hours=1 / 12, spot_usd_hour=0.1) for each in make_default_traces()]
+    lowest = min(usd for each in list_intervals(sites, 228.0, 60.0) for _, usd in each.open_sites)
+    assert find_optimum(sites, work_hours=40, deadline_hours=60, from_hour=228.0) >= lowest * 40
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,8 @@ import pytest
 from broker.spot.markets import make_site
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
-from broker.spot.replay import Case, replay
-from broker.spot.study import Scene, percentile, pick_evenly, run_study, spread_starts
+from broker.spot.replay import Case, Outcome, replay
+from broker.spot.study import Scene, count_optima, estimate_optimum, percentile, pick_evenly, run_study, spread_starts
 from broker.spot.traces import Trace, make_default_traces, make_trace
 
 SPOT = 0.25
@@ -116,6 +116,36 @@ def test_a_study_sets_policies_beside_each_other_and_beside_the_optimum() -> Non
     assert -1e-3 <= greedy.over_optimum < sure.over_optimum
     assert sum(each is not None for each in study.optima) == 3
     assert failover.replays == len(study.outcomes[2]) == 6
+
+
+def outcomes_of(*usd: float) -> list[Outcome]:
+    return [
+        Outcome(usd=each, hours=1, is_late=False, preemptions=0, moves=0, spot_hours=1, ondemand_hours=0)
+        for each in usd
+    ]
+
+
+def test_an_optimum_known_for_some_replays_ranks_policies_as_their_mean_costs_do() -> None:
+    cheap, dear = outcomes_of(1, 1, 10), outcomes_of(5, 5, 5)
+    best = estimate_optimum([dear, cheap], [None, None, 4.0])
+    # The cheaper policy paid 2.5 times the optimum where that is known, the dearer one 1.25 times.
+    assert best == pytest.approx(4 / 10 * 4)
+    assert estimate_optimum([cheap], [1.0, 1.0, 4.0]) == 2.0
+    assert estimate_optimum([cheap], [None] * 3) is None
+
+
+def test_a_study_tells_each_step_and_searches_the_optimum_as_far_as_the_effort_allows() -> None:
+    site = make_site(make_default_traces(1, hours=72)[0], start_hours=0.1)
+    short, long = (Case(sites=(site,), work_hours=hours, deadline_hours=2 * hours) for hours in (10, 10_000))
+    scenes = [Scene(case=short, from_hour=hour) for hour in (0, 1, 2)]
+    assert count_optima(scenes) == 3
+    assert count_optima([Scene(case=long, from_hour=hour) for hour in range(50)]) == 1
+    told = list[tuple[int, int, str]]()
+    study = run_study(scenes, ["greedy"], optima_count=None, tell=lambda *step: told.append(step))
+    assert told == [(index, 6, "greedy" if index < 3 else "optimum") for index in range(6)]
+    (greedy,) = study.scores
+    assert study.optimum_usd_mean is not None and greedy.over_optimum is not None
+    assert greedy.usd_mean == pytest.approx(study.optimum_usd_mean * (1 + greedy.over_optimum))
 
 
 def test_starts_are_spread_so_that_the_job_fits_the_recording() -> None:

@@ -305,3 +305,19 @@ def test_keep_days_is_a_number_of_days(home: Path, text: str) -> None:
     (home / "config.toml").write_text(text)
     with pytest.raises(UsageError, match="keep_day"):
         read_keep_days(load_config(home))
+
+
+@pytest.mark.parametrize(
+    "table, column", [("jobs", "name"), ("jobs", "hedge"), ("attempts", "body"), ("attempt_steps", "last_step"),
+                      ("refusals", "hints"), ("clusters", "body")],
+)  # fmt: skip
+def test_a_column_that_a_damaged_schema_lacks_is_a_sentence(home: Path, ask: Ask, table: str, column: str) -> None:
+    with closing(sqlite3.connect(home / "state.db")) as connection:
+        connection.execute("PRAGMA writable_schema=ON")
+        changed = connection.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, ?, ?) WHERE name = ?", (f" {column} ", f" {column}_ ", table)
+        )
+        assert changed.rowcount == 1
+        connection.commit()
+    for arguments in READS:
+        ask(*arguments)

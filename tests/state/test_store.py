@@ -58,14 +58,15 @@ def test_files_are_for_their_owner_alone_and_secrets_leave_with_the_job(store: S
     assert store.get_job(job.id) is not None
 
 
-def test_a_newer_schema_is_refused_with_a_hint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version, way_out", [(99, "Upgrade broker"), (-1, "broker state restore")])
+def test_a_schema_that_is_not_known_is_refused_with_a_hint(tmp_path: Path, version: int, way_out: str) -> None:
     path = tmp_path / "state.db"
     Store(path, clock=SystemClock()).close()
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version=99")
-    with pytest.raises(StateError) as caught:
+        connection.execute(f"PRAGMA user_version={version}")
+    with pytest.raises(StateError, match=f"schema {version}") as caught:
         Store(path, clock=SystemClock())
-    assert caught.value.hints
+    assert way_out in " ".join(caught.value.hints)
 
 
 def test_a_file_that_is_no_database_is_a_state_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -139,9 +140,14 @@ def test_mount_takes_the_tool_that_the_node_has(
     with_tools = replace(node, environment={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **keys})
     done = with_tools.run(MountStep(target="~/see", url=url, mode=mode))
     assert done.returncode == 0, done.stderr
-    call = (node.home / "calls").read_text().strip()
+    call = (node.home / "calls").read_text().splitlines()[-1]
     assert call.startswith(f"{expected} {node.home}/see")
     assert ("--vfs-cache-mode full" in call) == (mode == "MOUNT_CACHED")
+    known = [json.loads(path.read_text()) for path in node.home.glob(".broker/mounts/*.json")]
+    if expected.startswith("rclone"):  # it uploads later: the agent must know where to look
+        assert [each["url"] for each in known] == [url] and f"--cache-dir {known[0]['cache']}" in call
+    else:
+        assert not known
 
 
 def test_node_without_a_tool_says_which(node: Node) -> None:
@@ -171,8 +177,9 @@ def mount(source: str = "", **fields: object) -> Task:
 
 
 def test_task_is_given_the_script_before_its_own_setup() -> None:
-    task = add_mounts(mount("gcs://bucket/a b", mode="COPY"))
-    assert task.setup is not None and task.storage_mounts == ()
+    bare = mount("gcs://bucket/a b", mode="COPY")
+    task = add_mounts(bare)
+    assert task.setup is not None and task.storage_mounts == bare.storage_mounts, "access is granted by them"
     assert task.setup.splitlines()[-2:] == [
         "python3 ~/.broker/node_mount.py COPY 'gs://bucket/a b' /d || exit $?",
         "true",

@@ -123,6 +123,30 @@ def test_accelerators_as_people_write_them(text: str, found: list[tuple[str, flo
     assert list_accelerators(text) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("MI300:8", ["MI300X"]),
+        ("mi300x", ["MI300X"]),
+        ("A100-80:8", ["A100-80GB"]),
+        ("Inferentia:6", ["Inferentia", "Inferentia2"]),
+        ("inf2", ["Inferentia2"]),
+        ("trn1:16", ["Trainium"]),
+    ],
+)
+def test_other_names_of_an_accelerator_are_understood(text: str, names: list[str]) -> None:
+    devices = {name: AcceleratorFigures(name=name, memory_gib=32) for name in ("Inferentia", "Inferentia2", "Trainium")}
+    task = resolve_accelerators(load(f"resources: {{accelerators: '{text}'}}"), {**FIGURES, **devices})
+    assert [each.accelerator for each in task.resources] == names and not task.notices
+
+
+def test_a_part_of_a_card_is_noted_to_take_a_whole_one() -> None:
+    task = load("resources: {accelerators: 'T4:0.5'}")
+    assert [(each.field, each.blocks_launch) for each in task.notices] == [("accelerators", False)]
+    assert "broker exec" in (task.notices[0].hint or "")
+    assert not load("resources: {accelerators: 'T4:1'}").notices
+
+
 def test_unknown_accelerator_is_left_out_only_where_another_stands() -> None:
     task = resolve_accelerators(load("resources: {accelerators: {H10O: 8, H100: 8}}"), FIGURES)
     assert [each.accelerator for each in task.resources] == ["H100"]

@@ -20,9 +20,10 @@ class Bridge:
     """`hosts` by the cloud's own name of the machine."""
 
     def __init__(
-        self, folder: Path, metadata: MetadataServer, *, aws: FakeAws, gce: FakeGce, shared: Sequence[Path] = ()
-    ) -> None:
-        self._folder, self._metadata, self._shared = folder, metadata, shared
+        self, folder: Path, metadata: MetadataServer, *, aws: FakeAws, gce: FakeGce, shared: Sequence[Path] = (),
+        hidden: Sequence[Path] = (),
+    ) -> None:  # fmt: skip
+        self._folder, self._metadata, self._shared, self._hidden = folder, metadata, shared, hidden
         self._aws, self._gce = aws, gce
         self.hosts: dict[str, Host] = {}
         self._guests: dict[str, Guest] = {}
@@ -85,7 +86,7 @@ class Bridge:
         self._guests[name] = guest = Guest(cloud=cloud, id=name)
         self._metadata.guests[addresses[0]] = guest
         self.hosts[name] = host = Host(
-            self._folder, name, addresses, boot=boot, shared=self._shared, on_end=end_from_inside
+            self._folder, name, addresses, boot=boot, shared=self._shared, hidden=self._hidden, on_end=end_from_inside
         )
         host.start()
 

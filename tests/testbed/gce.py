@@ -190,6 +190,9 @@ class FakeGce(Operations):
         name = parts[-1]
         if name not in self.firewalls:
             raise missing("/".join(parts))
+        if method == "PATCH":
+            self.firewalls[name] |= body
+            return self._operate("", "patch", self.firewalls[name], lambda: None, fault)
         return self._operate("", "delete", self.firewalls[name], lambda: self.firewalls.pop(name, None), fault)
 
     def _list_all(self, kind: str, wanted: str | None) -> Json:

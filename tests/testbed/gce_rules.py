@@ -79,6 +79,7 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("GET", r"global/networks/[^/]+", ("compute.networks.get",)),
     ("GET", r"global/firewalls", ("compute.firewalls.list",)),
     ("POST", r"global/firewalls", ("compute.firewalls.create", "compute.networks.updatePolicy")),
+    ("PATCH", r"global/firewalls/[^/]+", ("compute.firewalls.update", "compute.networks.updatePolicy")),
     ("DELETE", r"global/firewalls/[^/]+", ("compute.firewalls.delete", "compute.networks.updatePolicy")),
 ]
 

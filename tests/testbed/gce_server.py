@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    do_GET = do_POST = do_DELETE = _answer
+    do_GET = do_POST = do_PATCH = do_DELETE = _answer
 
 
 def _strip(value: Any) -> Any:

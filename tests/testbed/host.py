@@ -38,6 +38,9 @@ mount -t devpts -o newinstance,ptmxmode=0666 devpts dev/pts; ln -s pts/ptmx dev/
 ln -s /proc/self/fd dev/fd; ln -s /proc/self/fd/0 dev/stdin; ln -s /proc/self/fd/1 dev/stdout
 ln -s /proc/self/fd/2 dev/stderr
 mount -t tmpfs -o mode=1777 tmpfs dev/shm; mount -t tmpfs -o mode=755 tmpfs run; mkdir run/sshd run/old
+echo "$HIDDEN" | while read -r path; do
+  if [ -n "$path" ] && [ -d ".$path" ]; then mount -t tmpfs -o mode=755 hidden ".$path"; fi
+done
 pivot_root . run/old; umount -l run/old; rmdir run/old
 echo "$name" >/etc/hostname; : >/etc/resolv.conf
 printf '127.0.0.1 localhost\n%s %s\n%s metadata.google.internal\n' "$address" "$name" "$METADATA" >/etc/hosts
@@ -66,9 +69,10 @@ class Host:
         *,
         boot: str = "",
         shared: Sequence[Path] = (),
+        hidden: Sequence[Path] = (),
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`shared`: folders of this machine that are the same on the host, to read and write."""
+        """`shared`: folders of this machine that are the same on the host, to read and write; `hidden`: empty there."""
         self.name, self.addresses = name, tuple(addresses)
         self._number = next(NUMBERS)
         self._device = f"h{self._number}"
@@ -76,6 +80,7 @@ class Host:
         self._folder = folder / f"{self._number}-{name}"
         self._boot = boot
         self._shared = [str(path) for path in (*shared, *find_other_mounts())]
+        self._hidden = [str(path) for path in hidden]
         self._on_end = on_end
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
@@ -88,6 +93,7 @@ class Host:
         self.on_s = time.monotonic()
         environment = {
             "PATH": PATH, "METADATA": METADATA, "PYTHON": str(Path(sys.base_prefix)), "LANG": "C.UTF-8",
+            "HIDDEN": "\n".join(self._hidden),
         }  # fmt: skip
         with (self._folder.parent / f"{self._folder.name}.log").open("wb") as log:
             self._process = subprocess.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from broker.clock import SystemClock
 from broker.state.store import Store
 from broker.types import Job
-from tests.cli.conftest import ROOT, Shell
+from tests.cli.conftest import Shell
 from tests.testbed.bridge import Bridge
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
@@ -76,17 +75,19 @@ class WatchedGce(FakeGce):
 class Stage(Shell):
     """A user's terminal in front of two clouds."""
 
-    def __init__(self, folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = (), hidden: Sequence[Path] = ()
+    ) -> None:
         super().__init__(folder)
+        self.patience_s = STORY_S_MAX
         self.s3: S3Server | None = None
         self.home.mkdir()
         (self.home / "aws.toml").write_text(f'ssh_from = ["{CONTROL}/32"]\n')
         self.account = Account(clock=SystemClock(), boot_s=0.0, shutdown_s=0.1, list_lag_s=0.0)
         self.aws = FakeAws(self.account)
         self.gce = WatchedGce()
-        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce, shared=shared)
+        self.bridge = Bridge(folder / "hosts", metadata, aws=self.aws, gce=self.gce, shared=shared, hidden=hidden)
         (folder / "work").mkdir()
-        shutil.copytree(ROOT / "trainers", folder / "work" / "trainers")
         self.environment |= {**self.aws.environment, "GOOGLE_CLOUD_PROJECT": self.gce.project}
 
     @property
@@ -104,7 +105,7 @@ class Stage(Shell):
         return [node.id for node in sorted(cluster.nodes, key=lambda node: node.rank)]
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        end_s = time.monotonic() + STORY_S_MAX
+        end_s = time.monotonic() + self.patience_s
         while not is_so():
             assert time.monotonic() < end_s, f"it never came to this: {what}\n{self.tell()}"
             time.sleep(0.1)
@@ -137,9 +138,11 @@ class Stage(Shell):
 
 
 @contextmanager
-def open_stage(folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = ()) -> Iterator[Stage]:
-    """`shared`: folders of this machine that every host has as well."""
-    stage = Stage(folder, metadata, shared=shared)
+def open_stage(
+    folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = (), hidden: Sequence[Path] = ()
+) -> Iterator[Stage]:
+    """`shared`: folders of this machine that every host has as well; `hidden`: those that none has."""
+    stage = Stage(folder, metadata, shared=shared, hidden=hidden)
     try:
         with serve(stage.gce) as url, serve_s3(CONTROL) as s3:
             stage.environment |= {"BROKER_GCP_ENDPOINT": url, "AWS_ENDPOINT_URL_S3": s3.url}

@@ -9,8 +9,9 @@ import sys
 import torch
 import torch.distributed.checkpoint as dcp
 
-from trainers.checkpoint import find_newest
+from trainers.manifest import find_newest, read_index
 from trainers.storage import open_storage
+from trainers.verified_reader import VerifiedReader
 
 
 def describe(url: str) -> str:
@@ -18,7 +19,8 @@ def describe(url: str) -> str:
     found = find_newest(storage)
     if found is None:
         return "no complete checkpoint"
-    reader = storage.open_reader(str(found[0]))
+    name, contents = found
+    reader = VerifiedReader(storage, name, contents, read_index(storage, name, contents))
     entries = reader.read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -26,11 +28,12 @@ def describe(url: str) -> str:
         if hasattr(entry, "size")
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
+    assert reader.problem is None, reader.problem
     sums = hashlib.sha256()
     for key, tensor in sorted(state.items()):
         sums.update(key.encode())
         sums.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return f"step {found[0].step}, {len(state)} tensors, sha256 {sums.hexdigest()[:16]}"
+    return f"step {name.step}, {len(state)} tensors, sha256 {sums.hexdigest()[:16]}"
 
 
 if __name__ == "__main__":

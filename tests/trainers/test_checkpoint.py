@@ -137,13 +137,13 @@ def test_save_returns_before_the_state_is_copied_and_settle_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_released = threading.Event()
-    copy = checkpoint._copy
+    copy = checkpoint.copy_state
 
     def copy_late(value: Any) -> Any:
         assert is_released.wait(timeout=60)
         return copy(value)
 
-    monkeypatch.setattr(checkpoint, "_copy", copy_late)
+    monkeypatch.setattr(checkpoint, "copy_state", copy_late)
     counter = Counter()
     counter.set(5)
     manager = open_manager(tmp_path, counter)

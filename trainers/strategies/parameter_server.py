@@ -4,7 +4,6 @@ Without staleness all workers' gradients make one step. With it each makes its o
 at most so many steps ahead of the slowest (Ho et al., NIPS 2013).
 """
 
-import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from trainers.checkpoint import HeldByOne
 from trainers.errors import TrainerError
 from trainers.optimizer import AdamW
-from trainers.ranks import TIMEOUT_S
+from trainers.ranks import make_timeout
 from trainers.strategies.base import Passes, Strategy
 from trainers.strategies.grid import Share
 
@@ -41,7 +40,7 @@ class ParameterServer(Strategy):
             return model
         if any(True for _ in model.buffers()):
             raise TrainerError("a parameter server keeps parameters only, and this model has other state beside them")
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        self._group = dist.new_group(backend="gloo", timeout=make_timeout(self.ranks.start_s))
         if self.ranks.is_first:
             self.share = Share(index=0, count=0)
             self._role = Server(model, self._group, worker_count, self.options.parameter_server.staleness_max)

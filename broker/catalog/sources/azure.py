@@ -66,12 +66,19 @@ class AzureSource:
             following = page.get("NextPageLink")
             if not following:
                 return
-            if not isinstance(following, str) or urlsplit(following).hostname != urlsplit(self._url).hostname:
+            if not self._is_ours(following):
                 raise SourceError(f"azure's price list goes on elsewhere: {str(following)[:80]!r}")
             if following in seen or len(seen) >= PAGES_MAX:
                 raise SourceError(f"azure's price list goes on for ever: {len(seen) + 1} pages and no end")
             seen.add(following)
             body = get(following)
+
+    def _is_ours(self, address: object) -> bool:
+        """Whether it is an address of the same host."""
+        try:
+            return isinstance(address, str) and urlsplit(address).hostname == urlsplit(self._url).hostname
+        except ValueError:  # an IPv6 address without its bracket
+            return False
 
 
 def read_price(item: dict[str, Any]) -> tuple[bool, Key, float] | None:

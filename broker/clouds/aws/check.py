@@ -17,9 +17,11 @@ from broker.clouds.aws.network import Network, Site
 from broker.clouds.aws.policy import make_policy
 from broker.clouds.aws.quotas import QUOTAS, Quota
 from broker.clouds.aws.settings import Settings, load_settings
-from broker.clouds.findings import Finding
+from broker.clouds.aws.startable import judge_types
+from broker.clouds.findings import Finding, TypeFinding
 from broker.config import Config
 from broker.errors import InvalidRequestError
+from broker.types import Offer
 
 LOGIN_COMMAND = "aws configure"
 POLICY_COMMAND = (
@@ -33,6 +35,11 @@ NAMED_MAX = 4  # so many regions are named in a note
 async def inspect(config: Config, *, clock: Clock) -> Sequence[Finding]:
     """See `Inspector`."""
     return await inspect_account(Clients(), load_settings(config.home), config.owner)
+
+
+async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]) -> Sequence[TypeFinding]:
+    """See `InspectsTypes`."""
+    return await judge_types(Clients(), load_settings(config.home), offers, clock=clock)
 
 
 def write_policy(config: Config) -> str:

@@ -49,7 +49,7 @@ def has_login() -> bool:
 
 
 class AwsCloud:
-    """Cloud, HasAccounts, CanStop, CanSweep and CanObserve."""
+    """Cloud, HasAccounts, CanStop, CanSweep, RenewsAccess and CanObserve."""
 
     name: ClassVar[str] = "aws"
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
@@ -68,6 +68,7 @@ class AwsCloud:
         self._sweeper = Sweeper(self._clients)
         self._regions: tuple[float, Sequence[str]] = (0.0, ())
         self._regions_by_id: dict[str, str] = {}
+        self._listable: set[str] = set()  # regions whose newest list was answered
         self._account = ""
         self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
 
@@ -106,6 +107,8 @@ class AwsCloud:
                 f"region {region} is off in this account",
                 hints=(f"Turn it on with `aws account enable-region --region-name {region}`.",),
             )
+        if region not in self._listable:  # make nothing where we could not see it, nor end it
+            await self._list_region(region, request.owner)
         with translated(is_create=True):
             try:
                 instances = await self._launcher.launch(request)
@@ -147,6 +150,16 @@ class AwsCloud:
         except CapacityError as error:
             raise CapacityError(error.message, hints=(START_HINT,)) from error
 
+    async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        has_changed = False
+        for region, owner, cluster in sorted({(node.region, node.owner, node.cluster) for node in nodes}):
+            ids = [node.id for node in nodes if (node.region, node.owner, node.cluster) == (region, owner, cluster)]
+            with translated():
+                found = await self._launcher.find_instances(region, [{"Name": "instance-id", "Values": ids}])
+                if any(node.state is NodeState.RUNNING for node in await self._read_nodes(found, region)):
+                    has_changed |= await self._launcher.renew_access(region, owner=owner, cluster=cluster)
+        return has_changed
+
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         with translated():
             return await self._sweeper.sweep(await self.list_regions(), owner, keep)
@@ -169,8 +182,10 @@ class AwsCloud:
         return known
 
     async def _list_region(self, region: str, owner: str) -> Sequence[Node]:
+        self._listable.discard(region)
         with translated():
             instances = await self._launcher.find_instances(region, tags.match_tags(owner=owner))
+        self._listable.add(region)
         return self._remember(await self._read_nodes(instances, region))
 
     async def _read_nodes(self, instances: Sequence[Mapping[str, Any]], region: str) -> Sequence[Node]:

@@ -14,6 +14,7 @@ from broker.errors import (
     AuthError,
     CapacityError,
     CloudError,
+    DeniedError,
     InvalidRequestError,
     QuotaError,
     ThrottledError,
@@ -52,10 +53,12 @@ CODES: dict[Kind, tuple[str, ...]] = {
     ),
     "forbidden": (
         *("UnauthorizedOperation", "AccessDenied", "AccessDeniedException", "DependencyAccessDeniedException"),
+        *("RegionDisabledException", "TagPolicyViolation", "TagPolicyViolationException", "InvalidKeyId"),
         "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
     ),
     "throttled": (
         *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
+        "ThrottledException",
         *("RequestThrottled", "RequestThrottledException", "PriorRequestNotComplete", "EC2ThrottledException"),
         *("ProvisionedThroughputExceededException", "SlowDown", "BandwidthLimitExceeded"),
     ),
@@ -77,6 +80,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("IncorrectInstanceState", "IncorrectState", "IncorrectSpotRequestState", "InvalidInstanceID.Malformed"),
         *("InvalidInstanceID.NotLinkable", "InvalidID", "OperationNotPermitted", "InvalidNetworkInterface.InUse"),
         *("InvalidIamInstanceProfileName.NotFound", "InvalidKeyPair.NotFound", "InvalidPaginationToken"),
+        "InvalidPaginationTokenException",
         *("ParameterNotFound", "ParameterVersionNotFound", "NoSuchResourceException", "ParamValidationError"),
         *("IllegalArgumentException", "InvalidResourceStateException", "UnknownOperationException"),
         *("ResourceAlreadyExists", "EncryptedVolumesNotSupported", "InvalidOptionException", "InvalidRequest"),
@@ -101,7 +105,7 @@ CLASSES: dict[Kind, type[CloudError]] = {
     "capacity": CapacityError,
     "quota": QuotaError,
     "login": AuthError,
-    "forbidden": AuthError,
+    "forbidden": DeniedError,  # in that region: service control policies commonly allow some regions only
     "throttled": ThrottledError,
     "invalid": InvalidRequestError,
     "transient": TransientError,
@@ -111,7 +115,10 @@ HINTS: dict[Kind, tuple[str, ...]] = {
     "capacity": (),  # whoever asked goes on elsewhere
     "quota": ("`broker check` shows the quotas and the command that asks for more.",),
     "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
-    "forbidden": ("`broker check --policy aws` prints the permissions that are needed.",),
+    "forbidden": (
+        "`broker check --policy aws` prints the permissions that are needed.",
+        "Where an organisation's policy allows some regions only, name those in `aws.toml`: `regions = [...]`.",
+    ),
     "throttled": ("AWS asks to be asked less often; broker tries again by itself.",),
     "invalid": (),
     "transient": (),

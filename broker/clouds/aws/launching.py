@@ -36,6 +36,7 @@ class Launcher:
         """Instances as EC2 describes them. Raises CloudError and RefusedError; see `Cloud.create_nodes`."""
         offer = request.placement.offer
         data = pack_boot(request)
+        self._images.choose(offer, request.spec)  # before anything is asked for
         zones = (offer.zone, *request.placement.other_zones) if offer.zone else ()
         site, image, efa_count, *_ = await asyncio.gather(
             self._network.find_site(offer.region, *zones),
@@ -60,6 +61,9 @@ class Launcher:
             if find_kind(refusal.code) == "quota":
                 raise await self._quotas.explain(request.placement, translate(refusal).message) from refusal
             raise
+
+    async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
+        return await self._network.renew_access(region, owner=owner, cluster=cluster)
 
     async def find_instances(self, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Instance]:
         found = await self._clients.read_all(region, "describe_instances", "Reservations", Filters=list(filters))

@@ -104,12 +104,27 @@ class Network:
         )
         return str(made["GroupId"])
 
-    async def _add_rule(self, region: str, group_id: str, rule: Mapping[str, Any], operation: str) -> None:
+    async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
+        """Let ssh in from where this machine is seen now; returns whether that was not allowed before."""
+        filters = [_filter("group-name", _join_name(owner, cluster)), _filter(f"tag:{tags.OWNER}", owner)]
+        groups = await self._clients.read_all(region, "describe_security_groups", "SecurityGroups", Filters=filters)
+        blocks = self._settings.ssh_from or await self._find_own_block()
+        added = [
+            await self._add_rule(region, group["GroupId"], _let_in(22, 22, [block]), "authorize_security_group_ingress")
+            for group in groups
+            for block in blocks
+        ]
+        return any(added)
+
+    async def _add_rule(self, region: str, group_id: str, rule: Mapping[str, Any], operation: str) -> bool:
+        """Whether it was not there before."""
         try:
             await self._clients.change(region, operation, GroupId=group_id, IpPermissions=[rule])
         except RefusedError as refusal:
             if refusal.code != "InvalidPermission.Duplicate":
                 raise
+            return False
+        return True
 
     async def _find_own_block(self) -> Sequence[str]:
         """The address from which AWS sees us, as a block of one."""
@@ -141,7 +156,11 @@ class Network:
 
 
 def name_group(request: NodeRequest) -> str:
-    return f"broker-{request.owner}-{request.cluster}"
+    return _join_name(request.owner, request.cluster)
+
+
+def _join_name(owner: str, cluster: str) -> str:
+    return f"broker-{owner}-{cluster}"
 
 
 def make_rules(group_id: str, ports: Sequence[str], ssh_from: Sequence[str]) -> list[dict[str, Any]]:

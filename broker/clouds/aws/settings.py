@@ -28,6 +28,7 @@ class Settings:
     images: Mapping[str, str] = field(default_factory=dict)  # region -> image; elsewhere the public one
     user: str = "ubuntu"  # who logs in to the images
     instance_profile: str | None = None
+    bucket_role: str | None = None  # ARN of a role that broker assumes for nodes' access to buckets
     uses_private_addresses: bool = False  # nodes get no public address: broker runs inside the VPC, or has a way in
     address_url: str = ADDRESS_URL
 

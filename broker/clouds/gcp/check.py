@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.clock import Clock
-from broker.clouds.findings import Finding
+from broker.clouds.findings import Finding, TypeFinding
 from broker.clouds.gcp.faults import DisabledError, MissingError
 from broker.clouds.gcp.firewall import find_network
 from broker.clouds.gcp.login import find_login
@@ -14,8 +14,10 @@ from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
 from broker.clouds.gcp.quotas import ALL_REGIONS, GPU_METRICS, Quota, ask_for_more, read_project_quotas
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
+from broker.clouds.gcp.startable import judge_types
 from broker.config import Config
 from broker.errors import AuthError
+from broker.types import Offer
 
 LOGIN_COMMAND = "gcloud auth application-default login"
 ASKED_GPUS = 8  # one machine of the large kinds
@@ -29,6 +31,14 @@ async def inspect(config: Config, *, clock: Clock) -> Sequence[Finding]:
     if login is None:
         return [Finding(name="credentials", is_ok=False, note="none are found", command=LOGIN_COMMAND)]
     return await inspect_project(Sdk(login))
+
+
+async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]) -> Sequence[TypeFinding]:
+    """See `InspectsTypes`."""
+    login = find_login(load_settings(config.home))
+    if login is None or not login.project:
+        raise AuthError("no login or no project is found", hints=("Run `broker check gcp`.",))
+    return await judge_types(Sdk(login), offers)
 
 
 def write_policy(config: Config) -> str:

@@ -40,7 +40,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 
 
 class GcpCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep, CanObserve.
+    """Cloud, CanStop, CanPrepare, CanSweep, RenewsAccess, CanObserve.
 
     A token gives its gang's names: what is asked for twice is found again.
     """
@@ -61,6 +61,7 @@ class GcpCloud:
         self._memory = memory
         self._clock = clock
         self._sdk = Sdk(login)
+        self._unseen: frozenset[str] | None = None  # regions that the newest list left out; None: there was none yet
         self._launcher = Launcher(self._sdk, clock=clock, find_callers=callers)
 
     @property
@@ -92,6 +93,7 @@ class GcpCloud:
         dead = self._find_dead(request)
         if dead:
             return dead
+        await self._require_listable(request)
         nodes = await self._launcher.launch(request)
         if any(node.cluster != request.cluster for node in nodes):
             raise InvalidRequestError(f"token {request.token} was used for another request")
@@ -108,7 +110,7 @@ class GcpCloud:
         """Deletes on the way what has shut itself down: of such a node only its disk is left, which costs money. One
         that its host took down stands still, and can be started again."""
         project = await self.find_account()
-        found_by_google, unseen_zones = await self._sdk.call(lambda clients: instances.list_all(clients, owner))
+        found_by_google, unseen_zones = await self._list_all(owner)
         listed = {node.id: node for node in found_by_google}
         known = {node_id: node for node_id, node in self._memory.read().items() if node.owner == owner}
         missing = [node for node in known.values() if node.id not in listed and node.state is not NodeState.TERMINATED]
@@ -126,6 +128,19 @@ class GcpCloud:
         kept = [node for node in nodes.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or node.id in listed]
         return NodeList(nodes=tuple(kept), account=project, unseen=unseen)
 
+    async def _list_all(self, owner: str) -> tuple[list[Node], frozenset[str]]:
+        found, zones = await self._sdk.call(lambda clients: instances.list_all(clients, owner))
+        self._unseen = frozenset(zone.rpartition("-")[0] for zone in zones)
+        return found, zones
+
+    async def _require_listable(self, request: NodeRequest) -> None:
+        """Make nothing where we could not see it: a list has to have shown this region. Raises CloudError."""
+        region = request.placement.offer.region
+        if self._unseen is None or region in self._unseen:
+            await self._list_all(request.owner)
+        if region in (self._unseen or ()):
+            raise TransientError(f"Google cannot list instances in {region} now, so none are created there")
+
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         await self._each([node.id for node in nodes], instances.delete)
 
@@ -134,6 +149,14 @@ class GcpCloud:
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
         await self._each(ids, instances.start)
+
+    async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        has_changed = False
+        for node in {NodeId.parse(node.id).gang: node for node in nodes}.values():
+            seen = await self._look_again(node)
+            if seen is not None and seen.state is NodeState.RUNNING:
+                has_changed |= await self._launcher.renew_access(NodeId.parse(node.id), node.owner)
+        return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
         """Firewall rules are all that a gang leaves behind; disks and addresses go with their instance."""

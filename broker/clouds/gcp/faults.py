@@ -9,6 +9,7 @@ from broker.errors import (
     AuthError,
     CapacityError,
     CloudError,
+    DeniedError,
     InvalidRequestError,
     QuotaError,
     Scope,
@@ -81,8 +82,11 @@ CODES: dict[str, type[CloudError]] = {
     "duplicate": ExistsError,
     "RESOURCE_NOT_READY": BusyError,
     "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE": BusyError,
-    "CONDITION_NOT_MET": BusyError,  # somebody changed it since it was read: read again
-    "conditionNotMet": BusyError,
+    # An organisation's policy, such as constraints/compute.vmExternalIpAccess or gcp.resourceLocations. A call that
+    # names a fingerprint gets the same answer where another writer was faster: `instances.relabel`, the only one.
+    "CONDITION_NOT_MET": DeniedError,
+    "conditionNotMet": DeniedError,
+    "POLICY_VIOLATION": DeniedError,
     "resourceInUseByAnotherResource": BusyError,
     "resourceNotReady": BusyError,
     "INTERNAL_ERROR": TransientError,
@@ -91,13 +95,61 @@ CODES: dict[str, type[CloudError]] = {
     "internalError": TransientError,
     "INVALID_FIELD_VALUE": InvalidRequestError,
     "INVALID_USAGE": InvalidRequestError,
-    "POLICY_VIOLATION": InvalidRequestError,
     "UNSUPPORTED_OPERATION": InvalidRequestError,
     "badRequest": InvalidRequestError,
     "invalid": InvalidRequestError,
     "invalidParameter": InvalidRequestError,
     "required": InvalidRequestError,
     "parseError": InvalidRequestError,
+    # Its catalogue: https://docs.cloud.google.com/compute/docs/reference/rest/v1/errors (read 2026-11-22)
+    "FIELD_SIZE_TOO_LARGE": InvalidRequestError,
+    "MISSING_REQUIRED_FIELD": InvalidRequestError,
+    "PROJECT_NOT_FOUND": AuthError,
+    "NETWORK_NOT_FOUND": MissingError,
+    "SERVICE_UNAVAILABLE_FOR_LOCATION": TransientError,
+    # Reasons that all of Google's APIs share: `google/api/error_reason.proto`
+    "RESOURCE_QUOTA_EXCEEDED": QuotaError,
+    "EMULATOR_QUOTA_EXCEEDED": QuotaError,
+    "GCP_SUSPENDED": AuthError,
+    "CONSUMER_SUSPENDED": AuthError,
+    "RESOURCE_PROJECT_INVALID": AuthError,
+    "SERVICE_NOT_VISIBLE": AuthError,
+    "MCP_SERVER_DISABLED": DisabledError,
+    "SYSTEM_PARAMETER_UNSUPPORTED": InvalidRequestError,
+    **dict.fromkeys(
+        (
+            *(
+                "API_KEY_INVALID",
+                "API_KEY_SERVICE_BLOCKED",
+                "API_KEY_HTTP_REFERRER_BLOCKED",
+                "API_KEY_IP_ADDRESS_BLOCKED",
+            ),
+            *(
+                "API_KEY_ANDROID_APP_BLOCKED",
+                "API_KEY_IOS_APP_BLOCKED",
+                "ACCESS_TOKEN_EXPIRED",
+                "ACCOUNT_STATE_INVALID",
+            ),
+            *(
+                "ACCESS_TOKEN_TYPE_UNSUPPORTED",
+                "CREDENTIALS_MISSING",
+                "SESSION_COOKIE_INVALID",
+                "OVERLOADED_CREDENTIALS",
+            ),
+            *("CREDENTIAL_ANDROID_APP_INVALID", "JWT_TOKEN_INVALID", "CREDENTIAL_TYPE_UNSUPPORTED", "MISSING_ORIGIN"),
+            *("ACCOUNT_TYPE_UNSUPPORTED", "USER_BLOCKED_BY_ADMIN"),
+        ),
+        AuthError,
+    ),
+    **dict.fromkeys(
+        (
+            *("LOCATION_ORG_POLICY_VIOLATED", "LOCATION_POLICY_VIOLATED", "LOCATION_TAX_POLICY_VIOLATED"),
+            *("ORG_RESTRICTION_VIOLATION", "ORG_RESTRICTION_HEADER_INVALID", "RESOURCE_USAGE_RESTRICTION_VIOLATED"),
+            *("SECURITY_POLICY_VIOLATED", "TLS_ORG_POLICY_VIOLATED", "TLS_CIPHER_RESTRICTION_VIOLATED"),
+            "ENDPOINT_USAGE_RESTRICTION_VIOLATED",
+        ),
+        DeniedError,
+    ),
 }
 CAPACITY_SCOPES: dict[str, Scope] = {"REGION_RESOURCE_POOL_EXHAUSTED": "region"}  # all others: the zone
 
@@ -108,7 +160,7 @@ STATUSES: dict[int, type[CloudError]] = {
     404: MissingError,
     408: TransientError,
     409: ExistsError,
-    412: BusyError,
+    412: DeniedError,
     429: ThrottledError,
 }
 
@@ -118,6 +170,11 @@ QUOTAS_URL = "https://console.cloud.google.com/iam-admin/quotas"
 HINTS: tuple[tuple[type[CloudError], str], ...] = (
     (DisabledError, "Run `gcloud services enable compute.googleapis.com`."),
     (UnpaidError, "Run `gcloud billing projects link PROJECT --billing-account=ACCOUNT`."),
+    (
+        DeniedError,
+        "An organisation's policy forbids it: `gcloud org-policies list --project=PROJECT` names the policies. Where "
+        "public addresses or images are forbidden, set `uses_private_addresses` or `images` in `gcp.toml`.",
+    ),
     (AuthError, "Run `broker check gcp` to see what is missing."),
     (QuotaError, f"Ask for more: {QUOTAS_URL}."),
 )

@@ -67,6 +67,20 @@ def await_rules(clients: Clients, operations: Sequence[Any]) -> None:
             pass
 
 
+def admit(clients: Clients, project: str, owner: str, gang: str, callers: Sequence[str]) -> bool:
+    """Add address ranges to the rule for ssh of a gang; returns whether one was missing."""
+    name = f"{gang}-ssh"
+    known = next((rule for rule in list_rules(clients, owner, project=project) if rule.name == name), None)
+    if known is None or set(callers) <= set(known.source_ranges):
+        return False
+    body = clients.types.Firewall({"source_ranges": sorted({*known.source_ranges, *callers})})
+    operation = clients.get("Firewalls").patch_unary(
+        project=project, firewall=name, firewall_resource=body, timeout=TIMEOUT_S
+    )
+    wait_global(clients, project, operation)
+    return True
+
+
 def close_gang(clients: Clients, project: str, gang: str) -> None:
     """Delete the rules of a gang whose nodes are gone."""
     for purpose in PURPOSES:
@@ -85,9 +99,9 @@ def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs:
     return count
 
 
-def list_rules(clients: Clients, owner: str) -> list[Any]:
+def list_rules(clients: Clients, owner: str, *, project: str = "") -> list[Any]:
     wanted = f"name eq {owner_prefix(owner)}.*"
-    request = clients.types.ListFirewallsRequest(project=clients.login.project, filter=wanted)
+    request = clients.types.ListFirewallsRequest(project=project or clients.login.project, filter=wanted)
     return list(clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.clouds.gcp.faults import ExistsError, MissingError, translate
+from broker.clouds.gcp.faults import BusyError, ExistsError, MissingError, translate
 from broker.clouds.gcp.machine import make_gang, make_instance
 from broker.clouds.gcp.names import (
     STOP_LABEL,
@@ -16,7 +16,7 @@ from broker.clouds.gcp.names import (
 )
 from broker.clouds.gcp.operations import parse_time, wait_zone
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
-from broker.errors import CloudError
+from broker.errors import CloudError, DeniedError
 from broker.types import Node, NodeRequest, NodeState
 
 # Every word of https://cloud.google.com/compute/docs/instances/instance-lifecycle; a machine that is on its way out
@@ -176,14 +176,19 @@ def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
     if wanted == dict(found.labels):
         return
     body = clients.types.InstancesSetLabelsRequest(labels=wanted, label_fingerprint=found.label_fingerprint)
-    operation = client.set_labels_unary(
-        project=where.project,
-        zone=where.zone,
-        instance=where.name,
-        instances_set_labels_request_resource=body,
-        timeout=TIMEOUT_S,
-    )
-    wait_zone(clients, where.project, where.zone, operation)
+    try:
+        operation = client.set_labels_unary(
+            project=where.project,
+            zone=where.zone,
+            instance=where.name,
+            instances_set_labels_request_resource=body,
+            timeout=TIMEOUT_S,
+        )
+        wait_zone(clients, where.project, where.zone, operation)
+    except Exception as error:
+        if isinstance(found := as_cloud_error(error), DeniedError):  # the labels' fingerprint is not the newest
+            raise BusyError(found.message) from error
+        raise
 
 
 def as_cloud_error(error: Exception) -> CloudError | None:

@@ -24,6 +24,8 @@ from broker.clouds.gcp.zones import list_zones
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
 from broker.types import Node, NodeRequest, NodeState
 
+CALLERS_KNOWN_S = 60.0  # one gang after another asks once
+
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ class Launcher:
         self._login = sdk.login
         self._clock = clock
         self._find_callers = find_callers
-        self._callers: Sequence[str] = ()
+        self._callers: tuple[float, Sequence[str]] = (0.0, ())  # since when they are known
 
     async def launch(self, request: NodeRequest) -> list[Node]:
         """Every node of the gang by rank, made now or by an earlier call. Raises what `Cloud.create_nodes` may."""
@@ -45,6 +47,22 @@ class Launcher:
             rules = await self._open_rules(request)
             await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
         return await self._read_gang(request, zone)
+
+    async def renew_access(self, where: NodeId, owner: str) -> bool:
+        """Let ssh in from where this machine is seen now; returns whether that was not allowed before."""
+        callers = await self._find_callers_now(known_s_max=0.0)
+        return await self._sdk.call(
+            lambda clients: firewall.admit(clients, where.project, owner, where.gang, callers), does_change=True
+        )
+
+    async def _find_callers_now(self, *, known_s_max: float) -> Sequence[str]:
+        """A process may outlive an address by days."""
+        now_s = self._clock.now_s()
+        known_s, callers = self._callers
+        if not callers or not 0.0 <= now_s - known_s < known_s_max:
+            callers = await asyncio.to_thread(self._find_callers, self._login)
+            self._callers = (now_s, callers)
+        return callers
 
     async def close_gang(self, gang: str) -> None:
         """Delete a gang's firewall rules; what fails here is swept later."""
@@ -119,9 +137,7 @@ class Launcher:
         return [NodeId(project=self._login.project, zone=zone, name=name) for name in instance_names(request)]
 
     async def _open_rules(self, request: NodeRequest) -> Sequence[Any]:
-        if not self._callers:
-            self._callers = await asyncio.to_thread(self._find_callers, self._login)
-        callers = self._callers
+        callers = await self._find_callers_now(known_s_max=CALLERS_KNOWN_S)
         return await self._sdk.call(lambda clients: firewall.open_rules(clients, request, callers))
 
     async def _read_gang(self, request: NodeRequest, zone: str) -> list[Node]:

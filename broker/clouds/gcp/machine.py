@@ -27,15 +27,19 @@ DISK_TYPES: dict[str | None, str] = {
     "best": "pd-ssd",
     "ultra": "pd-extreme",
 }
-# Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks
+# Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks (read 2026-11-22)
 HYPERDISK_MACHINES = ("c4-", "c4a-", "c4d-", "n4-", "n4a-", "n4d-", "a3-ultragpu-", "a4-", "a4x-", "g4-")
 # There a tier is IOPS and MiB/s of the one kind of disk; for others Google's own figures, which grow with the size.
 # 3000 and 140 cost nothing; limits: https://cloud.google.com/compute/docs/disks/hd-types/hyperdisk-balanced
 HYPERDISK_FIGURES = {"low": (3000, 140), "high": (7000, 500), "best": (16000, 1000), "ultra": (32000, 2000)}
 HYPERDISK_IOPS_PER_GIB, HYPERDISK_IOPS_PER_MIB = 500, 4
+# Machines whose other cards carry RDMA, each in a network of its own. They start with the card of the host alone, which
+# has to be gVNIC (https://github.com/dstackai/dstack/pull/3100, which starts A4 so; read 2026-11-22).
+RDMA_MACHINES = ("a3-ultragpu-", "a4-", "a4x-")
 # https://cloud.google.com/compute/docs/networking/configure-vm-with-high-bandwidth-configuration
 TIER_1_MACHINES, TIER_1_VCPUS_MIN = ("n2-", "n2d-", "c2-", "c2d-", "c3-", "c3d-"), 30
 STARTED = "/var/lib/broker-started"
+STORAGE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"  # buckets, and nothing else of the account's
 
 
 def check_request(request: NodeRequest) -> None:
@@ -109,9 +113,13 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
         "scheduling": make_scheduling(request),
         "metadata": {"items": [{"key": key, "value": value} for key, value in _make_metadata(request).items()]},
     }
+    if settings.service_account:
+        body["service_accounts"] = [{"email": settings.service_account, "scopes": [STORAGE_SCOPE]}]
     if attached:
         name, count = attached
         body["guest_accelerators"] = [{"accelerator_type": ATTACHED[name], "accelerator_count": count}]
+    if offer.instance_type.startswith(RDMA_MACHINES):
+        body["network_interfaces"][0]["nic_type"] = "GVNIC"
     has_tier_1 = offer.instance_type.startswith(TIER_1_MACHINES) and offer.vcpus >= TIER_1_VCPUS_MIN
     if spec.network_tier == "best" and has_tier_1:
         body["network_interfaces"][0]["nic_type"] = "GVNIC"
@@ -157,7 +165,7 @@ def _make_interface(settings: Settings) -> dict[str, Any]:
 
 
 def _make_metadata(request: NodeRequest) -> dict[str, str]:
-    """Nobody logs in but through the boot script's key; the machine has no service account, so nothing to steal."""
+    """Nobody logs in but through the boot script's key."""
     settings = {"enable-oslogin": "FALSE", "block-project-ssh-keys": "TRUE", "serial-port-enable": "FALSE"}
     if request.placement.offer.accelerator:
         settings["install-nvidia-driver"] = "True"  # for those of Google's GPU images that do not bring it

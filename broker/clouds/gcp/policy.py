@@ -26,6 +26,7 @@ PERMISSIONS: dict[str, str] = {
     "compute.firewalls.create": "let ssh in from here only",
     "compute.firewalls.delete": "close what was opened",
     "compute.firewalls.list": "find rules that were left over",
+    "compute.firewalls.update": "let ssh in from here after this machine's address has changed",
     "compute.projects.get": "ask for the quota of GPUs in all regions",
     "compute.regions.get": "ask for quotas before trying",
     "compute.regions.list": "`broker check`: GPU quotas of every region",

@@ -26,6 +26,7 @@ class Settings:
     ssh_from: tuple[str, ...] = ()
     images: Mapping[str, str] = field(default_factory=dict)  # "gpu", "cpu" or "arm" -> image; else Google's own
     uses_private_addresses: bool = False  # nodes get no public address: broker runs inside the network
+    service_account: str = ""  # email of the account that programs on nodes act as; empty: none
 
 
 def load_settings(home: Path) -> Settings:
@@ -39,6 +40,7 @@ def load_settings(home: Path) -> Settings:
         raise UsageError(f"{path}: {error}") from error
     kinds: dict[str, type] = {
         "project": str, "network": str, "ssh_from": list, "images": dict, "uses_private_addresses": bool,
+        "service_account": str,
     }  # fmt: skip
     for name, value in found.items():
         if name not in kinds:

@@ -10,6 +10,7 @@ from broker.errors import (
     AuthError,
     CapacityError,
     CloudError,
+    DeniedError,
     InvalidRequestError,
     QuotaError,
     ThrottledError,
@@ -20,6 +21,9 @@ from broker.nouns import noun
 
 CHECK_HINT = "Run `sky check` to see which clouds SkyPilot can use, and how to enable the others."
 SERVER_HINT = "Start SkyPilot's API server with `sky api start`, or look at it with `sky api info`."
+POLICY_HINT = (
+    "A policy or a missing permission forbids it there: ask who administers the account, or choose with `--infra`."
+)
 QUOTA_HINT = "Ask the cloud for more in its console, or choose another place with `--infra`."
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 MESSAGE_MAX = 400
@@ -137,9 +141,23 @@ CODES: dict[str, type[CloudError]] = {
     "NotAuthenticated": AuthError,
     "InvalidAuthenticationToken": AuthError,
     "ClientAuthenticationError": AuthError,
+    "ReadOnlyDisabledSubscription": AuthError,
+    "SubscriptionNotFound": AuthError,
+    # Policies and missing permissions: https://learn.microsoft.com/azure/azure-resource-manager/troubleshooting/
+    # common-deployment-errors (read 2026-11-22), AWS's and Google's as in the tables of their own adapters.
+    "RequestDisallowedByPolicy": DeniedError,
+    "RequestDisallowedByAzure": DeniedError,
+    "AuthorizationFailed": DeniedError,
+    "LinkedAuthorizationFailed": DeniedError,
+    "ScopeLocked": DeniedError,
+    "UnauthorizedOperation": DeniedError,
+    "AccessDenied": DeniedError,
+    "AccessDeniedException": DeniedError,
+    "CONDITION_NOT_MET": DeniedError,
+    "conditionNotMet": DeniedError,
 }
 
-CLEAR = (QuotaError, AuthError, InvalidRequestError)  # what says more than that a place could not serve
+CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)  # what says more than that a place could not serve
 
 
 @noun
@@ -178,6 +196,8 @@ def translate(fault: Fault, *, does_change: bool = False) -> CloudError:
         return CapacityError(text, scope="zone")
     if kind is QuotaError:
         return QuotaError(text, hints=(QUOTA_HINT,))
+    if kind is DeniedError:
+        return DeniedError(text, hints=(POLICY_HINT,))
     if issubclass(kind, AuthError):
         return kind(text, hints=(CHECK_HINT,))
     if fault.type == "ApiServerConnectionError":

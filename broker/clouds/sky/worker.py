@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,9 @@ MESSAGE_MAX = 2000  # characters of an error; SkyPilot's may hold whole logs
 SSH_S = 120.0
 GRACE_S = 10.0
 LAUNCHES = ("launch", "start")
+# A line of its own in what Azure's SDK makes of an answer (`azure.core.exceptions.ODataV4Format`), one for the envelope
+# and one for each cause: SkyPilot passes on nothing but the exception's text.
+AZURE_CODE = re.compile(r"^\s*Code: (\w+)\s*$", re.MULTILINE)
 PLACE = ("infra", "instance_type", "accelerators", "cpus", "memory", "use_spot")
 
 
@@ -58,6 +62,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     """Types and codes, on which the other side decides; `history` is what each place said that SkyPilot tried."""
     codes = [str(each.get("code", "")) for each in getattr(error, "errors", None) or () if isinstance(each, dict)]
     kind = getattr(error, "error_type", None)
+    if getattr(error, "cloud_provider", None) == "azure":
+        codes += reversed(AZURE_CODE.findall(str(error)))  # causes come last
     return {
         "type": type(error).__name__,
         "module": type(error).__module__,

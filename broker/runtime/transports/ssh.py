@@ -9,7 +9,7 @@ import shlex
 import signal
 import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -40,6 +40,7 @@ PATIENCE_S = 60.0
 # A keepalive a second costs 0.18 ms of processor time a second and connection. Above this many sessions keepalives are
 # sent less often, and a host that loses its power is missed after 20 s instead of 4 s.
 SESSIONS_PER_S_MAX, MANY_ALIVE_INTERVAL_S = 500, 5
+RENEWED_S = 15.0  # a firewall's new rule holds within seconds
 KILLED = 128 + signal.SIGKILL
 MARK = b"\nbroker-exit "
 # Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer; the exit code comes
@@ -58,6 +59,10 @@ def make_transport(config: Config, *, clock: Clock) -> SshTransport:
     return SshTransport(Keys(config.keys), clock=clock)
 
 
+async def renew_nothing(node: Node) -> bool:
+    return False
+
+
 class SshTransport:
     """Raises TransientError where a host cannot be reached, and shows no key but the one we made for it."""
 
@@ -65,6 +70,8 @@ class SshTransport:
         self._keys = keys
         self._clock = clock
         self._patience_s = patience_s
+        # Asked before a node is given up: whether its firewall had to be told this machine's present address.
+        self.renew_access: Callable[[Node], Awaitable[bool]] = renew_nothing
         self._locks: dict[str, asyncio.Lock] = {}
         self._reached: set[str] = set()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -152,8 +159,12 @@ class SshTransport:
             is_known = node.id in self._reached or (route.mark is not None and route.mark.exists())
             give_up_s = self._clock.now_s() + (0.0 if is_known else self._patience_s)
             look_s = FIRST_LOOK_S
+            is_renewed = False
             while (problem := await self._try_connect(node, route)) is not None:
                 if self._clock.now_s() >= give_up_s:
+                    if not is_renewed and await self.renew_access(node):
+                        is_renewed, give_up_s = True, self._clock.now_s() + RENEWED_S
+                        continue
                     if not is_known:
                         raise UnreachedError(f"node `{node.id}` cannot be reached{problem}", node_id=node.id)
                     raise TransientError(f"node `{node.id}` cannot be reached{problem}")

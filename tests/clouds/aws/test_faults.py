@@ -13,6 +13,7 @@ from broker.errors import (
     AuthError,
     CapacityError,
     CloudError,
+    DeniedError,
     InvalidRequestError,
     QuotaError,
     ThrottledError,
@@ -59,11 +60,14 @@ DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
         "MissingAuthenticationToken": 403,
         "OptInRequired": 403,
         "AccountProblem": 400,
-        "AuthFailure.ServiceLinkedRoleCreationNotPermitted": 403,
         "RequestExpired": 400,
         "ExpiredToken": 400,
         "SignatureDoesNotMatch": 403,
-        "UnauthorizedOperation": 403,
+    },
+    DeniedError: {
+        "UnauthorizedOperation": 403,  # also an explicit deny, and a service control policy
+        "AccessDenied": 403,
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted": 403,
     },
     ThrottledError: {"RequestLimitExceeded": 503, "Throttling": 400, "SomethingNew": 429},
     InvalidRequestError: {
@@ -96,6 +100,10 @@ DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
 }  # fmt: skip
 
 
+# Calls of services whose model says how they may fail; all others that we make are EC2's.
+CALLED = (("ssm", "GetParameter"), ("service-quotas", "GetServiceQuota"), ("service-quotas", "ListServiceQuotas"))
+
+
 def test_no_code_means_two_things() -> None:
     counts = Counter(code for codes in CODES.values() for code in codes)
     assert [code for code, count in counts.items() if count > 1] == []
@@ -121,6 +129,34 @@ def test_table_knows_botocores_exceptions_of_login_and_transport() -> None:
         *("ConnectTimeoutError", "EndpointConnectionError", "ConnectionClosedError", "HTTPClientError"),
         *("ParamValidationError", "NoRegionError"),
     } <= theirs
+
+
+def test_table_knows_every_code_that_botocores_service_models_list_for_our_calls() -> None:
+    """EC2's model lists none per operation: there its waiters and the retry rules name some."""
+    from botocore.session import get_session
+
+    session = get_session()  # type: ignore[no-untyped-call]
+    listed: set[str] = set()
+    for service, operation in CALLED:
+        model = session.get_service_model(service).operation_model(operation)
+        listed |= {shape.error_code for shape in model.error_shapes}
+    loader = session.get_component("data_loader")
+    for name in (
+        "InstanceExists",
+        "InstanceRunning",
+        "ImageExists",
+        "SecurityGroupExists",
+        "VolumeDeleted",
+        "VpcExists",
+    ):
+        waiter = loader.load_service_model("ec2", "waiters-2")["waiters"][name]
+        listed |= {each["expected"] for each in waiter["acceptors"] if each["matcher"] == "error"}
+    retried = loader.load_data("_retry")
+    policies = [*retried["definitions"].values(), *retried["retry"]["ec2"]["__default__"]["policies"].values()]
+    answers = [each["applies_when"].get("response", {}) for each in policies]
+    listed |= {each["service_error_code"] for each in answers if "service_error_code" in each}
+    assert {"AccessDeniedException", "ParameterNotFound", "RequestLimitExceeded", "InvalidGroup.NotFound"} <= listed
+    assert listed - set(KINDS) == set()
 
 
 @pytest.mark.parametrize("wanted", list(DOCUMENTED), ids=lambda wanted: wanted.__name__)

@@ -173,7 +173,6 @@ def test_machine_with_several_cards_has_efa_on_each_where_nodes_need_no_public_a
         ("p4d.24xlarge", "A100", ("deeplearning", "x86_64")),
         ("g5g.xlarge", "T4g", ("deeplearning", "arm64")),
         ("trn1.32xlarge", "Trainium", ("neuron",)),
-        ("p3.2xlarge", "V100", ("canonical", "amd64")),
         ("m5.large", None, ("canonical", "amd64")),
         ("c6g.xlarge", None, ("canonical", "arm64")),
     ],
@@ -181,6 +180,37 @@ def test_machine_with_several_cards_has_efa_on_each_where_nodes_need_no_public_a
 def test_image_suits_the_machine(instance_type: str, accelerator: str | None, words: tuple[str, ...]) -> None:
     parameter = choose_parameter(replace(OFFER, instance_type=instance_type, accelerator=accelerator))
     assert all(word in parameter for word in words), parameter
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "accelerator", "why"),
+    [
+        ("p2.xlarge", "K80", "Kepler needs NVIDIA's driver R470"),
+        ("g3s.xlarge", "M60", "Maxwell needs NVIDIA's proprietary driver, R580"),
+        ("p3.2xlarge", "V100", "Volta needs NVIDIA's proprietary driver, R580"),
+        ("p3dn.24xlarge", "V100-32GB", "Volta"),
+        ("g4ad.xlarge", "Radeon-Pro-V520", "AMD's driver"),
+        ("dl1.24xlarge", "Gaudi", "Habana's driver"),
+    ],
+)
+def test_a_gpu_that_no_public_image_drives_is_refused_before_money_unless_an_image_is_named(
+    bed: AwsBed, instance_type: str, accelerator: str, why: str
+) -> None:
+    bed.offer = replace(OFFER, instance_type=instance_type, accelerator=accelerator, vcpus=4)
+
+    async def act() -> None:
+        with pytest.raises(InvalidRequestError, match=f"{instance_type}: .*{why}") as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        assert "image_id: ami-" in caught.value.hints[0]
+        made = {"ec2:RunInstances", "ec2:CreateSecurityGroup", "ec2:CreatePlacementGroup"}
+        assert not bed.account.find_actions() & made
+
+    bed.run(act())
+    with pytest.raises(
+        InvalidRequestError, match="no "
+    ):  # the fake has no such machine; the image is not what it lacks
+        launch(bed, spec=MachineSpec(image_id="ami-0123"))
+    assert find_calls(bed, "RunInstances")[-1]["ImageId"] == "ami-0123"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +265,7 @@ def test_script_that_does_not_fit_is_told(bed: AwsBed) -> None:
             await bed.cloud.create_nodes(make_request(bed, boot=noise))
 
     bed.run(act())
-    assert bed.account.calls == [] or bed.account.find_actions() == {"ec2:DescribeRegions"}
+    assert bed.account.find_actions() <= {"ec2:DescribeRegions", "ec2:DescribeInstances"}
 
 
 @pytest.mark.parametrize("zone", ["us-east-1b", None], ids=["zone", "fleet"])

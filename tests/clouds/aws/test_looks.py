@@ -9,7 +9,7 @@ import pytest
 
 from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.base import CanStop, CanSweep
-from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError
+from broker.errors import AuthError, CapacityError, CloudError, DeniedError, InvalidRequestError, TransientError
 from broker.types import MachineSpec, NodeState
 from tests.clouds.aws.bed import OFFER, AwsBed
 from tests.clouds.contract import OWNER, count_living, make_request, settle, wait_state
@@ -226,6 +226,37 @@ def test_a_denied_region_hides_no_node_of_another(bed: AwsBed) -> None:
         assert [each.id for each in listed] == [node.id]
         assert listed.unseen.keys() == {"us-west-2"} and isinstance(listed.unseen["us-west-2"], AuthError)
         assert listed.account == node.account == "123456789012"
+
+    bed.run(act())
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"), [("UnauthorizedOperation", 403, DeniedError), ("Unavailable", 503, TransientError)]
+)
+def test_nothing_is_created_in_a_region_that_cannot_be_listed(
+    bed: AwsBed, code: str, status: int, kind: type[CloudError]
+) -> None:
+    async def act() -> None:
+        region = make_request(bed).placement.offer.region
+        bed.account.fail("DescribeInstances", code, status=status, times=4, region=region)
+        with pytest.raises(kind, match=f"{code}.*{region}"):
+            await bed.cloud.create_nodes(make_request(bed))
+        creating = {"ec2:RunInstances", "ec2:CreateFleet", "ec2:CreateSecurityGroup"}
+        assert not bed.account.find_actions() & creating
+        bed.account.faults.clear()
+        assert await bed.cloud.create_nodes(make_request(bed, token="later"))
+
+    bed.run(act())
+
+
+def test_a_region_is_listed_once_before_the_first_create_in_it(bed: AwsBed) -> None:
+    async def act() -> None:
+        await bed.cloud.create_nodes(make_request(bed, token="one"))
+        names = [action for action, _, _ in bed.account.calls]
+        assert names.index("ec2:DescribeInstances") < names.index("ec2:RunInstances")
+        before = names.count("ec2:DescribeInstances")
+        await bed.cloud.create_nodes(make_request(bed, token="two"))
+        assert [action for action, _, _ in bed.account.calls].count("ec2:DescribeInstances") == before
 
     bed.run(act())
 

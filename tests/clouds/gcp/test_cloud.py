@@ -339,6 +339,15 @@ def test_a_zone_that_google_cannot_look_into_is_named(bench: Any, request_of: Ma
     assert unknown.unseen.keys() == {"us-central1"} and known.account == node.account == "pretend"
 
 
+def test_nothing_is_created_in_a_region_that_google_cannot_list(bench: Any, request_of: Make) -> None:
+    bench.gce.silent_zones = {"us-central1-b"}
+    with pytest.raises(TransientError, match="us-central1"):
+        bench.run(bench.cloud.create_nodes(request_of()))
+    assert bench.gce.list_names() == [] and not bench.gce.firewalls
+    bench.gce.silent_zones = set()
+    assert bench.run(bench.cloud.create_nodes(request_of()))
+
+
 def test_why_nodes_ended_is_no_reason_to_list_none(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.preempt(node.id.rpartition("/")[2])

@@ -10,6 +10,7 @@ import google.api_core.exceptions as api
 import google.auth.exceptions as auth
 import pytest
 import requests
+from google.api.error_reason_pb2 import ErrorReason
 from google.cloud import compute_v1
 
 from broker.clouds.gcp import faults
@@ -26,6 +27,7 @@ from broker.errors import (
     AuthError,
     CapacityError,
     CloudError,
+    DeniedError,
     InvalidRequestError,
     QuotaError,
     ThrottledError,
@@ -33,14 +35,19 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 
-# What Google's troubleshooting page for VM creation, its page on API errors and its list of operation errors name:
-# https://cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation
+# Codes that Google documents and our calls can bring, by page; all read on 2026-11-22:
+# https://docs.cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation
+# https://docs.cloud.google.com/compute/docs/troubleshooting/troubleshooting-bulk-vm-creation
+# https://docs.cloud.google.com/compute/docs/troubleshooting/troubleshooting-resource-availability
+# https://docs.cloud.google.com/compute/docs/reference/rest/v1/errors (its first rows)
 DOCUMENTED = {
     "CONDITION_NOT_MET", "FORBIDDEN", "INTERNAL_ERROR", "INVALID_FIELD_VALUE", "INVALID_USAGE", "LIMIT_EXCEEDED",
     "PERMISSIONS_ERROR", "QUOTA_EXCEEDED", "RESOURCE_ALREADY_EXISTS", "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE",
     "RESOURCE_NOT_FOUND", "RESOURCE_NOT_READY", "RESOURCE_OPERATION_RATE_EXCEEDED", "RESOURCE_POOL_EXHAUSTED",
     "UNSUPPORTED_OPERATION", "ZONE_RESOURCE_POOL_EXHAUSTED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS",
-    "VM_MIN_COUNT_NOT_REACHED",
+    "VM_MIN_COUNT_NOT_REACHED", "insufficientCapacity",
+    "FIELD_SIZE_TOO_LARGE", "MISSING_REQUIRED_FIELD", "PROJECT_NOT_FOUND", "NETWORK_NOT_FOUND",
+    "SERVICE_UNAVAILABLE_FOR_LOCATION",
     "accessNotConfigured", "alreadyExists", "authError", "backendError", "badRequest", "conditionNotMet",
     "dailyLimitExceeded", "duplicate", "expired", "forbidden", "insufficientPermissions", "internalError", "invalid",
     "invalidParameter", "limitExceeded", "notFound", "parseError", "quotaExceeded", "rateLimitExceeded", "required",
@@ -48,7 +55,7 @@ DOCUMENTED = {
 }  # fmt: skip
 OURS = (
     *(AuthError, CapacityError, InvalidRequestError, QuotaError, ThrottledError, TransientError, UnknownOutcomeError),
-    *(BusyError, DisabledError, ExistsError, MissingError, UnpaidError),
+    *(BusyError, DeniedError, DisabledError, ExistsError, MissingError, UnpaidError),
 )
 API_ERRORS = sorted(
     (each for each in vars(api).values() if isinstance(each, type) and issubclass(each, api.GoogleAPICallError)),
@@ -62,6 +69,9 @@ AUTH_ERRORS = sorted(
 
 def test_the_table_has_every_code_that_google_documents() -> None:
     assert DOCUMENTED - faults.CODES.keys() == set()
+    # The reasons of `google.rpc.ErrorInfo` in the domain googleapis.com, as Google's own library has them.
+    reasons = set(ErrorReason.keys()) - {"ERROR_REASON_UNSPECIFIED"}
+    assert len(reasons) > 30 and reasons - faults.CODES.keys() == set()
     assert all(kind in OURS for kind in (*faults.CODES.values(), *faults.STATUSES.values()))
     assert set(faults.CAPACITY_SCOPES) <= {code for code, kind in faults.CODES.items() if kind is CapacityError}
 
@@ -111,6 +121,14 @@ def test_every_fault_of_the_login_says_how_to_log_in_or_may_pass(kind: Any) -> N
 def test_silence_is_no_refusal_where_something_may_have_changed(error: Exception) -> None:
     assert isinstance(translate(error, does_change=True), UnknownOutcomeError)
     assert type(translate(error, does_change=False)) is TransientError
+
+
+@pytest.mark.parametrize("does_change", [False, True])
+def test_an_organisation_policy_is_a_refusal_for_good_and_not_a_resource_that_is_busy(does_change: bool) -> None:
+    text = "Constraint constraints/compute.vmExternalIpAccess violated for project 1. Add instance x to the constraint."
+    error = translate(answer(412, "conditionNotMet", text), does_change=does_change)
+    assert isinstance(error, DeniedError) and error.scope == "region"
+    assert "vmExternalIpAccess" in error.message and "org-policies" in error.hints[0]
 
 
 def test_our_own_mistakes_are_not_hidden() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,30 @@ def test_a_gang_found_again_gets_the_rules_that_its_first_call_did_not_come_to(b
     bench.gce.firewalls.clear()
     assert bench.run(bench.make_cloud().create_nodes(request_of())) == nodes
     assert read_rules(bench).keys() == {"shut", "ssh"}
+
+
+def test_ssh_from_a_new_address_is_let_in_once_beside_the_old_one(bench: Any, request_of: Make) -> None:
+    nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
+    assert bench.run(bench.cloud.renew_access(nodes)) is False
+    moved = bench.make_cloud()
+    moved._launcher._find_callers = lambda login: ("198.51.100.9/32",)
+    assert bench.run(moved.renew_access(nodes)) is True
+    assert read_rules(bench)["ssh"]["sourceRanges"] == ["127.0.0.1/32", "198.51.100.9/32"]
+    assert read_rules(bench)["ssh"]["allowed"] == [{"IPProtocol": "tcp", "ports": ["22"]}]
+    assert bench.run(moved.renew_access(nodes)) is False
+
+
+def test_an_address_is_asked_for_again_after_a_minute(bed: Any, request_of: Make) -> None:
+    """A daemon outlives the address it was started at: later gangs are for where it is then."""
+    addresses = iter(["203.0.113.7/32", "198.51.100.9/32"])
+    cloud = bed.reopen()
+    cloud._launcher._find_callers = lambda login: (next(addresses),)
+
+    async def act() -> None:
+        await cloud.create_nodes(request_of(token="1" * 32))
+        await bed.clock.sleep(120)
+        await cloud.create_nodes(request_of(token="2" * 32))
+
+    asyncio.run(act())
+    ranges = [rule["sourceRanges"] for name, rule in sorted(bed.gce.firewalls.items()) if name.endswith("-ssh")]
+    assert sorted(ranges) == [["198.51.100.9/32"], ["203.0.113.7/32"]]

@@ -59,6 +59,18 @@ def test_our_labels_win_over_the_users(request_of: Make) -> None:
     assert labels["broker-owner"] == "0123456789ab" and labels["x9lives"] == "x-y"
 
 
+def test_nodes_act_as_the_account_of_the_settings_for_storage_only(request_of: Make) -> None:
+    assert "service_accounts" not in machine.make_instance(request_of(), "z", IMAGE, Settings())
+    settings = Settings(service_account="mine@p.iam.gserviceaccount.com")
+    for body in (
+        machine.make_instance(request_of(), "z", IMAGE, settings),
+        machine.make_gang(request_of(), IMAGE, settings)["instance_properties"],
+    ):
+        (account,) = body["service_accounts"]
+        assert account["email"] == settings.service_account
+        assert account["scopes"] == ["https://www.googleapis.com/auth/devstorage.read_write"]
+
+
 def test_ids_tell_project_zone_name_gang_and_rank() -> None:
     link = "https://www.googleapis.com/compute/v1/projects/google.com:p/zones/us-central1-a/instances/b-me-0a-12"
     where = names.NodeId.from_link(link)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from broker.clouds.sky.faults import KINDS, Fault, shorten, translate
+from broker.clouds.sky.worker import describe
 from broker.errors import (
     AuthError,
     CapacityError,
     CloudError,
+    DeniedError,
     InvalidRequestError,
     QuotaError,
     ThrottledError,
@@ -34,6 +36,8 @@ def unavailable(*history: Fault) -> Fault:
         (unavailable(Fault(type="RuntimeError")), CapacityError),
         (unavailable(Fault(type="ProvisionerError", codes=("VM_MIN_COUNT_NOT_REACHED",))), CapacityError),
         (Fault(type="NoCloudAccessError"), AuthError),
+        (unavailable(Fault(type="CloudError", codes=("RequestDisallowedByPolicy",))), DeniedError),
+        (Fault(type="CloudError", codes=("HttpResponseError", "AuthorizationFailed")), DeniedError),
         (Fault(type="NotForSaleError"), CapacityError),
         (Fault(type="ValueError", message="Invalid instance type"), InvalidRequestError),
         (Fault(type="ApiServerConnectionError"), TransientError),
@@ -62,6 +66,22 @@ def test_a_message_is_one_line_without_colours() -> None:
     assert shorten("\x1b[31mNo room\x1b[0m in\n  us-east-1.\n\nA table follows\n---") == "No room in us-east-1"
     error = translate(unavailable(Fault(type="CloudError", message="the place's own words", codes=("LimitExceeded",))))
     assert "the place's own words" in error.message
+
+
+def test_the_cause_that_azure_names_below_its_envelope_is_found() -> None:
+    class CloudError(Exception):  # as `sky.exceptions` wraps what Azure's library raises
+        cloud_provider, error_type = "azure", "HttpResponseError"
+
+    text = (
+        "azure error (HttpResponseError): (InvalidTemplateDeployment) The template deployment failed.\n"
+        "Code: InvalidTemplateDeployment\nMessage: The template deployment failed.\n"
+        "Exception Details:\t(RequestDisallowedByPolicy) Resource 'vm' was disallowed by policy.\n"
+        "\tCode: RequestDisallowedByPolicy\n\tMessage: Resource 'vm' was disallowed by policy.\n\tTarget: vm"
+    )
+    fault = Fault.parse(describe(CloudError(text)))
+    assert fault.codes == ("RequestDisallowedByPolicy", "InvalidTemplateDeployment", "HttpResponseError")
+    error = translate(fault)
+    assert isinstance(error, DeniedError) and error.scope == "region" and error.hints
 
 
 def test_what_the_worker_describes_is_understood() -> None:

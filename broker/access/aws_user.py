@@ -1,0 +1,66 @@
+"""An IAM user for a task's keys, where the login is a role: sessions made by a role end within the hour.
+
+The user may do what its one policy says, and nothing after the moment that the policy names. Each renewal moves that
+moment; when broker stays away, it passes.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from broker.access.s3_policy import POLICY_CHARACTERS_MAX, too_long
+
+PATH, POLICY = "/broker/", "buckets"
+LIFE_S = 129_600.0  # as long as a federation session
+
+
+def ensure_user(iam: Any, name: str, *, owner: str, policy: str, end_s: float) -> None:
+    """May be repeated: a user that is there gets the policy with the new end."""
+    from botocore.exceptions import ClientError
+
+    try:
+        iam.create_user(UserName=name, Path=PATH, Tags=[{"Key": "broker-owner", "Value": owner}])
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "EntityAlreadyExists":
+            raise
+    iam.put_user_policy(UserName=name, PolicyName=POLICY, PolicyDocument=limit_policy(policy, end_s=end_s))
+
+
+def limit_policy(policy: str, *, end_s: float) -> str:
+    """The policy with a refusal of everything from `end_s` on (IAM User Guide, "Access based on date and time")."""
+    end = datetime.fromtimestamp(end_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    condition = {"DateGreaterThan": {"aws:CurrentTime": end}}
+    refusal = {"Effect": "Deny", "Action": "*", "Resource": "*", "Condition": condition}
+    whole = json.loads(policy)
+    text = json.dumps({**whole, "Statement": [*whole["Statement"], refusal]}, separators=(",", ":"))
+    if len(text) > POLICY_CHARACTERS_MAX:
+        raise too_long(len(text))
+    return text
+
+
+def make_key(iam: Any, name: str) -> dict[str, str]:
+    """Older keys of this user, whose secrets are lost with the state folder, are deleted: a user has two at most."""
+    for key in iam.list_access_keys(UserName=name)["AccessKeyMetadata"]:
+        iam.delete_access_key(UserName=name, AccessKeyId=key["AccessKeyId"])
+    made = iam.create_access_key(UserName=name)["AccessKey"]
+    return {"AccessKeyId": made["AccessKeyId"], "SecretAccessKey": made["SecretAccessKey"]}
+
+
+def delete_user(iam: Any, name: str) -> None:
+    """Already gone is success."""
+    from botocore.exceptions import ClientError
+
+    try:
+        for key in iam.list_access_keys(UserName=name)["AccessKeyMetadata"]:
+            iam.delete_access_key(UserName=name, AccessKeyId=key["AccessKeyId"])
+        iam.delete_user_policy(UserName=name, PolicyName=POLICY)
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchEntity":
+            raise
+    try:
+        iam.delete_user(UserName=name)
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchEntity":
+            raise

@@ -1,0 +1,105 @@
+"""The seam to whoever grants access to buckets: what is needed, what is granted, and three verbs a granter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Protocol, runtime_checkable
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.nouns import noun
+from broker.types import Secret, Task
+
+FOLDER = "{access}"  # in `Grant.envs`: the folder on the node that holds the files
+
+
+@noun
+class Need:
+    """Keys of one bucket that a task uses.
+
+    `path` "" is the whole bucket, "data" the object `data` and all below `data/`; with `is_open`, all keys that begin
+    with `path`. `is_written`: the program must be able to write, which is tried before anything paid starts.
+    `is_optional`: granted where possible, and no reason to refuse a launch. `is_made_later`: the launch makes the
+    bucket.
+    """
+
+    scheme: str
+    bucket: str
+    path: str = ""
+    is_open: bool = False
+    is_written: bool = False
+    is_read_only: bool = False
+    is_optional: bool = False
+    is_made_later: bool = False
+    source: str = ""  # the field of the task file, for messages
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+    def list_patterns(self) -> tuple[str, ...]:
+        """Keys, with `*` for any text: `("data", "data/*")`."""
+        if not self.path:
+            return ("*",)
+        return (f"{self.path}*",) if self.is_open else (self.path, f"{self.path}/*")
+
+    def find_probe(self) -> str:
+        """The key that is written and deleted to prove the access."""
+        name = "broker-access-check"
+        return f"{self.path}{name}" if self.is_open else f"{self.path}/{name}".lstrip("/")
+
+
+@noun
+class Grant:
+    """What nodes are given: files by name, and variables that point programs to them.
+
+    It ends at `expires_s`, unless a newer one has replaced the files by then; `renew_s` is when to make that one.
+    """
+
+    files: Mapping[str, Secret] = field(default_factory=dict)
+    envs: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, Secret] = field(default_factory=dict)  # variables that are secrets themselves
+    issued_s: float = 0.0
+    expires_s: float = float("inf")
+    renew_s: float = float("inf")
+    by: str = ""  # by what, in the user's words: "your IAM user"
+    scope: str = ""  # the same for the same keys: a newer grant replaces older ones of its scope
+
+
+class Granter(Protocol):
+    """Grants access to buckets of one scheme with the login of this machine. All verbs block and may be repeated."""
+
+    def find_own(self, task: Task, cloud: str) -> str:
+        """How nodes of `cloud` that run `task` have access without a grant, in words; "" where they do not."""
+        ...
+
+    def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        """Make a grant for exactly these keys; `endpoint`: of the service, where the task names another than usual.
+
+        Raises AuthError where this login cannot, with the ways out as hints; InvalidRequestError for a need that no
+        grant can express; TransientError where the service does not answer.
+        """
+        ...
+
+    def prove(self, need: Need, grant: Grant) -> None:
+        """Use the grant as a node would: write and delete an object, or list. Raises as `issue`."""
+        ...
+
+
+@runtime_checkable
+class CanSweep(Protocol):
+    """Granters that make something in the account which outlives a grant."""
+
+    def sweep(self) -> int:
+        """Delete all that was made for this installation; returns how many things. Raises CloudError.
+
+        Only when no node that uses it is left.
+        """
+        ...
+
+
+class MakeGranter(Protocol):
+    """What `GRANTERS` names. Asks the network for nothing."""
+
+    def __call__(self, config: Config, *, clock: Clock) -> Granter: ...

@@ -1,0 +1,195 @@
+"""Access to Google's buckets: a service account that may use a task's keys only, and a key of it that ends by itself.
+
+Google's own tokens end after an hour, which would end a job whose broker is away overnight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from broker.access.base import FOLDER, Grant, Need
+from broker.access.google_iam import GoogleIam, NotYetError
+from broker.access.kept import KeptKeys, name_needs
+from broker.clock import Clock
+from broker.clouds.gcp.login import Login, find_login
+from broker.clouds.gcp.settings import load_settings
+from broker.config import Config
+from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
+from broker.types import Secret, Task
+
+# Longer than Google lets a GPU machine run (7 days, docs/GCP.md): libraries read a key file once, when they start.
+LIFE_S = 8 * 86400.0
+PROPAGATION_S = 420.0  # Google IAM, "Access change propagation": typically 2 minutes, up to 7 or more
+PAUSE_S = 5.0
+SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+OWN_VARIABLES = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_SERVICE_ACCOUNT")
+LOGIN = "`gcloud auth application-default login`"
+ATTACH = 'for nodes at Google: name a service account, `service_account = "EMAIL"` in `gcp.toml` in the state folder'
+OWN_KEY = (
+    "or bring a key file of your own: `file_mounts: {~/key.json: KEY.json}` and "
+    "`envs: {GOOGLE_APPLICATION_CREDENTIALS: ...}`"
+)
+PERMISSIONS = (
+    "your login needs `iam.serviceAccounts.create`, `iam.serviceAccountKeys.create` and "
+    "`storage.buckets.setIamPolicy`, `storage.buckets.getIamPolicy` (docs/BUCKET_ACCESS.md)"
+)
+
+
+def make_granter(config: Config, *, clock: Clock) -> GcsGranter:
+    return GcsGranter(config, clock=clock)
+
+
+class GcsGranter:
+    def __init__(self, config: Config, *, clock: Clock, open_iam: Callable[[Login], GoogleIam] | None = None) -> None:
+        self._settings = load_settings(config.home)
+        self._kept, self._owner, self._clock = KeptKeys(config.home, "gs"), config.owner, clock
+        self._open_iam = open_iam or _open_iam
+        self._is_fresh = False  # whether a key or permission was just made, which Google takes time to apply
+
+    def find_own(self, task: Task, cloud: str) -> str:
+        names = (*OWN_VARIABLES, "STORAGE_EMULATOR_HOST")
+        if name := next((each for each in names if each in task.secrets or each in task.envs), ""):
+            return f"the task's own `{name}`"
+        if any("~/.config/gcloud" in target for target in task.file_mounts):
+            return "the task's own `~/.config/gcloud`"
+        if cloud == "gcp" and self._settings.service_account:
+            return f"the service account `{self._settings.service_account}`"
+        return ""
+
+    def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        """Data that is only named (`is_optional`) is left out: its bucket may be anyone's."""
+        wanted = [need for need in needs if not need.is_optional]
+        if not wanted:
+            raise InvalidRequestError(
+                "buckets that a task only names in `inputs` and `outputs` are not granted at Google"
+            )
+        login = find_login(self._settings)
+        if login is None or not login.project:
+            what = "your Google login names no project" if login else "there is no login for Google"
+            hint = "gcloud config set project PROJECT" if login else LOGIN
+            raise AuthError(f"{what}, so no access to `gs://` can be granted", hints=(hint, OWN_KEY))
+        name = name_needs(self._owner, login.project, wanted)
+        with self._kept.locked():
+            found = self._kept.read(name)
+            now_s = self._clock.now_s()
+            if found is None or not found["issued_s"] <= now_s < found["issued_s"] + LIFE_S / 2:
+                found = self._make(login, f"broker-{name}", wanted)
+                self._kept.write(name, found)
+        return Grant(
+            files={"google.json": Secret(value=json.dumps(found["key"]))},
+            envs={
+                "GOOGLE_APPLICATION_CREDENTIALS": f"{FOLDER}/google.json",
+                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": f"{FOLDER}/google.json",  # gcloud and gsutil read no other
+            },
+            issued_s=found["issued_s"],
+            expires_s=found["issued_s"] + LIFE_S,
+            renew_s=found["issued_s"] + LIFE_S / 2,
+            by=f"the service account `{found['key']['client_email']}`",
+        )
+
+    def prove(self, need: Need, grant: Grant) -> None:
+        """As a node would: the key is exchanged for a token, and an object written and deleted, or names listed."""
+        key = json.loads(grant.files["google.json"].value)
+        give_up_s = self._clock.now_s() + (PROPAGATION_S if self._is_fresh else 0.0)
+        while True:
+            try:
+                _use(key, need)
+                return
+            except AuthError as error:
+                if self._clock.now_s() >= give_up_s:
+                    raise AuthError(f"{grant.by} cannot use `{need.url}`: {error.message}", hints=(OWN_KEY,)) from error
+            asyncio.run(self._clock.sleep(PAUSE_S))
+
+    def sweep(self) -> int:
+        """Delete the accounts, with all of their keys; their permissions go with them. Returns how many."""
+        login = find_login(self._settings)
+        if login is None or not (names := self._kept.list_names()):
+            return 0
+        iam = self._open_iam(login)
+        with self._kept.locked():
+            for name in names:
+                iam.delete_account(f"broker-{name}@{login.project}.iam.gserviceaccount.com")
+                self._kept.forget(name)
+        return len(names)
+
+    def _make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
+        try:
+            return self._try_make(login, account_id, needs)
+        except AuthError as error:
+            hints = error.hints or (PERMISSIONS, ATTACH, OWN_KEY)
+            raise AuthError(f"Google does not let your login grant access: {error.message}", hints=hints) from error
+
+    def _try_make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
+        """Account, permissions and key. What Google does not know yet of the one before is asked again."""
+        iam = self._open_iam(login)
+        urls = ", ".join(need.url for need in needs)
+        email = iam.ensure_account(account_id, description=f"broker {self._owner}: {urls}")
+        give_up_s = self._clock.now_s() + PROPAGATION_S
+        while True:
+            try:
+                for bucket in sorted({need.bucket for need in needs}):
+                    own = [need for need in needs if need.bucket == bucket]
+                    iam.ensure_bindings(bucket, email, own)
+                now_s = self._clock.now_s()
+                iam.delete_ended_keys(email, now_s=now_s)
+                key = iam.upload_key(email, now_s=now_s, life_s=LIFE_S)
+                self._is_fresh = True
+                return {"issued_s": now_s, "key": key}
+            except NotYetError:
+                if self._clock.now_s() >= give_up_s:
+                    raise
+            asyncio.run(self._clock.sleep(PAUSE_S))
+
+
+def _use(key: dict[str, Any], need: Need) -> None:
+    import requests
+    from google.auth.exceptions import GoogleAuthError
+    from google.auth.transport.requests import AuthorizedSession
+    from google.oauth2.service_account import Credentials
+
+    base = str(key["token_uri"]).removesuffix("/token").replace("oauth2.googleapis.com", "storage.googleapis.com")
+    credentials = Credentials.from_service_account_info(key, scopes=[SCOPE])  # type: ignore[no-untyped-call]
+    session = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+    objects = f"{base}/storage/v1/b/{need.bucket}/o"
+    try:
+        if need.is_written:
+            url = f"{base}/upload/storage/v1/b/{need.bucket}/o"
+            query = {"uploadType": "media", "name": need.find_probe()}
+            answer = session.post(url, params=query, data=b"", timeout=30)
+            if answer.status_code < 300:
+                name = quote(need.find_probe(), safe="")
+                answer = session.delete(f"{objects}/{name}", timeout=30)
+        else:
+            answer = session.get(objects, params={"maxResults": "1", "prefix": need.path}, timeout=30)
+    except GoogleAuthError as error:
+        raise AuthError(f"the key is not accepted ({type(error).__name__})") from error
+    except requests.RequestException as error:
+        raise TransientError(f"Google cannot be reached: {type(error).__name__}") from error
+    if answer.status_code in (401, 403):
+        raise AuthError(f"HTTP {answer.status_code}")
+    if answer.status_code >= 300:
+        kind: type[CloudError] = TransientError if answer.status_code >= 500 else InvalidRequestError
+        raise kind(f"`{need.url}` cannot be used: HTTP {answer.status_code}")
+
+
+def _open_iam(login: Login) -> GoogleIam:
+    try:
+        import google.auth
+        import requests
+        from google.auth.transport.requests import AuthorizedSession
+    except ImportError as error:
+        raise AuthError(
+            "granting nodes access to `gs://` needs Google's login library",
+            hints=("pip install 'intercloud-broker[gcp]'", OWN_KEY),
+        ) from error
+    if login.endpoint:
+        return GoogleIam(requests.Session(), login.project, endpoint=login.endpoint)
+    try:
+        credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+    except google.auth.exceptions.DefaultCredentialsError as error:
+        raise AuthError("there is no usable login for Google", hints=(LOGIN, OWN_KEY)) from error
+    return GoogleIam(AuthorizedSession(credentials), login.project)  # type: ignore[no-untyped-call]

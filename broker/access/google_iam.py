@@ -1,0 +1,194 @@
+"""Google's IAM and Cloud Storage over REST: an account for a task's keys, its permissions, a key that ends by itself.
+
+Each verb may be repeated: what is there already stays. IAM API v1, projects.serviceAccounts; Cloud Storage JSON API,
+buckets.getIamPolicy, "IAM Conditions".
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from broker.access.base import Need
+from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
+
+TIMEOUT_S = 30.0
+IAM, STORAGE, TOKEN = "https://iam.googleapis.com", "https://storage.googleapis.com", "https://oauth2.googleapis.com"
+POLICY_VERSION = 3  # the first with conditions
+POLICY_TRIES = 4  # of read, change and write, where others write between
+LOOK, READ, WRITE = "roles/storage.legacyBucketReader", "roles/storage.objectViewer", "roles/storage.objectUser"
+BACKDATED = timedelta(hours=1)  # Google's clocks and ours need not agree
+KEY_BITS = 2048
+
+
+class NotYetError(TransientError):
+    """What was just made is not known everywhere: Google's IAM takes up to minutes ("Access change propagation")."""
+
+
+class GoogleIam:
+    """`session`: of requests, logged in. `endpoint`: where something else than Google answers; "" is Google."""
+
+    def __init__(self, session: Any, project: str, *, endpoint: str = "") -> None:
+        self._session, self._project, self._endpoint = session, project, endpoint
+
+    @property
+    def storage_url(self) -> str:
+        return self._endpoint or STORAGE
+
+    @property
+    def token_url(self) -> str:
+        return f"{self._endpoint or TOKEN}/token"
+
+    def ensure_account(self, account_id: str, *, description: str) -> str:
+        """The email of the service account. One that is there already will do."""
+        body = {"accountId": account_id, "serviceAccount": {"displayName": "broker", "description": description[:256]}}
+        status, answer = self._ask("POST", f"{self._iam}/serviceAccounts", body, fine=(409,))
+        email = f"{account_id}@{self._project}.iam.gserviceaccount.com"
+        return email if status == 409 else str(answer["email"])
+
+    def ensure_bindings(self, bucket: str, email: str, needs: Sequence[Need]) -> None:
+        """Let the account list the bucket's names, and use the keys of `needs`."""
+        wanted = make_bindings(bucket, f"serviceAccount:{email}", needs)
+        url = f"{self.storage_url}/storage/v1/b/{bucket}/iam"
+        for _ in range(POLICY_TRIES):
+            _, policy = self._ask("GET", f"{url}?optionsRequestedPolicyVersion={POLICY_VERSION}")
+            bindings = list(policy.get("bindings", ()))
+            missing = [each for each in wanted if not any(is_bound(each, other) for other in bindings)]
+            if not missing:
+                return
+            body = {**policy, "version": POLICY_VERSION, "bindings": [*bindings, *missing]}
+            if self._ask("PUT", url, body, fine=(412,))[0] != 412:  # its etag is no longer the newest
+                return
+        # Conditions are refused so, too, where the objects of a bucket may have permissions of their own.
+        raise InvalidRequestError(
+            f"the permissions of `gs://{bucket}` cannot be changed: HTTP 412",
+            hints=(f"`gcloud storage buckets update gs://{bucket} --uniform-bucket-level-access`",),
+        )
+
+    def upload_key(self, email: str, *, now_s: float, life_s: float) -> dict[str, Any]:
+        """A new key in the form of Google's key files. The private half is made here and known here only; Google takes
+        the public one as a certificate, and refuses the key once that has ended ("Upload service account keys")."""
+        private, certificate = make_key(now_s=now_s, life_s=life_s)
+        body = {"publicKeyData": base64.b64encode(certificate).decode("ascii")}
+        _, answer = self._ask("POST", f"{self._iam}/serviceAccounts/{email}/keys:upload", body)
+        return {
+            "type": "service_account",
+            "project_id": self._project,
+            "private_key_id": str(answer["name"]).rpartition("/")[2],
+            "private_key": private.decode("ascii"),
+            "client_email": email,
+            "client_id": "",
+            "token_uri": self.token_url,
+            "universe_domain": "googleapis.com",
+        }
+
+    def delete_account(self, email: str) -> None:
+        """Its keys and permissions end with it; already gone is success."""
+        self._ask("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
+
+    def delete_ended_keys(self, email: str, *, now_s: float) -> None:
+        """An account has ten keys at most, ended ones among them."""
+        url = f"{self._iam}/serviceAccounts/{email}/keys"
+        for key in self._ask("GET", f"{url}?keyTypes=USER_MANAGED")[1].get("keys", ()):
+            end = datetime.fromisoformat(str(key["validBeforeTime"]).replace("Z", "+00:00"))
+            if end.timestamp() < now_s:
+                self._ask("DELETE", f"{url}/{str(key['name']).rpartition('/')[2]}", fine=(404,))
+
+    @property
+    def _iam(self) -> str:
+        return f"{self._endpoint or IAM}/v1/projects/{self._project}"
+
+    def _ask(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None, *, fine: Sequence[int] = ()
+    ) -> tuple[int, dict[str, Any]]:
+        import requests
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            answer = self._session.request(method, url, json=body, timeout=TIMEOUT_S)
+        except GoogleAuthError as error:
+            hints = ("`gcloud auth application-default login`",)
+            raise AuthError(f"your Google login has ended: {type(error).__name__}", hints=hints) from error
+        except requests.RequestException as error:
+            raise TransientError(f"Google cannot be reached: {type(error).__name__}") from error
+        try:
+            found: dict[str, Any] = answer.json() if answer.content else {}
+        except ValueError:
+            found = {}
+        if answer.status_code < 300 or answer.status_code in fine:
+            return answer.status_code, found
+        raise translate(answer.status_code, found, method, url)
+
+
+def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> CloudError:
+    """By status, and by the reason in the details of Google's error model (AIP-193)."""
+    error = answer.get("error", {})
+    error = error if isinstance(error, Mapping) else {}
+    reasons = [str(each.get("reason") or each.get("violations") or "") for each in error.get("details", ())]
+    message = f"{str(error.get('message') or f'HTTP {status}').rstrip('.')[:300]} ({method} {url.partition('?')[0]})"
+    if status in (401, 403):
+        return AuthError(message)
+    if status >= 500 or status == 429:
+        return TransientError(message)
+    if "constraints/" in " ".join(reasons) + message:  # an organisation's policy: refused for good
+        return AuthError(message)
+    if status == 404 and "/serviceAccounts/" in url:
+        return NotYetError(message)  # just made, and not known everywhere
+    if status == 400 and url.endswith("/iam") and "does not exist" in message:  # Google gives no code for it
+        return NotYetError(message)
+    bucket = url.partition("/b/")[2].partition("/")[0]
+    hints = (f"make it with `gcloud storage buckets create gs://{bucket}`",) if status == 404 and bucket else ()
+    return InvalidRequestError(message, hints=hints)
+
+
+def make_bindings(bucket: str, member: str, needs: Sequence[Need]) -> list[dict[str, Any]]:
+    """Pure. To list is allowed for the whole bucket: who may not list hears "403" of a missing object, not "404"."""
+    bindings: list[dict[str, Any]] = [{"role": LOOK, "members": [member]}]
+    for need in needs:
+        binding: dict[str, Any] = {"role": READ if need.is_read_only else WRITE, "members": [member]}
+        if need.path:
+            binding["condition"] = {"title": "broker", "expression": write_condition(bucket, need)}
+        bindings.append(binding)
+    return bindings
+
+
+def write_condition(bucket: str, need: Need) -> str:
+    """In CEL: `resource.name` of an object is `projects/_/buckets/BUCKET/objects/KEY`."""
+    name = f"projects/_/buckets/{bucket}/objects/{need.path}"
+    if need.is_open:
+        return f"resource.name.startsWith({json.dumps(name)})"
+    return f"resource.name == {json.dumps(name)} || resource.name.startsWith({json.dumps(name + '/')})"
+
+
+def is_bound(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    (member,) = wanted["members"]
+    expressions = [each.get("condition", {}).get("expression") for each in (wanted, found)]
+    return wanted["role"] == found.get("role") and expressions[0] == expressions[1] and member in found["members"]
+
+
+def make_key(*, now_s: float, life_s: float) -> tuple[bytes, bytes]:
+    """A private RSA key (PKCS #8) and a certificate of its public half that ends with the key; both PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "unused")])  # as Google asks: nothing private in it
+    now = datetime.fromtimestamp(now_s, UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(now + timedelta(seconds=life_s))
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private, certificate.public_bytes(serialization.Encoding.PEM)

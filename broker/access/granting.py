@@ -1,0 +1,196 @@
+"""Which grants a task's nodes get: checked before money is spent, handed out at the start, renewed with the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from broker.access import GRANTERS, find_granter
+from broker.access.base import CanSweep, Grant, Granter, Need
+from broker.access.kept import name_needs
+from broker.access.needs import group_needs, list_needs
+from broker.clock import Clock
+from broker.config import Config, has_own_bucket_access
+from broker.errors import CloudError
+from broker.types import Cluster, Plan, Task
+
+HERE = "local"  # its nodes are processes of this machine: nothing paid, so nothing is refused
+USABLE_S_MIN = 900.0  # what an older grant must have left to stand in for one that cannot be made now
+OPT_OUT = (
+    'nodes that have access of another kind (an identity of their cloud): `bucket_access = "own"` in `config.toml`'
+)
+ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
+Deliver = Callable[[Mapping[str, Any]], Awaitable[object]]
+
+
+class Grants:
+    """`find_task`: of a managed job's cluster, with its mounts; None for other clusters. `tell` records an event."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Clock,
+        find_task: Callable[[Cluster], Task | None] = lambda cluster: None,
+        tell: Callable[[Cluster, str], None] = lambda cluster, message: None,
+        granters: Mapping[str, Granter] | None = None,
+    ) -> None:
+        self._config, self._clock, self._find_task, self._tell = config, clock, find_task, tell
+        self._granters: dict[str, Granter] = dict(granters or {})
+        self._known: dict[tuple[tuple[Need, ...], str], Grant] = {}
+        self._renew_s: dict[str, float] = {}  # cluster -> when its nodes' files are to be replaced
+        self._told: dict[str, str] = {}
+        self._lock = threading.Lock()  # one thread makes grants: jobs share those of the same needs
+
+    def check(self, plans: Sequence[Plan], *, allowances_s: Sequence[float] | None = None) -> Sequence[str]:
+        """Sentences for the user on what nodes get. `allowances_s`: how long each plan's nodes may run unattended.
+
+        Makes the grants and uses them once. Raises AuthError or InvalidRequestError where nodes would have no access,
+        TransientError where that cannot be found out.
+        """
+        found: dict[str, None] = {}
+        if has_own_bucket_access(self._config):
+            return []
+        for index, plan in enumerate(plans):
+            clouds = sorted({each.placement.offer.cloud for each in plan.estimates} - {HERE})
+            for scheme, needs in group_needs(list_needs(plan.task, self._config.owner)).items():
+                granter = self._get_granter(scheme)
+                lacking = [cloud for cloud in clouds if not granter.find_own(plan.task, cloud)]
+                required = [need for need in needs if not need.is_optional]
+                if not lacking or not required:
+                    continue
+                grant = self._try_out(granter, scheme, needs, plan.task, lacking)
+                allowance_s = allowances_s[index] if allowances_s else None
+                found[self._describe(required, grant, allowance_s)] = None
+        return list(found)
+
+    async def grant(self, cluster: Cluster, task: Task) -> Mapping[str, Any] | None:
+        """The agent's request with files and variables; None where the nodes need none. Raises CloudError."""
+        grant = await asyncio.to_thread(self._issue, cluster, task)
+        self._renew_s[cluster.name] = float("inf") if grant is None else grant.renew_s
+        return None if grant is None else _make_request(grant)
+
+    async def renew(self, cluster: Cluster, deliver: Deliver) -> None:
+        """Hand out a newer grant where it is due. Raises nothing: the next renewal of the lease tries again."""
+        if self._clock.now_s() < self._renew_s.get(cluster.name, 0.0):
+            return
+        task = self._find_task(cluster)
+        if task is None:
+            return
+        try:
+            grant = await asyncio.to_thread(self._issue, cluster, task)
+            if grant is not None:
+                await deliver(_make_request(grant))
+        except CloudError as error:
+            self._tell_once(cluster, f"the nodes' access to buckets is not renewed: {error.message}")
+            return
+        self._told.pop(cluster.name, None)
+        self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
+
+    def sweep(self) -> int:
+        """Delete the accounts and users that grants were made with; only while no node of ours is left. Returns how
+        many. Raises CloudError."""
+        granters = (self._get_granter(scheme) for scheme in GRANTERS)
+        return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweep))
+
+    def _issue(self, cluster: Cluster, task: Task) -> Grant | None:
+        cloud = cluster.placement.offer.cloud
+        if has_own_bucket_access(self._config):
+            return None
+        found = []
+        all_needs = list_needs(task, self._config.owner)
+        for scheme, needs in group_needs(all_needs).items():
+            granter = self._get_granter(scheme)
+            if granter.find_own(task, cloud):
+                continue
+            try:
+                found.append(self._make(granter, scheme, needs, task))
+            except CloudError:
+                if cloud != HERE and not all(need.is_optional for need in needs):
+                    raise
+        return replace(join_grants(found), scope=name_needs(self._config.owner, "", all_needs)) if found else None
+
+    def _make(self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task) -> Grant:
+        """One that is fresh enough, else a new one, else an older one that still has some time left."""
+        endpoint = _find_endpoint(scheme, task)
+        with self._lock:
+            known = self._known.get((needs, endpoint))
+            now_s = self._clock.now_s()
+            if known is not None and now_s < known.renew_s:
+                return known
+            try:
+                grant = granter.issue(needs, endpoint=endpoint)
+            except CloudError:
+                if known is None or known.expires_s - now_s < USABLE_S_MIN:
+                    raise
+                return known
+            self._known[needs, endpoint] = grant
+            return grant
+
+    def _try_out(
+        self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task, clouds: Sequence[str]
+    ) -> Grant:
+        try:
+            grant = self._make(granter, scheme, needs, task)
+            for need in needs:
+                if not need.is_optional and not need.is_made_later:
+                    granter.prove(need, grant)
+        except CloudError as error:
+            where, urls = " and ".join(clouds[:3]), ", ".join(f"`{need.url}`" for need in needs if not need.is_optional)
+            message = f"nodes on {where} would have no access to {urls}: {error.message}"
+            raise type(error)(message, hints=(*error.hints, OPT_OUT)) from error
+        return grant
+
+    def _describe(self, needs: Sequence[Need], grant: Grant, allowance_s: float | None) -> str:
+        urls = ", ".join(f"{need.url}*" if need.is_open else need.url for need in needs)
+        life_s = grant.expires_s - grant.issued_s
+        sentence = f"nodes get access to {urls} by {grant.by}, for {_show_hours(life_s)} at a time, renewed from here"
+        if allowance_s is not None and life_s - (grant.renew_s - grant.issued_s) < allowance_s:
+            sentence += (
+                f"; without this machine it ends before the nodes do ({_show_hours(allowance_s)}): after that neither "
+                "checkpoints nor the outcome reach the bucket (docs/BUCKET_ACCESS.md)"
+            )
+        return sentence
+
+    def _get_granter(self, scheme: str) -> Granter:
+        if scheme not in self._granters:
+            self._granters[scheme] = find_granter(scheme)(self._config, clock=self._clock)
+        return self._granters[scheme]
+
+    def _tell_once(self, cluster: Cluster, message: str) -> None:
+        if self._told.get(cluster.name) != message:
+            self._told[cluster.name] = message
+            self._tell(cluster, message)
+
+
+def join_grants(grants: Sequence[Grant]) -> Grant:
+    """One for all schemes: it lasts as long as the shortest of them."""
+    return Grant(
+        files={name: content for grant in grants for name, content in grant.files.items()},
+        envs={name: value for grant in grants for name, value in grant.envs.items()},
+        secrets={name: value for grant in grants for name, value in grant.secrets.items()},
+        issued_s=min(grant.issued_s for grant in grants),
+        expires_s=min(grant.expires_s for grant in grants),
+        renew_s=min(grant.renew_s for grant in grants),
+        by=", ".join(grant.by for grant in grants),
+    )
+
+
+def _make_request(grant: Grant) -> Mapping[str, Any]:
+    """The one place where the contents of a grant leave their wrapping: on the way into the agent's stdin."""
+    files = {name: secret.value for name, secret in grant.files.items()}
+    envs = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
+    return {"files": files, "envs": envs, "scope": grant.scope}
+
+
+def _find_endpoint(scheme: str, task: Task) -> str:
+    """Of the service that the task's program is told to use instead of the usual one."""
+    return next((task.envs[name] for name in ENDPOINTS.get(scheme, ()) if task.envs.get(name)), "")
+
+
+def _show_hours(duration_s: float) -> str:
+    hours = duration_s / 3600
+    return f"{hours / 24:.3g} days" if hours >= 72 else f"{hours:.3g} h"

@@ -1,0 +1,65 @@
+"""Keys that the granters made and keep here: one file each, of mode 0600, shared by all jobs of the same paths."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from broker.access.base import Need
+
+
+class KeptKeys:
+    """Below `access/` of the state folder. Files begin with the scheme of the bucket."""
+
+    def __init__(self, home: Path, scheme: str) -> None:
+        self._folder, self._scheme = home / "access", scheme
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Of two commands that need the same key at once, one makes it and the other finds it."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self._folder / f"{self._scheme}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """None for what is not there or is damaged: another key is made."""
+        try:
+            found = json.loads(self._find(name).read_text(encoding="utf-8"))
+            return found if isinstance(found["issued_s"], float) and isinstance(found["key"], dict) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """Whole or not at all."""
+        path = self._find(name)
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        aside.replace(path)
+
+    def list_names(self) -> Sequence[str]:
+        prefix = f"{self._scheme}-"
+        return sorted(path.stem.removeprefix(prefix) for path in self._folder.glob(f"{prefix}*.json"))
+
+    def forget(self, name: str) -> None:
+        self._find(name).unlink(missing_ok=True)
+
+    def _find(self, name: str) -> Path:
+        return self._folder / f"{self._scheme}-{name}.json"
+
+
+def name_needs(owner: str, place: str, needs: Sequence[Need]) -> str:
+    """Twenty digits: the same for the same installation, account and keys."""
+    patterns = sorted(f"{need.bucket}/{each} {need.is_read_only}" for need in needs for each in need.list_patterns())
+    return hashlib.sha256("\n".join([owner, place, *patterns]).encode()).hexdigest()[:20]

@@ -1,0 +1,33 @@
+"""Access to Cloudflare's R2: its keys are the user's own to hand out, so a task must bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.access.base import Grant, Need
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import AuthError
+from broker.types import Task
+
+KEYS = (
+    "give the task keys that may use this bucket only: `secrets: {R2_ACCESS_KEY_ID: , R2_SECRET_ACCESS_KEY: }` and "
+    "`envs: {R2_ACCOUNT_ID: }`"
+)
+
+
+def make_granter(config: Config, *, clock: Clock) -> R2Granter:
+    return R2Granter()
+
+
+class R2Granter:
+    def find_own(self, task: Task, cloud: str) -> str:
+        if "R2_ACCESS_KEY_ID" in task.secrets or "R2_ACCESS_KEY_ID" in task.envs:
+            return "the task's own `R2_ACCESS_KEY_ID`"
+        return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in each for each in task.file_mounts) else ""
+
+    def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        raise AuthError("broker makes no short-lived keys of R2", hints=(KEYS,))
+
+    def prove(self, need: Need, grant: Grant) -> None:
+        raise AssertionError("R2 has no grants")

@@ -1,0 +1,119 @@
+"""Which accelerators would start today in this project: the machine sold, its image, its quotas; nothing is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from broker.clouds.findings import TypeFinding, group_offers
+from broker.clouds.gcp.images import find_image, image_kind
+from broker.clouds.gcp.instances import as_cloud_error
+from broker.clouds.gcp.machine import HYPERDISK_MACHINES, RDMA_MACHINES, check_request
+from broker.clouds.gcp.quotas import Quota, check_quotas, list_needs, list_project_needs, read_project_quotas
+from broker.clouds.gcp.sdk import TIMEOUT_S, Clients, Sdk
+from broker.errors import InvalidRequestError, QuotaError
+from broker.types import MachineSpec, NodeRequest, Offer, Placement
+
+Quotas = Mapping[str, Quota]
+
+
+async def judge_types(sdk: Sdk, offers: Sequence[Offer]) -> Sequence[TypeFinding]:
+    """One for each accelerator and count. Raises CloudError where the project cannot be asked."""
+    regions = await sdk.call(_read_all_quotas)
+    everywhere = await sdk.call(read_project_quotas)
+    images: dict[str, str] = {}
+    return await sdk.call(
+        lambda clients: [
+            max(
+                (_judge_in(clients, name, offer, regions, everywhere, images) for offer in found),
+                key=lambda each: len(each.ways),
+            )
+            for name, found in group_offers(offers).items()
+        ]
+    )
+
+
+def _read_all_quotas(clients: Clients) -> Mapping[str, Quotas]:
+    found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
+    return {
+        region.name: {
+            each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in region.quotas
+        }
+        for region in found
+    }
+
+
+def _judge_in(
+    clients: Clients,
+    name: str,
+    offer: Offer,
+    regions: Mapping[str, Quotas],
+    everywhere: Quotas,
+    images: dict[str, str],
+) -> TypeFinding:
+    """`images`: what was found out about each kind of image, for the next machine."""
+
+    def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeFinding:
+        return TypeFinding(
+            accelerator=name,
+            instance_type=offer.instance_type,
+            ways=ways,
+            region=offer.region,
+            why=why,
+            command=command,
+        )
+
+    if offer.region not in regions:
+        return find((), "region: this project has none of its quotas")
+    request = _make_request(offer, is_spot=False)
+    try:
+        check_request(request)
+    except InvalidRequestError as error:
+        return find((), f"machine: {error.message}")
+    kind = image_kind(request)
+    if kind not in images:
+        images[kind] = _judge_image(clients, request)
+    if images[kind]:
+        return find((), f"image: {images[kind]}")
+    ways: list[str] = []
+    whys: list[str] = []
+    command = ""
+    for way, price in (("on-demand", offer.ondemand_usd_hour), ("spot", offer.spot_usd_hour)):
+        if price is None:
+            continue
+        request = _make_request(offer, is_spot=way == "spot")
+        try:
+            project = clients.login.project
+            check_quotas(list_needs(request), regions[offer.region], project=project, region=offer.region)
+            check_quotas(list_project_needs(request), everywhere, project=project)
+            ways.append(way)
+        except QuotaError as error:
+            whys.append(f"{way} {error.message}")
+            command = command or error.hints[0].partition("`")[2].rstrip("`")
+    return find(tuple(ways), f"quota: {'; '.join(whys)}" if whys else _note(offer), command)
+
+
+def _judge_image(clients: Clients, request: NodeRequest) -> str:
+    """Why there is none; empty where there is."""
+    try:
+        find_image(clients, request)
+    except Exception as error:  # Google's library has its own, which `Sdk` translates only where a call ends
+        found = as_cloud_error(error)
+        if found is None:
+            raise
+        return found.message
+    return ""
+
+
+def _note(offer: Offer) -> str:
+    """What is worth knowing of a machine that starts."""
+    notes = ["network: one card, without RDMA"] if offer.instance_type.startswith(RDMA_MACHINES) else []
+    notes += ["disk: Hyperdisk only"] if offer.instance_type.startswith(HYPERDISK_MACHINES) else []
+    is_counted = any(need.metrics for need in list_needs(_make_request(offer, is_spot=False)))
+    return "; ".join(notes + ([] if is_counted else ["quota: told by the create only"]))
+
+
+def _make_request(offer: Offer, *, is_spot: bool) -> NodeRequest:
+    placement = Placement(offer=offer, is_spot=is_spot, node_count=1)
+    return NodeRequest(
+        owner="check", cluster="check", attempt=1, token="check", placement=placement, spec=MachineSpec()
+    )

@@ -1,0 +1,196 @@
+"""Logins for buckets as a node finds them: variables, files of AWS's and Google's own tools, the machine's identity.
+
+Standard library only. Google's service account keys sign with RSA, for which the standard library has no function:
+PKCS #1 v1.5 with SHA-256 is a padding and one power (RFC 8017, section 8.2.1).
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import hashlib
+import json
+import shlex
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+METADATA = "http://169.254.169.254"
+METADATA_S = 2.0
+ANSWER_S = 10.0
+PROCESS_S = 30.0
+TOKEN_URL = "https://oauth2.googleapis.com/token"
+TOKEN_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+TOKEN_S = 3600  # the longest that Google allows (OAuth 2.0 for service accounts)
+SHA256_PREFIX = bytes.fromhex("3031300d060960864801650304020105000420")  # RFC 8017, section 9.2, note 1
+INTEGER, SEQUENCE, OCTETS = 0x02, 0x30, 0x04  # tags of ASN.1
+
+
+class Refused(Exception):
+    """Told in one line of the runner's log."""
+
+
+def find_s3_login(variables: Mapping[str, str]) -> dict[str, str]:
+    """Keys of the environment, else of AWS's files, else of the role that the machine has (IMDSv2)."""
+    if variables.get("AWS_ACCESS_KEY_ID") and variables.get("AWS_SECRET_ACCESS_KEY"):
+        names = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
+        return {short: variables.get(name, "") for short, name in names.items()}
+    if login := read_profile(variables):
+        return login
+    base = f"{METADATA}/latest/meta-data/iam/security-credentials/"
+    try:
+        ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        token = ask(urllib.request.Request(f"{METADATA}/latest/api/token", method="PUT", headers=ttl))
+        headers = {"X-aws-ec2-metadata-token": token}
+        role = ask(urllib.request.Request(base, headers=headers)).split()[0]
+        found = json.loads(ask(urllib.request.Request(base + role, headers=headers)))
+        return {"key": found["AccessKeyId"], "secret": found["SecretAccessKey"], "token": found["Token"]}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise Refused("no login for S3: no AWS_ACCESS_KEY_ID, no profile, and no role of the machine") from error
+
+
+def read_profile(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of `~/.aws`, or of the files that the variables name: keys, or what its `credential_process` prints."""
+    home = Path(variables.get("HOME") or Path.home())
+    name = variables.get("AWS_PROFILE") or "default"
+    places = (
+        (variables.get("AWS_SHARED_CREDENTIALS_FILE") or str(home / ".aws" / "credentials"), name),
+        (variables.get("AWS_CONFIG_FILE") or str(home / ".aws" / "config"), f"profile {name}"),
+        (variables.get("AWS_CONFIG_FILE") or str(home / ".aws" / "config"), name),
+    )
+    for path, section in places:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            continue
+        profile = dict(parser.items(section)) if parser.has_section(section) else {}
+        if profile.get("aws_access_key_id") and profile.get("aws_secret_access_key"):
+            token = profile.get("aws_session_token", "")
+            return {"key": profile["aws_access_key_id"], "secret": profile["aws_secret_access_key"], "token": token}
+        if profile.get("credential_process"):
+            return run_process(profile["credential_process"])
+    return {}
+
+
+def run_process(command: str) -> dict[str, str]:
+    """As AWS's libraries run it: no shell (AWS SDKs and Tools Reference Guide, "Process credential provider")."""
+    try:
+        done = subprocess.run(
+            shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PROCESS_S, check=True
+        )
+        found = json.loads(done.stdout.decode("utf-8"))
+        return {"key": found["AccessKeyId"], "secret": found["SecretAccessKey"], "token": found.get("SessionToken", "")}
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"no login for S3: `credential_process` gave none ({type(error).__name__})") from error
+
+
+def find_google_token(variables: Mapping[str, str]) -> str:
+    """By the file that GOOGLE_APPLICATION_CREDENTIALS names, else gcloud's own, else the machine's service account."""
+    home = Path(variables.get("HOME") or Path.home())
+    folder = variables.get("CLOUDSDK_CONFIG") or str(home / ".config" / "gcloud")
+    named = variables.get("GOOGLE_APPLICATION_CREDENTIALS")
+    path = Path(named or Path(folder) / "application_default_credentials.json")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if named:
+            raise Refused(f"no login for gs://: `{named}` does not exist") from error
+        return ask_machine()
+    except (OSError, ValueError) as error:
+        raise Refused(f"no login for gs://: `{path}` cannot be read") from error
+    try:
+        if found.get("type") == "service_account":
+            grant = {"grant_type": "urn:ietf:params:oauth:grant-type:jwt-bearer", "assertion": make_assertion(found)}
+        elif found.get("type") == "authorized_user":
+            names = ("client_id", "client_secret", "refresh_token")
+            grant = {"grant_type": "refresh_token", **{name: str(found[name]) for name in names}}
+        else:
+            raise Refused(f"no login for gs://: `{path}` is of the unknown type `{found.get('type')}`")
+        url = str(found.get("token_uri") or TOKEN_URL)
+        request = urllib.request.Request(url, data=urllib.parse.urlencode(grant).encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return str(json.loads(answer.read().decode("utf-8"))["access_token"])
+    except urllib.error.HTTPError as error:
+        raise Refused(f"no login for gs://: Google refused `{path}`: HTTP {error.code}") from error
+    except OSError as error:
+        raise Refused(f"no login for gs://: {error}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise Refused(f"no login for gs://: `{path}` is damaged ({type(error).__name__})") from error
+
+
+def ask_machine() -> str:
+    path = "/computeMetadata/v1/instance/service-accounts/default/token"
+    try:
+        answer = ask(urllib.request.Request(METADATA + path, headers={"Metadata-Flavor": "Google"}))
+        return str(json.loads(answer)["access_token"])
+    except (OSError, ValueError, KeyError) as error:
+        raise Refused("no login for gs://: no credentials file, and the machine has no service account") from error
+
+
+def make_assertion(key: Mapping[str, Any]) -> str:
+    """A signed JWT that Google exchanges for a token ("Using OAuth 2.0 for Server to Server Applications")."""
+    now_s = int(time.time())
+    head = {"alg": "RS256", "typ": "JWT", "kid": key.get("private_key_id", "")}
+    claims = {
+        "iss": key["client_email"],
+        "scope": TOKEN_SCOPE,
+        "aud": str(key.get("token_uri") or TOKEN_URL),
+        "iat": now_s,
+        "exp": now_s + TOKEN_S,
+    }
+    text = b".".join(encode(json.dumps(part).encode()) for part in (head, claims))
+    return (text + b"." + encode(sign(text, str(key["private_key"])))).decode("ascii")
+
+
+def encode(content: bytes) -> bytes:
+    return base64.urlsafe_b64encode(content).rstrip(b"=")
+
+
+def sign(text: bytes, pem: str) -> bytes:
+    """RS256 with an RSA key as Google writes it: PKCS #8 in PEM."""
+    modulus, exponent = read_rsa_key(pem)
+    size = (modulus.bit_length() + 7) // 8
+    digest = SHA256_PREFIX + hashlib.sha256(text).digest()
+    padded = b"\x00\x01" + b"\xff" * (size - len(digest) - 3) + b"\x00" + digest
+    return pow(int.from_bytes(padded, "big"), exponent, modulus).to_bytes(size, "big")
+
+
+def read_rsa_key(pem: str) -> tuple[int, int]:
+    """Modulus and private exponent (RFC 5958: version, algorithm, octets; RFC 8017: version, n, e, d). Raises
+    ValueError, IndexError for another form."""
+    body = "".join(line.strip() for line in pem.splitlines() if line and not line.startswith("-----"))
+    outer = read_items(read_items(base64.b64decode(body, validate=True))[0][1])
+    inner = read_items(read_items([content for tag, content in outer if tag == OCTETS][0])[0][1])  # noqa: RUF015
+    numbers = [int.from_bytes(content, "big") for tag, content in inner if tag == INTEGER]
+    return numbers[1], numbers[3]
+
+
+def read_items(data: bytes) -> list[tuple[int, bytes]]:
+    """The items of DER that stand side by side: tag and content."""
+    items, place = [], 0
+    while place < len(data):
+        tag, length, place = data[place], data[place + 1], place + 2
+        if length & 0x80:
+            count = length & 0x7F
+            length, place = int.from_bytes(data[place : place + count], "big"), place + count
+        if place + length > len(data):
+            raise ValueError("a DER item is cut short")
+        items.append((tag, data[place : place + length]))
+        place += length
+    return items
+
+
+def ask(request: urllib.request.Request) -> str:
+    """The metadata server's word, past any proxy of the environment."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=METADATA_S) as answer:
+        text: str = answer.read().decode("utf-8")
+        return text

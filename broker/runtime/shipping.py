@@ -1,0 +1,104 @@
+"""Ship the bundled trainers: an archive of the installed package, unpacked on each node of a task that runs them.
+
+    run: python -m trainers.lm      ->  ~/.broker/trainers/<digest>/trainers/ on every node, first on PYTHONPATH
+
+Every start of a gang sends it, so a replacement or a node that joins an elastic gang has it as well. A node that holds
+this digest keeps what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import re
+import zipfile
+from functools import cache
+from pathlib import Path
+
+from broker.errors import StateError, TransientError
+from broker.nouns import noun
+from broker.runtime.base import Transport
+from broker.types import Node, Task
+
+PACKAGE = "trainers"
+RUNS_TRAINERS = re.compile(
+    r"""-m[\s\\"',]*trainers\.\w"""
+)  # of python, torchrun or accelerate; also as a list of words
+DIGEST_LENGTH = 16
+SEND_S = 60.0
+LEFT_OUT = ("__pycache__", ".pyc")
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip archive can hold
+# The folder appears complete or not at all; of two calls at once, one wins.
+UNPACK = """\
+import hashlib, io, os, shutil, sys, tempfile, zipfile
+digest, name = sys.argv[1:]
+content = sys.stdin.buffer.read()
+home = os.path.join(os.environ.get("HOME") or os.path.expanduser("~"), ".broker", "trainers")
+target = os.path.join(home, name)
+if not os.path.isdir(target):
+    if hashlib.sha256(content).hexdigest() != digest:
+        sys.exit("the archive has another checksum on arrival")
+    os.umask(0o077)
+    os.makedirs(home, exist_ok=True)
+    aside = tempfile.mkdtemp(prefix=".new.", dir=home)
+    try:
+        zipfile.ZipFile(io.BytesIO(content)).extractall(aside)
+        os.rename(aside, target)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not os.path.isdir(target):
+            raise
+"""
+
+
+@noun
+class Archive:
+    """`digest` is the SHA-256 of `content`; `name` is the folder below `~/.broker/trainers` that holds the files."""
+
+    digest: str
+    content: bytes
+
+    @property
+    def name(self) -> str:
+        return self.digest[:DIGEST_LENGTH]
+
+
+def needs_trainers(task: Task) -> bool:
+    """Return whether `setup` or `run` starts a module of the bundled trainers, such as `python -m trainers.lm`."""
+    return any(RUNS_TRAINERS.search(text) for text in (task.setup, task.run) if text)
+
+
+async def send_trainers(transport: Transport, node: Node) -> None:
+    """Put the trainers on a node; unchanged ones stay. Raises TransientError where the node cannot take them."""
+    archive = pack_trainers()
+    argv = ["python3", "-I", "-S", "-c", UNPACK, archive.digest, archive.name]
+    done = await transport.run(node, argv, timeout_s=SEND_S, stdin=archive.content)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise TransientError(f"the trainers cannot be put on node `{node.id}`: {last[:200]}")
+
+
+@cache
+def pack_trainers() -> Archive:
+    """Pack the installed package. The same files give the same bytes, whenever and wherever they were installed."""
+    spec = importlib.util.find_spec(PACKAGE)  # found, not imported: broker runs without torch
+    if spec is None or not spec.submodule_search_locations:
+        raise StateError(
+            "the bundled trainers are not installed beside broker", hints=("reinstall `intercloud-broker`",)
+        )
+    return pack(Path(next(iter(spec.submodule_search_locations))))
+
+
+def pack(folder: Path) -> Archive:
+    """Pack a package's folder under its own name, without compiled files."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder.parent).as_posix()
+            if path.is_file() and not any(part.endswith(LEFT_OUT) for part in path.parts):
+                entry = zipfile.ZipInfo(name, EPOCH)
+                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                archive.writestr(entry, path.read_bytes())
+    content = packed.getvalue()
+    return Archive(digest=hashlib.sha256(content).hexdigest(), content=content)

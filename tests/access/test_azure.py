@@ -1,0 +1,77 @@
+"""Access to Azure's containers: signatures as Azure's own library makes them, held to by a Blob service on the wire."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+
+from broker.access import azure
+from broker.access.granting import Grants
+from broker.access.needs import list_needs
+from broker.clock import SystemClock
+from broker.config import Config
+from broker.errors import AuthError, InvalidRequestError
+from broker.runtime import agent_bucket
+from broker.types import Secret, StorageMount
+from tests.access.plans import make_task, plan_on
+from tests.testbed import objects
+from tests.testbed.objects import AZURE_ACCOUNT, AZURE_KEY, BUCKET, Objects, serve_azure
+
+PLACE = f"az://{BUCKET}/runs"
+# azure-storage-blob 12.14.1: generate_container_sas("account", "testbed", account_key=AZURE_KEY, permission="racwdl",
+# start=2026-01-01, expiry=2026-01-09)
+THEIRS = "/hWxmCKX3g3NZYkhb/8mt8zkqZV3A0bie72+dSmckyU="
+
+
+@pytest.fixture
+def service(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+    # The fake knows one signature only; ours are compared with Azure's below.
+    known = parse_qs(objects.AZURE_SIGNATURE)["sig"][0]
+    monkeypatch.setattr(azure.base64, "b64encode", lambda digest: known.encode())
+    with serve_azure() as (served, variables):
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", variables["AZURE_STORAGE_ENDPOINT"])
+        yield served
+
+
+def test_signature_is_the_one_that_azures_library_makes() -> None:
+    token = azure.make_signature(
+        AZURE_ACCOUNT, AZURE_KEY, BUCKET, permissions="racwdl", start_s=1767225600.0, end_s=1767916800.0
+    )
+    fields = {name: values[0] for name, values in parse_qs(token).items()}
+    assert fields.pop("sig") == THEIRS
+    assert fields == {
+        "sv": "2021-08-06", "sr": "c", "sp": "racwdl", "st": "2026-01-01T00:00:00Z", "se": "2026-01-09T00:00:00Z",
+    }  # fmt: skip
+
+
+def test_nodes_get_a_signature_and_not_the_key(config: Config, service: Objects, tmp_path: Path) -> None:
+    (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(PLACE), "aws")])
+    assert "a signature for the container `testbed` of `account`, for 8 days at a time" in sentence
+    assert not service.content and not service.forbidden_count
+    grant = azure.AzureGranter(clock=SystemClock()).issue(list_needs(make_task(PLACE), "0wner"))
+    shown = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
+    assert AZURE_KEY not in str(shown) and "sig=" not in repr(grant)
+    agent_bucket.put(f"{PLACE}/0wner-job/outcomes/1.json", b"{}", shown)
+    assert service.content == {"runs/0wner-job/outcomes/1.json": b"{}"}
+
+
+def test_login_without_a_key_and_several_containers_are_refused_with_the_ways_out(
+    config: Config, service: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = (StorageMount(target="/d", source=("az://another/data",), mode="COPY"),)
+    with pytest.raises(InvalidRequestError, match="2 containers"):
+        Grants(config, clock=SystemClock()).check([plan_on(make_task(PLACE, storage_mounts=mounts), "aws")])
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    with pytest.raises(AuthError, match="no key of the storage account") as refused:
+        Grants(config, clock=SystemClock()).check([plan_on(make_task(PLACE), "aws")])
+    assert "AZURE_STORAGE_ACCOUNT_KEY" in refused.value.hints[0]
+    own = make_task(PLACE, secrets={"AZURE_STORAGE_SAS_TOKEN": Secret(value="x")})
+    assert Grants(config, clock=SystemClock()).check([plan_on(own, "aws")]) == []

@@ -1,0 +1,198 @@
+"""Access to Google's buckets through the wire: Google's own login library uses what nodes are given."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from broker.access.base import Grant, Need
+from broker.access.gcs import LIFE_S, GcsGranter
+from broker.access.granting import Grants
+from broker.access.needs import list_needs
+from broker.clock import SystemClock
+from broker.config import Config
+from broker.errors import AuthError, InvalidRequestError
+from broker.runtime import agent_bucket, agent_login
+from tests.access.plans import make_task, plan_on
+from tests.testbed.google_iam import FakeGoogle, Refusal, serve_google
+
+PLACE = "gs://testbed/runs"
+
+
+class PatientClock(SystemClock):
+    """Sleeps take no time, but pass."""
+
+    ahead_s = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self.ahead_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.ahead_s += duration_s
+
+
+@pytest.fixture
+def google(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGoogle]:
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "CLOUDSDK_"))]:
+        monkeypatch.delenv(name)
+    with serve_google() as served:
+        monkeypatch.setenv("BROKER_GCP_ENDPOINT", served.url)
+        monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "vision")
+        yield served
+
+
+def issue(config: Config, clock: SystemClock, *needs: Need) -> Grant:
+    return GcsGranter(config, clock=clock).issue(needs or list_needs(make_task(PLACE), "0wner"))
+
+
+def write(config: Config, google: FakeGoogle, grant: Grant, key: str) -> None:
+    """As the node's agent leaves an outcome, by the file that Google's libraries read too."""
+    path = config.home / "google.json"
+    path.write_text(grant.files["google.json"].value)
+    variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(path), "STORAGE_EMULATOR_HOST": google.url}
+    agent_bucket.put(f"gs://testbed/{key}", b"{}", variables)
+
+
+def test_key_writes_this_installations_checkpoints_and_nothing_else(config: Config, google: FakeGoogle) -> None:
+    google.policies["testbed"]["bindings"] = [{"role": "roles/storage.admin", "members": ["user:me"]}]
+    grants = Grants(config, clock=SystemClock())
+    (sentence,) = grants.check([plan_on(make_task(PLACE), "aws")], allowances_s=[12 * 3600.0])
+    assert "gs://testbed/runs/0wner-*" in sentence and "for 8 days at a time" in sentence
+    assert "ends before" not in sentence and not google.objects
+    grant = issue(config, SystemClock())
+    write(config, google, grant, "runs/0wner-job/outcomes/1.json")
+    assert google.objects == {"testbed/runs/0wner-job/outcomes/1.json": b"{}"}
+    for key in ("runs/other-job/outcomes/1.json", "data/a"):
+        with pytest.raises(agent_login.Refused, match="HTTP 403"):
+            write(config, google, grant, key)
+    kept = [each for each in google.policies["testbed"]["bindings"] if each["members"] == ["user:me"]]
+    assert kept, "the bucket's other permissions stay"
+
+
+def test_commands_and_jobs_share_one_key_until_half_of_its_life(config: Config, google: FakeGoogle) -> None:
+    clock = PatientClock()
+    first, second = issue(config, clock), issue(config, clock)
+    assert first.files["google.json"].value == second.files["google.json"].value and google.writes == 1
+    (path,) = (config.home / "access").glob("*.json")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    clock.ahead_s += LIFE_S / 2 + 1
+    third = issue(config, clock)
+    assert third.files != first.files and third.expires_s > first.expires_s
+    assert google.writes == 1, "the permissions are there already"
+    path.write_text("{damaged")
+    clock.ahead_s += LIFE_S / 2
+    issue(config, clock)
+    (keys,) = google.keys.values()
+    assert len(keys) == 2, "an ended key is deleted: an account has ten at most"
+
+
+def test_sweep_deletes_the_accounts_that_were_made(config: Config, google: FakeGoogle) -> None:
+    granter = GcsGranter(config, clock=SystemClock())
+    assert granter.sweep() == 0
+    granter.issue(list_needs(make_task(PLACE), "0wner"))
+    assert granter.sweep() == 1 and not google.accounts and not list((config.home / "access").glob("*.json"))
+
+
+def test_account_that_is_not_known_everywhere_yet_is_waited_for(config: Config, google: FakeGoogle) -> None:
+    google.unknown_count = 3
+    clock = PatientClock()
+    issue(config, clock)
+    assert clock.ahead_s == 15.0
+    google.unknown_count, clock.ahead_s = 10**6, 0.0
+    for path in (config.home / "access").glob("*.json"):
+        path.unlink()
+    with pytest.raises(Exception, match="unknown service account"):
+        issue(config, clock)
+
+
+@pytest.mark.parametrize(
+    ("path", "refusal", "hint"),
+    [
+        ("/serviceAccounts", Refusal(403, "Permission denied"), "iam.serviceAccounts.create"),
+        ("keys:upload", Refusal(400, "constraints/iam.disableServiceAccountKeyUpload"), "service_account"),
+        ("/iam", Refusal(403, "no setIamPolicy"), "storage.buckets.setIamPolicy"),
+        ("/iam PUT", Refusal(412, "conditions"), "--uniform-bucket-level-access"),
+    ],
+    ids=["account", "organisation", "bucket", "uniform"],
+)
+def test_google_that_does_not_let_us_refuses_the_launch_with_the_ways_out(
+    config: Config, google: FakeGoogle, path: str, refusal: Refusal, hint: str
+) -> None:
+    google.refusals[path] = refusal
+    with pytest.raises((AuthError, InvalidRequestError), match="nodes on aws would have no access") as refused:
+        Grants(config, clock=PatientClock()).check([plan_on(make_task(PLACE), "aws")])
+    assert hint in " ".join(refused.value.hints)
+
+
+def test_missing_bucket_is_found_before_money(config: Config, google: FakeGoogle) -> None:
+    with pytest.raises(InvalidRequestError, match="does not exist") as refused:
+        Grants(config, clock=PatientClock()).check([plan_on(make_task("gs://typo/runs"), "gcp")])
+    assert "gcloud storage buckets create gs://typo" in refused.value.hints[0]
+
+
+def test_users_own_service_account_wins_at_google_only(config: Config, google: FakeGoogle) -> None:
+    (config.home / "gcp.toml").write_text('service_account = "mine@vision.iam.gserviceaccount.com"\n')
+    granter = GcsGranter(config, clock=SystemClock())
+    assert granter.find_own(make_task(PLACE), "gcp") and not granter.find_own(make_task(PLACE), "aws")
+    assert granter.find_own(make_task(PLACE, envs={"GOOGLE_APPLICATION_CREDENTIALS": "~/k.json"}), "aws")
+
+
+def test_copied_data_may_be_read_and_only_that(config: Config, google: FakeGoogle) -> None:
+    google.objects["testbed/data/a"] = b"a"
+    grant = issue(config, SystemClock(), Need(scheme="gs", bucket="testbed", path="data", is_read_only=True))
+    email = json.loads(grant.files["google.json"].value)["client_email"]
+    for name, action, allowed in (
+        *(("data", "get", True), ("data/a", "get", True), ("database", "get", False)),
+        *(("data/a", "create", False), ("", "list", True)),
+    ):
+        assert google.allows(email, "testbed", name, action) is allowed, (name, action)
+
+
+def test_obstore_signs_with_the_key_that_nodes_are_given(
+    config: Config, google: FakeGoogle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainers' library finds the file by the variable, and has no other login."""
+    from obstore.store import GCSStore
+
+    path = config.home / "google.json"
+    path.write_text(issue(config, SystemClock()).files["google.json"].value)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    GCSStore("testbed")  # a file that it could not read would be an error here
+    path.write_text("{}")
+    with pytest.raises(Exception, match=r"(?i)credential|missing|decode"):
+        GCSStore("testbed")
+
+
+def make_found(**found: Any) -> str:
+    return json.dumps(found)
+
+
+def test_agent_uses_a_users_login_file(config: Config, google: FakeGoogle, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, list[str]]] = []
+
+    def exchange(body: bytes) -> dict[str, str]:
+        from urllib.parse import parse_qs
+
+        asked.append(parse_qs(body.decode()))
+        return {"access_token": "token-of-the-user"}
+
+    answer = google.answer
+    monkeypatch.setattr(google, "answer", lambda *call: exchange(call[3]) if call[1] == "/token" else answer(*call))
+    path = config.home / "adc.json"
+    path.write_text(
+        make_found(
+            type="authorized_user", client_id="c", client_secret="s", refresh_token="r", token_uri=f"{google.url}/token"
+        )
+    )
+    variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(path)}
+    assert agent_login.find_google_token(variables) == "token-of-the-user"
+    assert asked[0]["grant_type"] == ["refresh_token"] and asked[0]["refresh_token"] == ["r"]
+    for text in ("{", make_found(type="external_account"), make_found(type="service_account", client_email="x")):
+        path.write_text(text)
+        with pytest.raises(agent_login.Refused, match="no login for gs://"):
+            agent_login.find_google_token(variables)

@@ -1,0 +1,186 @@
+"""Which grants are made, for whom, and when they are made again; no service is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from broker.access.base import Grant, Need
+from broker.access.granting import Grants
+from broker.access.needs import list_needs
+from broker.clock import SystemClock
+from broker.config import Config
+from broker.errors import AuthError, CloudError, TransientError, UsageError
+from broker.types import DataSet, Secret, StorageMount, Task
+from tests.access.plans import make_cluster, make_task, plan_on
+
+
+class FakeGranter:
+    """Counts what it grants; `own`: clouds whose nodes have access of their own."""
+
+    def __init__(self, own: Sequence[str] = ()) -> None:
+        self.own, self.issued, self.proved = own, 0, list[Need]()
+        self.now_s, self.life_s = 1000.0, 36 * 3600.0
+        self.error: CloudError | None = None
+
+    def find_own(self, task: Task, cloud: str) -> str:
+        return "its own" if cloud in self.own else ""
+
+    def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        if self.error:
+            raise self.error
+        self.issued += 1
+        return Grant(
+            files={"key": Secret(value=f"key-{self.issued}")}, envs={"KEY": "{access}/key"}, issued_s=self.now_s,
+            expires_s=self.now_s + self.life_s, renew_s=self.now_s + 3600.0, by="a fake",
+        )  # fmt: skip
+
+    def prove(self, need: Need, grant: Grant) -> None:
+        self.proved.append(need)
+
+
+class GranterClock(SystemClock):
+    """The time that a fake granter goes by."""
+
+    def __init__(self, granter: FakeGranter) -> None:
+        self._granter = granter
+
+    def now_s(self) -> float:
+        return self._granter.now_s
+
+
+@pytest.fixture
+def granter() -> FakeGranter:
+    return FakeGranter()
+
+
+def make_grants(config: Config, granter: FakeGranter, task: Task | None = None) -> tuple[Grants, list[str]]:
+    told: list[str] = []
+    grants = Grants(
+        config, clock=GranterClock(granter), find_task=lambda _: task, tell=lambda _, message: told.append(message),
+        granters=dict.fromkeys(("s3", "gs"), granter),
+    )  # fmt: skip
+    return grants, told
+
+
+def renew(grants: Grants, cloud: str = "gcp") -> list[Mapping[str, Any]]:
+    delivered: list[Mapping[str, Any]] = []
+
+    async def deliver(request: Mapping[str, Any]) -> None:
+        delivered.append(request)
+
+    asyncio.run(grants.renew(make_cluster(cloud, job_id=1), deliver))
+    return delivered
+
+
+def test_needs_are_the_keys_that_a_task_uses() -> None:
+    mounts = (
+        StorageMount(target="/d", source=("s3://data/in/",), mode="COPY"),
+        StorageMount(target="/o", name="made", store="s3", source=("~/local",)),
+        StorageMount(target="/w", source=("file:///nfs",)),
+    )
+    task = make_task("s3://runs", storage_mounts=mounts, inputs=(DataSet(url="s3://data/in", size_gib=1),))
+    checkpoint, data, made = list_needs(task, "me")
+    assert checkpoint.list_patterns() == ("me-*",) and checkpoint.is_written and not checkpoint.is_read_only
+    assert data.list_patterns() == ("in", "in/*") and data.is_read_only and not data.is_optional
+    assert made.list_patterns() == ("*",) and made.is_made_later and not made.is_written
+    assert list_needs(make_task("/shared/folder"), "me") == ()
+
+
+@pytest.mark.parametrize(
+    "variables", [{"secrets": {"AWS_ACCESS_KEY_ID": Secret(value="x")}}, {"envs": {"AWS_PROFILE": "p"}}]
+)
+def test_tasks_own_login_is_left_alone(config: Config, variables: dict[str, Any]) -> None:
+    from broker.access.s3 import make_granter
+
+    granter = make_granter(config, clock=SystemClock())
+    assert granter.find_own(make_task(**variables), "gcp")
+    assert granter.find_own(make_task(file_mounts={"~/.aws": "~/.aws"}), "gcp")
+    assert not granter.find_own(make_task(), "aws")
+    (config.home / "aws.toml").write_text('instance_profile = "mine"\n')
+    granter = make_granter(config, clock=SystemClock())
+    assert "mine" in granter.find_own(make_task(), "aws") and not granter.find_own(make_task(), "gcp")
+
+
+def test_nothing_is_asked_where_no_node_needs_access(config: Config, granter: FakeGranter) -> None:
+    granter.error = AuthError("must not be asked")
+    grants, _ = make_grants(config, granter)
+    assert grants.check([plan_on(make_task(None), "gcp"), plan_on(make_task(), "local")]) == []
+    granter.own = ("aws",)
+    assert grants.check([plan_on(make_task(), "aws")]) == []
+    assert asyncio.run(grants.grant(make_cluster("aws"), make_task())) is None
+    (config.home / "config.toml").write_text('bucket_access = "own"\n')
+    assert grants.check([plan_on(make_task(), "gcp")]) == []
+    (config.home / "config.toml").write_text('bucket_access = "no"\n')
+    with pytest.raises(UsageError, match="bucket_access"):
+        grants.check([plan_on(make_task(), "gcp")])
+
+
+def test_one_cloud_of_the_plan_that_lacks_access_is_enough(config: Config, granter: FakeGranter) -> None:
+    granter.own, granter.error = ("aws",), AuthError("no", hints=("do this",))
+    grants, _ = make_grants(config, granter)
+    with pytest.raises(
+        AuthError, match="nodes on gcp would have no access to `s3://testbed/runs/0wner-`: no"
+    ) as refused:
+        grants.check([plan_on(make_task(), "aws", "gcp")])
+    assert refused.value.hints[0] == "do this"
+
+
+def test_data_that_is_only_named_refuses_no_launch(config: Config, granter: FakeGranter) -> None:
+    granter.error = AuthError("not yours")
+    grants, _ = make_grants(config, granter)
+    task = make_task(None, inputs=(DataSet(url="s3://public", size_gib=1),))
+    assert grants.check([plan_on(task, "gcp")]) == []
+    assert asyncio.run(grants.grant(make_cluster("gcp"), task)) is None
+
+
+def test_local_nodes_start_where_nothing_can_be_granted(config: Config, granter: FakeGranter) -> None:
+    granter.error = AuthError("no login")
+    grants, _ = make_grants(config, granter)
+    assert asyncio.run(grants.grant(make_cluster("local"), make_task())) is None
+    with pytest.raises(AuthError):
+        asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
+
+
+def test_jobs_of_the_same_needs_share_a_grant_and_an_older_one_stands_in(config: Config, granter: FakeGranter) -> None:
+    grants, _ = make_grants(config, granter)
+    for name in ("one", "two"):
+        request = asyncio.run(grants.grant(replace(make_cluster("gcp"), name=name), make_task()))
+        assert request is not None and request["files"] == {"key": "key-1"}
+    granter.now_s += 4000.0
+    granter.error = AuthError("the login has expired")  # as at night, in the middle of a recovery
+    request = asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
+    assert request is not None and request["files"] == {"key": "key-1"}
+    granter.now_s += granter.life_s
+    with pytest.raises(AuthError):
+        asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
+
+
+def test_grant_is_renewed_when_due_also_by_a_daemon_that_was_started_again(
+    config: Config, granter: FakeGranter
+) -> None:
+    grants, told = make_grants(config, granter, make_task())
+    asyncio.run(grants.grant(make_cluster("gcp", job_id=1), make_task()))
+    assert renew(grants) == [], "not due yet"
+    granter.now_s += 3600.0
+    assert [request["files"] for request in renew(grants)] == [{"key": "key-2"}]
+    again, _ = make_grants(config, granter, make_task())
+    assert [request["files"] for request in renew(again)] == [{"key": "key-3"}]
+    assert renew(again) == [] and told == []
+
+
+def test_renewal_that_fails_is_told_once_and_tried_again(config: Config, granter: FakeGranter) -> None:
+    grants, told = make_grants(config, granter, make_task())
+    granter.error = TransientError("no network")
+    assert renew(grants) == renew(grants) == []
+    assert told == ["the nodes' access to buckets is not renewed: no network"]
+    granter.error = None
+    assert len(renew(grants)) == 1
+
+
+def test_grants_show_no_secret(granter: FakeGranter) -> None:
+    assert "key-1" not in repr(granter.issue([]))

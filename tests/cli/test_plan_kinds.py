@@ -1,0 +1,42 @@
+"""`broker plan` of kinds of task files that SkyPilot's users bring along."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+
+def test_kubernetes_before_its_offers_are_imported_is_a_plan_without_places(shell: Shell) -> None:
+    text = "name: smoke\nresources: {infra: k8s, accelerators: 'MI300:1'}\nrun: rocm-smi\n"
+    path = shell.write("k8s.yaml", text)
+    done = shell.run("plan", path)
+    assert "Task smoke: the price book has no offers of kubernetes yet" in done.stderr
+    assert "`broker catalog import DIR`" in done.stderr
+    (data,) = shell.read_json("plan", path)
+    assert data["choice"] is None and data["task"] == "smoke"
+    both = shell.write(
+        "both.yaml", "resources: {any_of: [{infra: k8s}, {infra: aws}], accelerators: 'H100:8'}\nrun: x\n"
+    )
+    (data,) = shell.read_json("plan", both)
+    assert data["choice"]["placement"]["offer"]["cloud"] == "aws"
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "name", "count"),
+    [("T4:0.5", "T4", 1), ("Inferentia:6", "Inferentia2", 6), ("MI300:8", "MI300X", 8)],
+)
+def test_parts_of_cards_and_other_names_find_a_machine(
+    shell: Shell, accelerators: str, name: str, count: float
+) -> None:
+    path = shell.write("t.yaml", f"resources: {{accelerators: '{accelerators}'}}\nrun: x\n")
+    (data,) = shell.read_json("plan", path)
+    offer = data["choice"]["placement"]["offer"]
+    assert (offer["accelerator"], offer["accelerator_count"]) == (name, count)
+
+
+def test_a_job_group_is_planned_as_a_whole(shell: Shell) -> None:
+    header = "name: group\nexecution: parallel\nprimary_tasks: [trainer]\n---\n"
+    tasks = "name: trainer\nresources: {cpus: 4}\nrun: x\n---\nname: judge\nresources: {cpus: 4}\nrun: x\n"
+    data = shell.read_json("plan", shell.write("group.yaml", header + tasks))
+    assert len(data["tasks"]) == 2 and data["usd"] > 0

@@ -1,0 +1,97 @@
+"""A cluster whose program has ended is kept while its nodes upload what it wrote to mounted buckets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.jobs.controller import JobController
+from broker.types import Cluster, JobRecovery, JobStatus, Resources, RunStatus, StorageMount
+from tests.simulation.world import OWNER, Report, SimulatedGang, World
+
+UPLOAD_S = 1200.0
+NOTE = "written files are not in `s3://b` yet"
+
+
+class UploadingGang(SimulatedGang):
+    """Once a program has ended, its files take a while; only then has the run ended."""
+
+    flushed_s = math.inf
+    failure = ""
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        report = await super().poll(cluster, run_id)
+        if not report.status.is_terminal:
+            return report
+        now_s = self._clock.now_s()
+        self.flushed_s = min(self.flushed_s, now_s + UPLOAD_S)
+        if now_s < self.flushed_s:
+            return replace(report, status=RunStatus.RUNNING, returncode=None, flush=NOTE)
+        if self.failure:
+            return replace(report, status=RunStatus.FAILED, returncode=74, flush=self.failure)
+        return report
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    world.gang = UploadingGang(world.cloud, world.clock)
+    mount = StorageMount(target="/out", source=("s3://b",), mode="MOUNT_CACHED")
+    resources = (Resources(job_recovery=JobRecovery(stall_timeout_s=60.0)),)
+    world.job_id = world.store.add_job("writes", replace(world.task, storage_mounts=(mount,), resources=resources)).id
+    return world
+
+
+def play(world: World, *, cancel_at_s: float = math.inf) -> float:
+    """Let the controller work to the end of the job; when its last node ended."""
+    begin_s = world.clock.now_s()
+
+    async def work() -> None:
+        controller: JobController = world.make_controller()
+        while (wait_s := await controller.step()) != math.inf:
+            await world.clock.sleep(max(wait_s, 0.1))
+            if world.clock.now_s() - begin_s > cancel_at_s:
+                world.store.request_cancel(world.job_id)
+
+    world.clock.run(work)
+    assert not world.list_live_nodes()
+    return max(node.ended_s or 0.0 for node in world.cloud.observe() if node.owner == OWNER)
+
+
+def list_notes(world: World) -> list[str]:
+    return [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "flushing"]
+
+
+def test_finished_cluster_is_kept_until_its_files_have_arrived(world: World) -> None:
+    ended_s = play(world)
+    job = world.get_job()
+    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, "uploading is no stall"
+    assert isinstance(world.gang, UploadingGang) and ended_s >= world.gang.flushed_s
+    assert list_notes(world) == [NOTE], "told once"
+
+
+def test_cancelled_cluster_is_kept_until_its_files_have_arrived(world: World) -> None:
+    ended_s = play(world, cancel_at_s=20.0)
+    assert world.get_job().status is JobStatus.CANCELLED
+    assert isinstance(world.gang, UploadingGang) and ended_s >= world.gang.flushed_s
+    assert list_notes(world) == [NOTE]
+
+
+def test_files_that_did_not_arrive_are_told(world: World) -> None:
+    assert isinstance(world.gang, UploadingGang)
+    world.gang.failure = "written files did not arrive: 1 files (2.000 GB) for `s3://b`"
+    play(world)
+    assert world.get_job().status is JobStatus.FAILED
+    assert list_notes(world)[:2] == [NOTE, world.gang.failure]
+
+
+def test_cancelled_job_without_mounts_waits_for_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    begin_s = world.clock.now_s()
+    task = replace(world.task, storage_mounts=(StorageMount(target="/in", source=("s3://b",), mode="COPY"),))
+    world.job_id = world.store.add_job("writes", task).id
+    ended_s = play(world, cancel_at_s=20.0)
+    assert world.get_job().status is JobStatus.CANCELLED and ended_s - begin_s < 120.0

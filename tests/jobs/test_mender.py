@@ -1,0 +1,70 @@
+"""The mender alone: a loss is told once, the rest is submitted to once, and a full place is asked ever more seldom."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import CapacityError
+from broker.jobs.mending import Mender
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, JobRecovery, NodeState, Placement, Resources, Task
+from tests.simulation.world import make_offer
+from tests.state.test_rows import NODE, START_S, Hands
+
+TASK = Task(num_nodes=2, resources=(Resources(job_recovery=JobRecovery(nodes_min=1)),))
+LOOK_S = 2.0
+
+
+class Full:
+    """A provisioner whose places are full, and a gang that takes whatever is submitted."""
+
+    def __init__(self, clock: Hands) -> None:
+        self._clock = clock
+        self.asked: list[tuple[float, int]] = []
+        self.started: list[tuple[int, float | None]] = []
+
+    async def replace_node(self, cluster: Cluster, task: Task, *, rank: int, check_budget: Any) -> Cluster:
+        self.asked.append((self._clock.now_s(), rank))
+        raise CapacityError("full")
+
+    async def prepare(self, cluster: Cluster, task: Task) -> None:
+        return
+
+    async def start(self, cluster: Cluster, task: Task, *, run_id: int, envs: Any, lease_s: float | None) -> None:
+        self.started.append((run_id, lease_s))
+
+
+def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_five_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    job = store.add_job("j", TASK)
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+    lost = replace(NODE, id="m", rank=1, state=NodeState.TERMINATED)
+    cluster = Cluster(
+        name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(NODE, lost), created_s=START_S
+    )  # fmt: skip
+    store.put_cluster(cluster)
+    world: Any = Full(clock)
+    mender = Mender(store, world, world, clock)
+
+    async def act() -> None:
+        while clock.time_s < START_S + 1200.0:
+            await mender.look(job, cluster, make_envs=dict, find_lease_s=lambda: 900.0)
+            await asyncio.sleep(0)
+            clock.time_s += LOOK_S
+
+    asyncio.run(act())
+    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(world.asked)]
+    assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
+    assert {rank for _, rank in world.asked} == {1} and world.started == [(1, 900.0)]
+    kinds = [event.kind for event in store.list_events(job_id=job.id)]
+    assert kinds.count("shrunk") == 1 and kinds.count("waiting") == len(world.asked)

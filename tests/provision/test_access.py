@@ -1,0 +1,61 @@
+"""A node that runs and cannot be reached is let in to again; a fault of that is no fault of the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from broker.clouds.simulated import SimulatedCloud
+from broker.errors import AuthError
+from broker.provision.access import RENEW_EVERY_S, WAIT_S_MAX, AccessRenewer
+from broker.types import Node, NodeState
+from tests.simulation.virtual import VirtualClock
+
+NODE = Node(id="i-1", cloud="cloud", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t")
+
+
+class Fortress(SimulatedCloud):
+    """Each call of `renew_access` gives the next of these answers, after `takes_s`."""
+
+    def __init__(self, clock: VirtualClock, *answers: bool | Exception, takes_s: float = 0.5) -> None:
+        super().__init__(clock=clock)
+        self.clock, self.answers, self.takes_s = clock, list(answers), takes_s
+        self.asked: list[str] = []
+
+    async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        self.asked += [node.id for node in nodes]
+        await self.clock.sleep(self.takes_s)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer() -> None:
+    clock = VirtualClock()
+    cloud = Fortress(clock, True, False)
+    renewer = AccessRenewer({"cloud": cloud}, clock=clock)
+
+    async def act() -> None:
+        assert await asyncio.gather(*(renewer.renew(NODE) for _ in range(8))) == [True] * 8
+        assert await renewer.renew(NODE) is False and len(cloud.asked) == 1
+        await clock.sleep(RENEW_EVERY_S)
+        assert await renewer.renew(NODE) is False and len(cloud.asked) == 2
+
+    clock.run(act)
+
+
+def test_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall_change_nothing() -> None:
+    clock = VirtualClock()
+    refusing = Fortress(clock, AuthError("no"))
+    hanging = Fortress(clock, True, takes_s=1000.0)
+
+    async def act() -> None:
+        assert await AccessRenewer({"cloud": refusing}, clock=clock).renew(NODE) is False
+        begun_s = clock.now_s()
+        assert await AccessRenewer({"cloud": hanging}, clock=clock).renew(NODE) is False
+        assert clock.now_s() - begun_s == WAIT_S_MAX
+        assert await AccessRenewer({"cloud": SimulatedCloud(clock=clock)}, clock=clock).renew(NODE) is False
+        assert await AccessRenewer({}, clock=clock).renew(NODE) is False
+
+    clock.run(act)

@@ -1,0 +1,50 @@
+"""What is compared before files are sent, on a shell of this machine in place of a node's."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from broker.runtime.base import Completed
+from broker.runtime.transports.ssh_files import Remote, list_remote
+from broker.types import Node, NodeState
+
+NODE = Node(id="n", cloud="aws", owner="o", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
+
+
+class Here:
+    """Runs on this machine what a node would be told to."""
+
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
+        done = subprocess.run(["sh", "-c", command], capture_output=True, check=True)
+        return Completed(returncode=0, stdout=done.stdout, stderr=done.stderr)
+
+
+def look(path: Path, *, is_folder: bool) -> Remote:
+    return asyncio.run(list_remote(Here(), NODE, str(path), is_folder=is_folder))
+
+
+def test_a_folder_is_listed_by_what_lies_below_it(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a\tname\nof two lines").write_text("abc")
+    (tmp_path / "link").symlink_to("sub")
+    found = look(tmp_path, is_folder=True)
+    assert found.is_folder and set(found.files) == {"sub", "sub/a\tname\nof two lines", "link"}
+    assert found.files["sub/a\tname\nof two lines"][0] == 3
+    assert found.files["link"][2] == "sub"
+
+
+def test_a_file_is_listed_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("abc")
+    found = look(tmp_path / "file", is_folder=False)
+    assert not found.is_folder and {name: size for name, (size, _, _) in found.files.items()} == {"": 3}
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_is_not_there_has_no_files(tmp_path: Path, *, is_folder: bool) -> None:
+    found = look(tmp_path / "missing", is_folder=is_folder)
+    assert (found.is_folder, found.files) == (False, {})

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import warnings
+
+import pytest
+
+from broker.errors import TransientError
+from broker.runtime.streams import open_program
+
+
+def test_a_program_that_is_not_there_leaves_no_socket_open() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(FileNotFoundError):
+            asyncio.run(open_program(["/nowhere/ssh"]))
+        gc.collect()
+    assert [str(each.message) for each in told if each.category is ResourceWarning] == []
+
+
+def test_a_program_is_told_and_answers_line_by_line() -> None:
+    async def act() -> object:
+        stream = await open_program(["sh", "-c", 'read line; echo "{\\"heard\\": $line}"'])
+        stream.write({"a": 1})
+        heard = await stream.read()
+        with pytest.raises(TransientError, match="ended"):
+            await stream.read()
+        stream.close()
+        stream.write({"lost": True})
+        return heard
+
+    assert asyncio.run(act()) == {"heard": {"a": 1}}

@@ -1,0 +1,72 @@
+"""What runs on nodes runs on their Python: 3.10 for the trainers (Ubuntu 22.04), 3.8 for what any node must start."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker.runtime.gang import AGENT_FILES
+from trainers.node_gpus import TORCH
+from trainers.node_pythons import PYTHON_OLDEST
+
+ROOT = Path(__file__).parents[2]
+SETUP = ("__init__.py", "setup.py", "node_gpus.py", "node_pythons.py", "node_uv.py")
+AGENT = [*(f"broker/runtime/{name}" for name in AGENT_FILES), "broker/storage/node_mount.py"]
+# All that a trainer imports before torch, and the rendezvous, which needs none.
+BEFORE_TORCH = "trainers.config, trainers.image_config, trainers.launch, trainers.rendezvous_server, trainers.setup"
+
+
+def find_needs(version: str, *paths: str) -> str:
+    """What needs a newer Python than `version`, by syntax and by the names that are used."""
+    options = [f"--target={version}-", "--no-tips", "--violations", "--processes=1"]
+    argv = [sys.executable, "-c", "import vermin; vermin.main()", *options, *paths]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert "Minimum required versions" in done.stdout, done.stderr
+    return done.stdout if done.returncode else ""
+
+
+def test_trainers_use_nothing_newer_than_python_3_10() -> None:
+    assert PYTHON_OLDEST == (3, 10)
+    assert find_needs("3.10", "trainers") == ""
+
+
+def test_agent_and_setup_use_nothing_newer_than_python_3_8() -> None:
+    assert find_needs("3.8", *AGENT, *(f"trainers/{name}" for name in SETUP)) == ""
+
+
+def test_what_is_too_new_is_found(tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text("import hashlib\nhashlib.file_digest\n")
+    assert "3.11" in find_needs("3.10", str(tmp_path / "new.py"))
+
+
+def find_python(name: str) -> str | None:
+    """On PATH, or among those that pyenv keeps: a shim of pyenv's may lead nowhere."""
+    version = name.removeprefix("python")
+    kept = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/{name}"))
+    found = [*filter(None, [shutil.which(name)]), *map(str, kept)]
+    return next((path for path in found if not subprocess.run([path, "-c", ""], capture_output=True).returncode), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("python3.10", f"import {BEFORE_TORCH}"),
+        ("python3.8", "import trainers.setup, sys; sys.exit(trainers.setup.main([]) not in (0, 1))"),
+    ],
+)
+def test_old_python_starts_them(name: str, code: str) -> None:
+    python = find_python(name)
+    if not python:
+        pytest.skip(f"no {name} on this machine")
+    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pinned_torch_is_the_one_that_the_tests_run_with() -> None:
+    pins = (ROOT / "tests/constraints.txt").read_text()
+    assert re.search(rf"^torch=={re.escape(TORCH)}$", pins, re.MULTILINE)

@@ -1,0 +1,150 @@
+"""What lies in a checkpoint, and whether all of it is what was written.
+
+`manifest.json` is written last, by one conditional write: a checkpoint without one is torn. It holds the SHA-256 and
+size of every other file, and its own.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from trainers.storage import Storage
+
+MANIFEST_VERSION = 2
+INDEX = ".metadata"  # torch's name of the file that says where each tensor lies
+NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointName:
+    """What a checkpoint folder's name says."""
+
+    step: int
+    attempt: int
+    run: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-attempt-{self.attempt:04d}-{self.run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal:
+    """Checksum and size of a file, as it was written."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a manifest says lies beside it, and who wrote that."""
+
+    world_size: int
+    shared: frozenset[str]
+    own: frozenset[str]
+    files: Mapping[str, Seal]
+
+
+class Damage(Exception):
+    """A file of a checkpoint is not what was written; the message says which, and how."""
+
+
+def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
+    """The newest complete checkpoint and what is in it, passing over what is torn or corrupt. Reads every file."""
+    for name in list_checkpoints(storage):
+        try:
+            contents = read_manifest(storage, name)
+            for file, seal in contents.files.items():
+                check_seal(file, seal, storage.checksum(f"{name}/{file}"))
+            return name, contents
+        except Damage as damage:
+            warn_skipped(name, damage)
+    return None
+
+
+def list_checkpoints(storage: Storage) -> list[CheckpointName]:
+    """All checkpoint folders, complete or not, newest first."""
+    matches = [match for match in map(NAME_PATTERN.fullmatch, storage.list_names("")) if match]
+    names = [CheckpointName(step=int(match[1]), attempt=int(match[2]), run=match[3]) for match in matches]
+    return sorted(names, key=lambda name: (name.step, name.attempt, name.run), reverse=True)
+
+
+def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
+    """What is in the checkpoint. Raises Damage where the manifest is missing or not what was written."""
+    content = storage.read(f"{name}/manifest.json")
+    if content is None:
+        raise Damage("it has no manifest, so writing it was cut short")
+    try:
+        manifest = json.loads(content)
+        version, files = manifest["version"], dict(manifest["files"])
+        seal = manifest.pop("seal", None)
+        contents = Contents(
+            world_size=int(manifest["world_size"]),
+            shared=frozenset(manifest["shared"]),
+            own=frozenset(manifest["own"]),
+            files={str(file): Seal(sha256=str(sha256), size=int(size)) for file, (sha256, size) in files.items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damage(f"its manifest cannot be read ({error})") from error
+    if version != MANIFEST_VERSION:
+        raise Damage(f"its manifest has version {version}, not {MANIFEST_VERSION}")
+    if seal != seal_manifest(manifest):
+        raise Damage("its manifest is not what was written")
+    return contents
+
+
+def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> bytes:
+    """The file that says where each tensor lies. Raises Damage where it is missing or not what was written."""
+    content = storage.read(f"{name}/{INDEX}")
+    if INDEX not in contents.files:
+        raise Damage(f"`{INDEX}` is not in its manifest")
+    found = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
+    check_seal(INDEX, contents.files[INDEX], found)
+    assert content is not None, "its seal was checked"
+    return content
+
+
+def check_seal(file: str, seal: Seal, found: tuple[str, int] | None) -> None:
+    """Raise Damage unless `found`, checksum and size, are the file's; None is a missing file."""
+    if found is None:
+        raise Damage(f"`{file}` is missing")
+    if found != (seal.sha256, seal.size):
+        raise Damage(f"`{file}` is not what was written")
+
+
+def seal_manifest(manifest: Mapping[str, object]) -> str:
+    """SHA-256 of all that a manifest says; a flipped bit may well leave it readable."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def divide(files: Iterable[str], *, rank: int, world_size: int) -> list[str]:
+    """One rank's share of files; every file is in exactly one share, and all ranks agree on which."""
+    return sorted(files)[rank::world_size]
+
+
+def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:
+    """Keep the last complete checkpoints; remove older ones, and torn ones that no live process can still finish."""
+    kept = 0
+    for name in list_checkpoints(storage):
+        is_complete = storage.read(f"{name}/manifest.json") is not None
+        kept += is_complete
+        # An attempt above ours is not ours to judge, and our own save is the newest.
+        if name.attempt > newest.attempt or name == newest:
+            continue
+        if kept > keep or not is_complete:
+            # The manifest goes first: a removal cut short leaves a torn checkpoint, not a corrupt one.
+            storage.delete(f"{name}/manifest.json")
+            storage.delete(str(name))
+
+
+def warn_skipped(name: CheckpointName, damage: object) -> None:
+    """Tell the user that an older checkpoint will be used."""
+    warn(f"skipping checkpoint `{name}`: {damage}")
+
+
+def warn(message: str) -> None:
+    """Tell the user, at once: the process may be killed at any moment."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)

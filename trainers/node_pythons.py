@@ -1,0 +1,119 @@
+"""Find a Python on this node that has torch for its accelerator. Standard library only, Python 3.8 and later."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator, Mapping
+
+from trainers.node_gpus import Accelerator
+
+PYTHON_OLDEST = (3, 10)  # of torch 2.13, and what Ubuntu 22.04 has
+TORCH_OLDEST = (2, 6)
+# Images keep torch where no PATH of a plain command leads: AWS's Deep Learning AMIs, PyTorch's own, SkyPilot's.
+WELL_KNOWN = ("/opt/pytorch/bin/python3", "/opt/conda/bin/python3", "~/miniconda3/bin/python3")
+PROBE_S, CHECK_S = 60.0, 600.0  # the latter on a cold network disk
+# Says what is installed, without the seconds that `import torch` takes.
+PROBE = """\
+import json, os, sys
+from importlib.util import find_spec
+def find(name):
+    try:
+        return find_spec(name)
+    except (ImportError, ValueError):
+        return None
+build = {}
+torch = find("torch")
+if torch is not None and torch.origin:
+    with open(os.path.join(os.path.dirname(torch.origin), "version.py")) as file:
+        exec(file.read(), build)
+print(json.dumps({
+    "python": list(sys.version_info[:2]), "torch": str(build.get("__version__", "")),
+    "cuda": build.get("cuda"), "rocm": build.get("hip"),
+    "has_buckets": find("obstore") is not None,
+}))
+"""
+# The proof: a build for another driver or another GPU imports, and fails at the first kernel.
+CHECK = """\
+import sys, torch
+device = "cpu" if sys.argv[1] == "cpu" else "cuda"
+assert float(torch.ones(8, device=device).sum()) == 8.0
+"""
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter that can run the trainers here."""
+
+    path: str
+    torch: str
+    has_buckets: bool
+
+
+def find_python(found: Accelerator, own: Path | None, variables: Mapping[str, str]) -> Python | None:
+    """Return the first that fits; those that have torch and do not fit are named with the reason.
+
+    `own`: the one that an earlier setup on this node made, if it did.
+    """
+    for path in list_candidates(own, variables):
+        python, reason = judge(path, found)
+        if python:
+            return python
+        if reason:
+            print(f"{path}: {reason}", flush=True)
+    return None
+
+
+def list_candidates(own: Path | None, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield interpreters, the one that `python` means first."""
+    names = ("python", "python3")
+    places = [shutil.which(name, path=variables.get("PATH", os.defpath)) for name in names]
+    seen = set()
+    for place in [*places, sys.executable, str(own or ""), *map(os.path.expanduser, WELL_KNOWN)]:
+        if place and place not in seen and Path(place).exists():
+            seen.add(place)
+            yield place
+
+
+def judge(path: str, found: Accelerator) -> tuple[Python | None, str]:
+    """Return it if it fits; else why not, where it has torch at all."""
+    try:
+        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
+        said = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None, ""  # a shim that leads nowhere, or no Python at all
+    torch = str(said["torch"])
+    if not torch:
+        return None, ""
+    if tuple(said["python"]) < PYTHON_OLDEST:
+        return None, f"the trainers need Python {show(PYTHON_OLDEST)}, this is {show(said['python'])}"
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    if not numbers or (int(numbers[1]), int(numbers[2])) < TORCH_OLDEST:
+        return None, f"the trainers need torch {show(TORCH_OLDEST)}, this is {torch}"
+    if found.kind != "cpu":
+        if not said[found.kind]:
+            return None, f"its torch {torch} is not built for {found.name}"
+        if reason := check(path, found):
+            return None, f"its torch {torch} does not work on {found.name}: {reason}"
+    return Python(path, torch, bool(said["has_buckets"])), ""
+
+
+def check(path: str, found: Accelerator) -> str:
+    """Run one kernel; return the error's last line, or nothing if it works."""
+    try:
+        done = subprocess.run(
+            [path, "-c", CHECK, found.kind], capture_output=True, text=True, timeout=CHECK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}") if done.returncode else ""
+
+
+def show(version: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in version)

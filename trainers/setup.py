@@ -1,0 +1,160 @@
+"""Give this node a Python that can run the trainers: `python3 -m trainers.setup`, in a task's `setup:`.
+
+A Python with a fitting torch is taken as it is: the one on PATH, or one that the image keeps elsewhere. Where there is
+none, the pinned torch is installed for this node's accelerator, without root, into a folder of the agent's. Afterwards
+`python`, `python3`, `pip` and `torchrun` in `run:` mean that Python. Run again, it changes nothing.
+
+Standard library only, Python 3.8 and later: this runs on whatever Python the node has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Mapping, Sequence
+
+from trainers import node_uv
+from trainers.node_gpus import TORCH, Accelerator, SetupError, choose_build, find_accelerator
+from trainers.node_pythons import PYTHON_OLDEST, Python, find_python, judge, show
+from trainers.node_uv import INDEX_HINT, find_uv, names_index, read_settings
+
+PYTHON_NEWEST = "3.15"  # not included: torch 2.13 has no wheels for it
+PACKAGES = (f"torch=={TORCH}", "numpy>=1.26", "tomli; python_version < '3.11'", "pip")
+BUCKETS = "obstore>=0.6"
+LINKS = {"python": "", "python3": "", "pip": "-m pip", "torchrun": "-m torch.distributed.run"}
+HERE_HINT = (
+    "run `pip install 'intercloud-broker[train]'` where broker is installed: nodes of this machine use its Python"
+)
+PYTHON_HINT = (
+    f"choose an image with Python {show(PYTHON_OLDEST)} or newer, or let the node reach GitHub, where uv finds one "
+    "(`UV_PYTHON_INSTALL_MIRROR` in the task's `envs:` names a mirror)"
+)
+COMPLETE = "complete"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit code: 0 where the trainers can run now, 1 where not, with the reason on stderr."""
+    argparse.ArgumentParser(prog="python3 -m trainers.setup", description=__doc__.split("\n\n")[0]).parse_args(
+        arguments
+    )
+    try:
+        prepare(os.environ)
+    except SetupError as error:
+        print(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        return 1
+    return 0
+
+
+def prepare(variables: Mapping[str, str]) -> None:
+    """Find or install, and let `python` mean it. BROKER_PYTHON is the folder for what is installed."""
+    place = variables.get("BROKER_PYTHON")
+    folder = Path(place) if place else None
+    path = variables.get("PATH", os.defpath)
+    bare = {**variables, "PATH": drop(folder / "bin", path) if folder else path}
+    found = find_accelerator(bare)
+    python = find_python(found, own_python(folder), bare) or install(found, folder, bare)
+    extras = None if python.has_buckets or not keeps_in_bucket(bare) else add_buckets(python, folder, bare)
+    if folder:
+        link(python, folder / "bin", extras, bare)
+    print(f"trainers: torch {python.torch} of {python.path}, on {found.name}", flush=True)
+
+
+def own_python(folder: Path | None) -> Path | None:
+    """The Python that an earlier setup installed, if it was not interrupted."""
+    return folder / "venv/bin/python" if folder and (folder / "venv" / COMPLETE).exists() else None
+
+
+def drop(folder: Path, path: str) -> str:
+    """PATH without our own links, which are not to be taken for the image's Python."""
+    return os.pathsep.join(each for each in path.split(os.pathsep) if each != str(folder))
+
+
+def keeps_in_bucket(variables: Mapping[str, str]) -> bool:
+    place = variables.get("BROKER_CHECKPOINT_DIR", "")
+    return "://" in place and not place.startswith("file://")
+
+
+def install(found: Accelerator, folder: Path | None, variables: Mapping[str, str]) -> Python:
+    """Make an environment with the pinned torch. Raises SetupError where it cannot be made, or does not work."""
+    if folder is None or "BROKER_NODE_DIR" in variables:
+        raise SetupError(f"no Python here has torch for {found.name}", HERE_HINT)
+    settings = read_settings(variables)
+    build = settings.get("UV_TORCH_BACKEND") or ("" if names_index(settings) else choose_build(found))
+    folder.mkdir(parents=True, exist_ok=True)
+    uv, venv = find_uv(folder, settings), folder / "venv"
+    print(f"trainers: installing torch {TORCH}{f' ({build})' if build else ''} for {found.name}", flush=True)
+    shutil.rmtree(venv, ignore_errors=True)
+    cache = folder / "cache"  # on the same disk: files are linked, not copied
+    settings = {**settings, "UV_CACHE_DIR": str(cache), **({"UV_TORCH_BACKEND": build} if build else {})}
+    run_uv(
+        [uv, "venv", "--python", f">={show(PYTHON_OLDEST)},<{PYTHON_NEWEST}", str(venv)], folder, settings, PYTHON_HINT
+    )
+    packages = [*PACKAGES, BUCKETS] if keeps_in_bucket(variables) else list(PACKAGES)
+    run_uv([uv, "pip", "install", "--python", str(venv / "bin/python"), *packages], folder, settings)
+    python, reason = judge(str(venv / "bin/python"), found)
+    if python is None:
+        raise SetupError(
+            reason or "torch was installed and cannot be found",
+            "name the build in the task's `envs:`, as in `UV_TORCH_BACKEND: cu126`, or choose an image with torch",
+        )
+    (venv / COMPLETE).touch()
+    shutil.rmtree(cache, ignore_errors=True)
+    return python
+
+
+def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str]) -> Path:
+    """Install what buckets need beside a Python that is the image's own, and is left as it is."""
+    if folder is None or "BROKER_NODE_DIR" in variables:
+        hint = f"`{python.path} -m pip install obstore`"
+        raise SetupError(f"checkpoints in a bucket need the package obstore, which {python.path} has not", hint)
+    extras = folder / "extras"
+    if not (extras / COMPLETE).exists():
+        settings = read_settings(variables)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(extras, ignore_errors=True)
+        options = ["--python", python.path, "--target", str(extras), "--no-deps"]  # torch brings what it depends on
+        run_uv([find_uv(folder, settings), "pip", "install", *options, BUCKETS], folder, settings)
+        (extras / COMPLETE).touch()
+    return extras
+
+
+def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint: str = INDEX_HINT) -> None:
+    """In `folder`, so that no project file of the user's working folder counts.
+
+    An index may be out of reach for a moment, and a setup that fails ends the job: tried again a few times.
+    """
+    code = 0
+    for attempt in range(node_uv.TRIES):
+        time.sleep(node_uv.RETRY_S * attempt)
+        sys.stdout.flush()
+        code = subprocess.run(argv, cwd=folder, env=dict(settings), stderr=subprocess.STDOUT, check=False).returncode
+        if code == 0:
+            return
+    raise SetupError(f"`uv {' '.join(argv[1:3])}` failed with code {code}; its words are above", hint)
+
+
+def link(python: Python, folder: Path, extras: Path | None, variables: Mapping[str, str]) -> None:
+    """Let the usual names mean this Python; no links where they do already.
+
+    Scripts, not symbolic links: those of a virtual environment would find the base's packages.
+    """
+    if python.path == shutil.which("python", path=variables["PATH"]) and extras is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    export = f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{shlex.quote(str(extras))}\n' if extras else ""
+    for name, options in LINKS.items():
+        aside = folder / f".{name}.{os.getpid()}"
+        aside.write_text(f'#!/bin/sh\n{export}exec {shlex.quote(python.path)} {options} "$@"\n')
+        aside.chmod(0o755)
+        aside.replace(folder / name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
