@@ -104,7 +104,9 @@ class Watch:
             self._stepped_s += seen_s - self._stall_looked_s
         self._stall_looked_s = seen_s
         if report.progress is not None and report.progress != self._line:
-            self._line, self._busy_until_s = report.progress, seen_s + (report.progress.busy_s or 0.0)
+            self._line, busy_s = report.progress, report.progress.busy_s
+            # A line without it ends the excuse, and is none itself: only a step is headway.
+            self._busy_until_s = seen_s + busy_s if busy_s else min(self._busy_until_s, seen_s)
         return max(0.0, seen_s - max(self._stepped_s, self._busy_until_s))
 
     def read_signs(self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None) -> Signs:
