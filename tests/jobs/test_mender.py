@@ -58,7 +58,7 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
 
     async def act() -> None:
         while clock.time_s < START_S + 1200.0:
-            await mender.look(job, cluster, make_envs=dict, find_lease_s=lambda: 900.0)
+            await mender.look(job, cluster, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
             await asyncio.sleep(0)
             clock.time_s += LOOK_S
 

@@ -230,8 +230,8 @@ def make_links(relay: Callable[[int], int] = lambda port: port) -> Sequence[tupl
 
     def admit(wire: Any, rank: int) -> None:
         link = agent_link.Link(wire, heard[0].put)
+        ends.append(link)  # before the welcome: with it the client is there, and the test goes on
         link.send("welcome")
-        ends.append(link)
         link.start()
 
     listener = agent_link.listen("127.0.0.1", 1)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from broker.clock import Stopwatch
 from broker.errors import CloudError
-from broker.jobs import controller, endings, mending
+from broker.jobs import acquisition, controller, endings, in_place, mending
 from broker.jobs.budget import Overspent
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
@@ -132,9 +132,12 @@ def budget_per_attempt() -> Patches:
     return (
         patch.object(controller, "find_overspending", find),
         patch.object(endings, "find_overspending", find),
-        patch.object(controller, "check_budget", check),
+        patch.object(acquisition, "check_budget", check),
+        patch.object(acquisition, "find_overspending", find),
+        patch.object(in_place, "check_budget", check),
+        patch.object(in_place, "find_overspending", find),
         patch.object(mending, "check_budget", check),
-        patch.object(controller, "cut_to_rest", lambda job, **_: job.task),
+        patch.object(acquisition, "cut_to_rest", lambda job, **_: job.task),
     )
 
 

@@ -85,7 +85,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         plant=provisioning.relaunch_without_confirmed_end,
         letters="S4",
-        scene="hung program on nodes that refuse to end",
+        scene="program that hangs again",
     ),
     Mutant(plant=provisioning.collector_ends_foreign_nodes, letters="S8", scene="plain", needs_collector=True),
     Mutant(
