@@ -147,6 +147,16 @@ def test_a_part_of_a_card_is_noted_to_take_a_whole_one() -> None:
     assert not load("resources: {accelerators: 'T4:1'}").notices
 
 
+def test_a_tpu_node_is_planned_as_a_tpu_vm_and_refused_at_launch() -> None:
+    node = "accelerators: tpu-v2-8, accelerator_args: {tpu_vm: false}"
+    task = load(f"resources: {{instance_type: n1-highmem-8, {node}}}")
+    (resources,) = task.resources
+    assert (resources.accelerator, resources.accelerator_count, resources.instance_type) == ("TPU-v2", 4, None)
+    assert ("instance_type", True) in [(each.field, each.blocks_launch) for each in task.notices]
+    kept = load(f"resources: {{instance_type: n1-highmem-8, {node.replace('tpu-v2-8', 'T4')}}}")
+    assert kept.resources[0].instance_type == "n1-highmem-8"
+
+
 def test_unknown_accelerator_is_left_out_only_where_another_stands() -> None:
     task = resolve_accelerators(load("resources: {accelerators: {H10O: 8, H100: 8}}"), FIGURES)
     assert [each.accelerator for each in task.resources] == ["H100"]
@@ -200,6 +210,8 @@ def test_autostop_in_every_form(text: str, autostop: Autostop | None) -> None:
     [
         ("FAILOVER", JobRecovery(strategy="failover")),
         ("none", JobRecovery()),
+        ("DYNAMIC_NODE_SET", JobRecovery(nodes_min=1)),
+        ("{strategy: DYNAMIC_NODE_SET, min_nodes: 6}", JobRecovery(nodes_min=6)),
         ("{strategy: EAGER_NEXT_REGION, max_restarts_on_errors: 3}",
          JobRecovery(strategy="eager_next_region", max_restarts_on_errors=3)),
         ("{recover_on_exit_codes: 33}", JobRecovery(recover_on_exit_codes=(33,))),
