@@ -37,7 +37,8 @@ WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
 STRATEGIES = ("failover", "eager_next_region", "cheapest", "deadline")
 ELASTIC = "dynamic_node_set"  # SkyPilot's name for a gang that runs on with fewer nodes; broker's is `min_nodes`
 STRATEGY_WORDS = (*STRATEGIES, ELASTIC, "none")
-ACCELERATOR_NAME = r"[A-Za-z][A-Za-z0-9_.-]{0,60}"
+_SPACED = r"(?:[rR][aA][dD][eE][oO][nN]|[gG][aA][uU][dD][iI])(?: [A-Za-z0-9-]{1,20}){1,2}"  # `Radeon Pro V520`
+ACCELERATOR_NAME = rf"(?:{_SPACED}|[A-Za-z][A-Za-z0-9_.-]{{0,60}})"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
 ACCELERATOR = rf"(?:{ACCELERATOR_NAME}|{_MEMORY})(?::{_COUNT})?"

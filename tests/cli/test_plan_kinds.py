@@ -50,3 +50,9 @@ def test_an_elastic_job_group_on_kubernetes_and_a_tpu_node_have_a_plan(shell: Sh
     node = "{instance_type: n1-highmem-8, accelerators: tpu-v2-8, accelerator_args: {tpu_vm: false}}"
     (data,) = shell.read_json("plan", shell.write("node.yaml", f"resources: {node}\nrun: x\n"))
     assert data["choice"]["placement"]["offer"]["instance_type"] == "tpu-v2-8"
+
+
+def test_the_host_of_attached_cards_may_be_named_alone(shell: Shell) -> None:
+    resources = "{infra: gcp, instance_type: n1-standard-4, accelerators: 'T4:1'}"
+    (data,) = shell.read_json("plan", shell.write("host.yaml", f"resources: {resources}\nrun: x\n"))
+    assert data["choice"]["placement"]["offer"]["instance_type"] == "n1-standard-4+1xT4"

@@ -132,10 +132,16 @@ def test_accelerators_as_people_write_them(text: str, found: list[tuple[str, flo
         ("Inferentia:6", ["Inferentia", "Inferentia2"]),
         ("inf2", ["Inferentia2"]),
         ("trn1:16", ["Trainium"]),
+        ("A100-80GB-SXM4:8", ["A100-80GB"]),
+        ("H100-MEGA-80GB:8", ["H100"]),
+        ("Radeon MI25:1", ["MI25"]),
+        ("Radeon Pro V520", ["Radeon-Pro-V520"]),
+        ("Gaudi HL-205:8", ["Gaudi"]),
     ],
 )
 def test_other_names_of_an_accelerator_are_understood(text: str, names: list[str]) -> None:
-    devices = {name: AcceleratorFigures(name=name, memory_gib=32) for name in ("Inferentia", "Inferentia2", "Trainium")}
+    others = ("Inferentia", "Inferentia2", "Trainium", "MI25", "Radeon-Pro-V520", "Gaudi")
+    devices = {name: AcceleratorFigures(name=name, memory_gib=32) for name in others}
     task = resolve_accelerators(load(f"resources: {{accelerators: '{text}'}}"), {**FIGURES, **devices})
     assert [each.accelerator for each in task.resources] == names and not task.notices
 
