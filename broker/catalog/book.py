@@ -146,7 +146,11 @@ class Book:
             machine.need("t.cloud = ?", resources.cloud.lower())
         if resources.instance_type:
             name = self._find_name("types", "instance_type", resources.instance_type)
-            machine.need("t.instance_type = ?", name or resources.instance_type)
+            name = name or resources.instance_type
+            if resources.accelerator:  # the host of attached cards may be named alone: `n1-standard-4+1xT4`
+                machine.need("(t.instance_type = ? OR t.instance_type LIKE ?)", name, f"{name}+%")
+            else:
+                machine.need("t.instance_type = ?", name)
         for column, text in (("o.region", resources.region), ("o.zone", resources.zone)):
             if text:
                 place.need(f"{column} IN (SELECT id FROM texts WHERE text = ? COLLATE NOCASE)", text)

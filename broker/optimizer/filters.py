@@ -51,7 +51,10 @@ def _test_instance_type(asked: Resources) -> Test | None:
     if asked.instance_type is None:
         return None
     name = asked.instance_type.lower()
-    return lambda offer: offer.instance_type.lower() == name
+    if asked.accelerator is None:
+        return lambda offer: offer.instance_type.lower() == name
+    # The host of attached cards is named alone, as SkyPilot does: `n1-standard-4` is that of `n1-standard-4+1xT4`.
+    return lambda offer: name in (offer.instance_type.lower(), offer.instance_type.lower().partition("+")[0])
 
 
 def _test_region(asked: Resources) -> Test | None:

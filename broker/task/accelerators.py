@@ -26,7 +26,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rtx-a6000": ("A6000",), "rtx6000ada": ("RTX6000-Ada",), "rtx-pro-6000": ("RTXPRO6000",),
     "inferentia": ("Inferentia", "Inferentia2"), "inferentia1": ("Inferentia",), "inf1": ("Inferentia",),
     "inf2": ("Inferentia2",), "trainium1": ("Trainium",), "trn1": ("Trainium",), "trn2": ("Trainium2",),
-    "tpu-v5litepod": ("TPU-v5e",), "tpu-v5lite": ("TPU-v5e",),
+    "tpu-v5litepod": ("TPU-v5e",), "tpu-v5lite": ("TPU-v5e",), "a100-80gb-sxm4": ("A100-80GB",),
+    "h100-mega-80gb": ("H100",), "radeon mi25": ("MI25",), "gaudi hl-205": ("Gaudi",),
+    "radeon pro v520": ("Radeon-Pro-V520",), "radeon pro v710": ("Radeon-Pro-V710",),
 }  # fmt: skip
 _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one as 180 or 183
 

@@ -35,7 +35,10 @@ CLOUDS = (
 )  # fmt: skip
 WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
 STRATEGIES = ("failover", "eager_next_region", "cheapest", "deadline")
-ACCELERATOR_NAME = r"[A-Za-z][A-Za-z0-9_.-]{0,60}"
+ELASTIC = "dynamic_node_set"  # SkyPilot's name for a gang that runs on with fewer nodes; broker's is `min_nodes`
+STRATEGY_WORDS = (*STRATEGIES, ELASTIC, "none")
+_SPACED = r"(?:[rR][aA][dD][eE][oO][nN]|[gG][aA][uU][dD][iI])(?: [A-Za-z0-9-]{1,20}){1,2}"  # `Radeon Pro V520`
+ACCELERATOR_NAME = rf"(?:{_SPACED}|[A-Za-z][A-Za-z0-9_.-]{{0,60}})"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
 ACCELERATOR = rf"(?:{ACCELERATOR_NAME}|{_MEMORY})(?::{_COUNT})?"
@@ -149,10 +152,11 @@ JOB_RECOVERY = Table(
     about="How a managed job recovers.",
     fields={
         "strategy": Field(
-            shape=Choice(words=(*STRATEGIES, "none")),
+            shape=Choice(words=STRATEGY_WORDS),
             about="Where to go after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
             "the region at once, `cheapest` plans anew, `deadline` (the default where a `goal` has work and "
-            "deadline) weighs spot, waiting and on-demand against the time that is left.",
+            "deadline) weighs spot, waiting and on-demand against the time that is left. SkyPilot's "
+            "`DYNAMIC_NODE_SET` is the default strategy with `min_nodes`, 1 unless given.",
         ),
         "max_restarts_on_errors": Field(
             shape=Whole(),
@@ -265,11 +269,11 @@ ONE: dict[str, Field] = {
         about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),
     ),
     "job_recovery": Field(
-        shape=Either(shapes=(Choice(words=(*STRATEGIES, "none")), JOB_RECOVERY)),
+        shape=Either(shapes=(Choice(words=STRATEGY_WORDS), JOB_RECOVERY)),
         about="How a managed job recovers: a strategy, or a mapping.",
     ),
     "spot_recovery": Field(
-        shape=Choice(words=(*STRATEGIES, "none")), alias_of="job_recovery", about="An old name of `job_recovery`."
+        shape=Choice(words=STRATEGY_WORDS), alias_of="job_recovery", about="An old name of `job_recovery`."
     ),
     "volumes": Field(
         shape=ListOf(item=Anything()), about="Disks to attach (older SkyPilot).",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
+from broker.task.fields_resources import ELASTIC
 from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section
@@ -85,8 +86,20 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
         changes["disk_tier"] = None
     if get("autostop") is False:
         changes["autostop"] = None
+    if "instance_type" in changes and _asks_for_tpu_node(section):
+        del changes["instance_type"]
+        message = "`instance_type`: a TPU node with a host of its own is not made; a TPU VM is planned instead"
+        hint = "remove `instance_type` and `accelerator_args`"
+        reader.warn(section.find_key("instance_type"), "instance_type", message, hint, blocks_launch=True)
     changes.update(_read_place(reader, section, base))
     return replace(base, **changes)
+
+
+def _asks_for_tpu_node(section: Section) -> bool:
+    """Whether the instance type is that of a TPU node's host: a TPU VM is its own host and has no other."""
+    options = section.get("accelerator_args")
+    is_node = options is not None and options.get("tpu_vm") is False
+    return is_node and any(name.startswith("TPU-") for name, _ in _read_accelerators(section)[0])
 
 
 def _read_place(reader: Reader, section: Section, base: Resources) -> dict[str, str | None]:
@@ -134,16 +147,20 @@ def _read_autostop(value: Any) -> Autostop | None:
 
 
 def _read_recovery(value: Any) -> JobRecovery | None:
+    if value is None:
+        return None
+    strategy = value.get("strategy") if isinstance(value, Section) else value
+    nodes_min = 1 if strategy == ELASTIC else None
+    strategy = None if strategy in ("none", ELASTIC) else strategy
     if not isinstance(value, Section):
-        return None if value is None else JobRecovery(strategy=None if value == "none" else value)
+        return JobRecovery(strategy=strategy, nodes_min=nodes_min)
     codes = value.get("recover_on_exit_codes", ())
-    strategy = value.get("strategy")
     return JobRecovery(
-        strategy=None if strategy == "none" else strategy,
+        strategy=strategy,
         max_restarts_on_errors=value.get("max_restarts_on_errors"),
         recover_on_exit_codes=(codes,) if isinstance(codes, int) else tuple(codes),
         stall_timeout_s=value.get("stall_timeout"),
-        nodes_min=value.get("min_nodes"),
+        nodes_min=value.get("min_nodes", nodes_min),
     )
 
 

@@ -40,3 +40,19 @@ def test_a_job_group_is_planned_as_a_whole(shell: Shell) -> None:
     tasks = "name: trainer\nresources: {cpus: 4}\nrun: x\n---\nname: judge\nresources: {cpus: 4}\nrun: x\n"
     data = shell.read_json("plan", shell.write("group.yaml", header + tasks))
     assert len(data["tasks"]) == 2 and data["usd"] > 0
+
+
+def test_an_elastic_job_group_on_kubernetes_and_a_tpu_node_have_a_plan(shell: Shell) -> None:
+    recovery = "{strategy: DYNAMIC_NODE_SET, min_nodes: 1000}"
+    task = f"resources: {{infra: k8s, cpus: 0.1, memory: 0.1, job_recovery: {recovery}}}\nnum_nodes: 1500\nrun: x\n"
+    path = shell.write("elastic.yaml", f"name: all\nexecution: parallel\n---\nname: a\n{task}---\nname: b\n{task}")
+    assert {each["task"] for each in shell.read_json("plan", path)} == {"a", "b"}
+    node = "{instance_type: n1-highmem-8, accelerators: tpu-v2-8, accelerator_args: {tpu_vm: false}}"
+    (data,) = shell.read_json("plan", shell.write("node.yaml", f"resources: {node}\nrun: x\n"))
+    assert data["choice"]["placement"]["offer"]["instance_type"] == "tpu-v2-8"
+
+
+def test_the_host_of_attached_cards_may_be_named_alone(shell: Shell) -> None:
+    resources = "{infra: gcp, instance_type: n1-standard-4, accelerators: 'T4:1'}"
+    (data,) = shell.read_json("plan", shell.write("host.yaml", f"resources: {resources}\nrun: x\n"))
+    assert data["choice"]["placement"]["offer"]["instance_type"] == "n1-standard-4+1xT4"

@@ -132,10 +132,16 @@ def test_accelerators_as_people_write_them(text: str, found: list[tuple[str, flo
         ("Inferentia:6", ["Inferentia", "Inferentia2"]),
         ("inf2", ["Inferentia2"]),
         ("trn1:16", ["Trainium"]),
+        ("A100-80GB-SXM4:8", ["A100-80GB"]),
+        ("H100-MEGA-80GB:8", ["H100"]),
+        ("Radeon MI25:1", ["MI25"]),
+        ("Radeon Pro V520", ["Radeon-Pro-V520"]),
+        ("Gaudi HL-205:8", ["Gaudi"]),
     ],
 )
 def test_other_names_of_an_accelerator_are_understood(text: str, names: list[str]) -> None:
-    devices = {name: AcceleratorFigures(name=name, memory_gib=32) for name in ("Inferentia", "Inferentia2", "Trainium")}
+    others = ("Inferentia", "Inferentia2", "Trainium", "MI25", "Radeon-Pro-V520", "Gaudi")
+    devices = {name: AcceleratorFigures(name=name, memory_gib=32) for name in others}
     task = resolve_accelerators(load(f"resources: {{accelerators: '{text}'}}"), {**FIGURES, **devices})
     assert [each.accelerator for each in task.resources] == names and not task.notices
 
@@ -145,6 +151,16 @@ def test_a_part_of_a_card_is_noted_to_take_a_whole_one() -> None:
     assert [(each.field, each.blocks_launch) for each in task.notices] == [("accelerators", False)]
     assert "broker exec" in (task.notices[0].hint or "")
     assert not load("resources: {accelerators: 'T4:1'}").notices
+
+
+def test_a_tpu_node_is_planned_as_a_tpu_vm_and_refused_at_launch() -> None:
+    node = "accelerators: tpu-v2-8, accelerator_args: {tpu_vm: false}"
+    task = load(f"resources: {{instance_type: n1-highmem-8, {node}}}")
+    (resources,) = task.resources
+    assert (resources.accelerator, resources.accelerator_count, resources.instance_type) == ("TPU-v2", 4, None)
+    assert ("instance_type", True) in [(each.field, each.blocks_launch) for each in task.notices]
+    kept = load(f"resources: {{instance_type: n1-highmem-8, {node.replace('tpu-v2-8', 'T4')}}}")
+    assert kept.resources[0].instance_type == "n1-highmem-8"
 
 
 def test_unknown_accelerator_is_left_out_only_where_another_stands() -> None:
@@ -200,6 +216,8 @@ def test_autostop_in_every_form(text: str, autostop: Autostop | None) -> None:
     [
         ("FAILOVER", JobRecovery(strategy="failover")),
         ("none", JobRecovery()),
+        ("DYNAMIC_NODE_SET", JobRecovery(nodes_min=1)),
+        ("{strategy: DYNAMIC_NODE_SET, min_nodes: 6}", JobRecovery(nodes_min=6)),
         ("{strategy: EAGER_NEXT_REGION, max_restarts_on_errors: 3}",
          JobRecovery(strategy="eager_next_region", max_restarts_on_errors=3)),
         ("{recover_on_exit_codes: 33}", JobRecovery(recover_on_exit_codes=(33,))),
