@@ -365,26 +365,30 @@ class MachineGang:
 
     def _end_unleased(self, run: MachineRun, node_id: str) -> None:
         """The machine's own watch: no heartbeat for so long, and it switches itself off."""
-        if run.lease_s[node_id] <= self._loop.time() and self._is_watched(run, node_id):
+        lease_s = max(each.lease_s.get(node_id, 0.0) for each in self._list_runs(run, node_id))
+        if lease_s <= self._loop.time() and self._is_live(node_id):
             self.save(run)
             self._on_self_end(run, node_id, "lease")
             self._cloud.end_by_itself(node_id, reason="lease")
 
     def _look_if_done(self, run: MachineRun, node_id: str) -> None:
-        """The machine's own watch: its program has ended, all that is left lies in the bucket, and no broker asks."""
-        if not self._is_watched(run, node_id):
+        """The machine's own watch: its programs have ended, all that is left is in the bucket, and no broker asks."""
+        if not self._is_live(node_id):
             return
-        is_quiet = self._loop.time() - run.heard_s[node_id] >= QUIET_S
-        if is_quiet and not self.is_working(run):
+        runs = self._list_runs(run, node_id)
+        is_quiet = self._loop.time() - max(each.heard_s.get(node_id, 0.0) for each in runs) >= QUIET_S
+        if is_quiet and not any(self.is_working(each) for each in runs):
             self._on_self_end(run, node_id, "done")
             self._cloud.end_by_itself(node_id, reason="done")
         else:
             self._loop.call_world(LOOK_S, self._look_if_done, run, node_id)
 
-    def _is_watched(self, run: MachineRun, node_id: str) -> bool:
-        """Whether the node lives, and has been given no newer run: then that one's lease and end count."""
-        newest = [each for each in self.runs_by_job.get(run.job, ()) if node_id in each.ids][-1]
-        return newest is run and self._cloud.find([node_id])[0].state is not NodeState.TERMINATED
+    def _list_runs(self, run: MachineRun, node_id: str) -> list[MachineRun]:
+        """All that the node was given: its lease and its quiet are the node's, not those of one run."""
+        return [each for each in self.runs_by_job.get(run.job, ()) if node_id in each.ids]
+
+    def _is_live(self, node_id: str) -> bool:
+        return self._cloud.find([node_id])[0].state is not NodeState.TERMINATED
 
     def _hear(self, cluster: Cluster, silent: tuple[int, ...]) -> None:
         """Whoever was asked knows that the broker is there."""
