@@ -117,7 +117,7 @@ class CheckpointManager:
             if self._failures >= FAILURES_MAX:
                 raise
             if self._ranks.is_first:
-                warn(f"{error}; training goes on to the next checkpoint")
+                warn(f"{error}; training continues until the next checkpoint")
         if step == self._step_saved:
             return
         # Asked on every rank, for the ranks may have to settle what the state is.

@@ -81,7 +81,7 @@ class Restorer:
             if contents.world_size != self._ranks.world_size and self._ranks.is_first:
                 warn(
                     f"`{name}` was written by {contents.world_size} ranks, not {self._ranks.world_size}; "
-                    "random numbers start anew"
+                    "random numbers start again"
                 )
             return name
         return None

@@ -22,7 +22,7 @@ MISSES_MIN = 4
 MISSING_S_MIN = 120.0
 GAP_S_MAX = 60.0  # between two lists; a throttled one is asked for as long
 MISSING = "missing"  # reason of a node that is believed gone because lists leave it out
-UNSEEN_SETTLES = 6.0  # so many times `settle_s` without a node whose create was never answered
+UNSEEN_SETTLES = 6.0  # in multiples of `settle_s`: how long lists must lack a node whose create was never answered
 
 
 async def confirm_gone(

@@ -1,6 +1,6 @@
 """Access to buckets that the broker grants to a run: files of mode 0600 beside it, renewed while it runs.
 
-Standard library only. The files are written anew, whole, at each renewal; programs find them by the variables in
+Standard library only. Each renewal rewrites the files as a whole; programs find them by the variables in
 `envs.json`, and AWS's libraries read theirs again when a session is about to end.
 """
 

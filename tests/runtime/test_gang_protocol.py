@@ -230,7 +230,7 @@ def make_links(relay: Callable[[int], int] = lambda port: port) -> Sequence[tupl
 
     def admit(wire: Any, rank: int) -> None:
         link = agent_link.Link(wire, heard[0].put)
-        ends.append(link)  # before the welcome: with it the client is there, and the test goes on
+        ends.append(link)  # before the welcome, which releases the client and the test
         link.send("welcome")
         link.start()
 

@@ -202,7 +202,7 @@ def test_training_outlives_a_few_failed_checkpoints_but_not_many(url: str, capsy
         manager.save(step)
     manager.wait()
     assert manager.step_committed == FAILURES_MAX
-    assert capsys.readouterr().err.count("login expired; training goes on") == FAILURES_MAX - 1
+    assert capsys.readouterr().err.count("login expired; training continues") == FAILURES_MAX - 1
     storage.refusals = 99
     with pytest.raises(CheckpointError, match="login expired"):
         for step in range(10, 20):

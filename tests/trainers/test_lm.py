@@ -81,7 +81,7 @@ def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path
     assert "preempted, checkpoint committed" in output
     assert int(str(last["step"])) < TOTAL
     code, errors = broken.run(*flags, attempt=2)
-    assert code == 0 and "random numbers start anew" in errors
+    assert code == 0 and "random numbers start again" in errors
     steps = [int(str(line["step"])) for line in broken.lines() if line["loss"] is not None]
     assert steps == list(range(1, TOTAL + 1))  # nothing repeated, nothing left out
     expected = {key: values[0] for key, values in whole.losses().items()}
