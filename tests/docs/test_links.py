@@ -58,6 +58,27 @@ def test_every_file_that_a_page_names_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_every_module_that_a_page_names_without_a_folder_exists() -> None:
+    known = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")} | {"train.py"}  # the user's
+    missing = [
+        f"{page.relative_to(ROOT)}:{line}: {name}"
+        for page in list_pages()
+        if page != CHANGELOG
+        for line, text in list_prose(page)
+        for name in re.findall(r"`(\w+\.py)`", text)
+        if name not in known
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_glossary_has_at_most_15_words() -> None:
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| (?!word|---)([^|]+) \|", glossary, re.MULTILINE)
+    assert 8 <= len(words) <= 15
+    assert not [word for word in words if text.lower().count(word[:4]) < 2], "a word that the page does not use needs no entry"
+
+
 def test_every_page_is_linked_from_the_readme_or_from_a_page_that_is() -> None:
     seen: set[Path] = set()
     waiting = [ROOT / "README.md"]
