@@ -13,7 +13,7 @@ import typer
 
 from broker.cli.commands import HIDDEN
 from broker.cli.main import app
-from tests.docs.pages import CHANGELOG, ROOT, Command, list_block_commands, list_blocks, list_commands, list_pages
+from tests.docs.pages import CHANGELOG, ROOT, Block, list_block_commands, list_blocks, list_commands, list_pages
 
 PAGES = [page for page in list_pages() if page != CHANGELOG]  # the changelog also tells of commands as they were
 
@@ -60,21 +60,28 @@ def test_every_command_of_the_docs_is_accepted_by_the_command_line() -> None:
     assert not refused, "\n".join(refused)
 
 
-def list_marked() -> list[Command]:
-    blocks = [block for page in PAGES for block in list_blocks(page) if block.is_run]
-    return [command for block in blocks for command in list_block_commands(block)]
+def list_marked() -> list[Block]:
+    return [block for page in PAGES for block in list_blocks(page) if block.is_run]
+
+
+def run_broker(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """From the top of the repository, without a login, with all state below `folder`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_"))}
+    logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
+    nowhere = dict.fromkeys(logins, str(folder / "no-login"))
+    environment = {**kept, **nowhere, "BROKER_HOME": str(folder / "home"), "TMPDIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-m", "broker", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", list_marked(), ids=lambda command: " ".join(command.words)[:60])
-def test_marked_command_runs(command: Command, tmp_path: Path) -> None:
-    """In an empty state folder and without a login, from the top of the repository."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_"))}
-    nowhere = str(tmp_path / "no-login")
-    logins = dict.fromkeys(("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), nowhere)
-    environment = {**kept, **logins, "BROKER_HOME": str(tmp_path / "home"), "BROKER_SKY_PYTHON": nowhere}
-    done = subprocess.run(
-        [sys.executable, "-m", "broker", *command.words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+@pytest.mark.parametrize("block", list_marked(), ids=lambda block: f"{block.page.name}:{block.line}")
+def test_marked_commands_run(block: Block, tmp_path: Path) -> None:
+    """One after the other, as a reader would type them."""
+    try:
+        for command in list_block_commands(block):
+            done = run_broker(tmp_path, *command.words)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    finally:
+        run_broker(tmp_path, "down", "--all", "--yes")

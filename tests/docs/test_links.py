@@ -76,7 +76,9 @@ def test_glossary_has_at_most_15_words() -> None:
     glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
     words = re.findall(r"^\| (?!word|---)([^|]+) \|", glossary, re.MULTILINE)
     assert 8 <= len(words) <= 15
-    assert not [word for word in words if text.lower().count(word[:4]) < 2], "a word that the page does not use needs no entry"
+    assert not [word for word in words if text.lower().count(word[:4]) < 2], (
+        "a word that the page does not use needs no entry"
+    )
 
 
 def test_every_page_is_linked_from_the_readme_or_from_a_page_that_is() -> None:
