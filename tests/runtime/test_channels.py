@@ -445,9 +445,13 @@ def test_older_agent_is_polled_and_asked_for_a_session_ever_more_rarely() -> Non
     async def act() -> None:
         desk = Desk()
         desk.node.is_old = True
+        begun_s = desk.clock.s
         for _ in range(2 * 3600):
             assert await desk.poll() == (RunStatus.RUNNING, ())
-            await desk.rest(timeout_s=5.0)  # half a second without a channel
+            await desk.rest(timeout_s=5.0)
+        assert desk.clock.s - begun_s == 3600.0, "half a second each without a channel"
+        await desk.rest(timeout_s=0.1)
+        assert desk.clock.s - begun_s == pytest.approx(3600.1)
         assert desk.node.calls == 2 * 3600
         assert 10 <= desk.node.opened <= 40
 
@@ -479,5 +483,28 @@ def test_node_that_talks_rubbish_is_polled(line: bytes) -> None:
         await settle()
         assert await desk.poll() == (RunStatus.RUNNING, ())
         assert desk.node.calls == 1
+
+    asyncio.run(act())
+
+
+def test_call_that_fails_says_whether_the_agent_or_the_session_failed() -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        assert desk.gang._channels
+        channel = desk.gang._channels.find(desk.cluster.nodes[0])
+        assert channel
+        asked = asyncio.ensure_future(channel.call("log", {}))
+        await settle()
+        desk.node.say({"id": 1, "error": "KeyError: 'run_id'"})
+        with pytest.raises(TransientError, match="failed at `log`: KeyError"):
+            await asked
+        asked = asyncio.ensure_future(channel.call("log", {}))
+        await settle()
+        desk.node.feeds[-1].feed_eof()
+        with pytest.raises(TransientError, match="the session with node `n` ended"):
+            await asked
+        with pytest.raises(TransientError, match="no session"):
+            await channel.call("log", {})
 
     asyncio.run(act())
