@@ -73,7 +73,10 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(world.asked)]
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
     assert {rank for _, rank in world.asked} == {1} and world.started == [(1, 900.0)]
-    kinds = [event.kind for event in store.list_events(job_id=job.id)]
+    events = store.list_events(job_id=job.id)
+    kinds = [event.kind for event in events]
+    [shrunk] = [event.message for event in events if event.kind == "shrunk"]
+    assert "with 1 of 2" in shrunk
     assert kinds.count("shrunk") == 1 and kinds.count("waiting") == len(world.asked)
 
 
