@@ -14,7 +14,7 @@ from tests.state.test_rows import PLACEMENT, Hands
 def test_live_and_ended_jobs_are_told_apart_and_unsafe_names_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     store = Store(path, clock=Hands())
-    done, live, _ = (store.add_job(name, Task()) for name in ("done", "live", "$(reboot)"))
+    done, _, _ = (store.add_job(name, Task()) for name in ("done", "live", "$(reboot)"))
     store.set_job_status(done.id, JobStatus.SUCCEEDED)
     assert list_job_names(path) == ["live", "done", "3", "2", "1"]
     assert list_job_names(path, is_live=True) == ["live", "3", "2"]
