@@ -106,7 +106,7 @@ def test_old_jobs_stay_while_a_younger_one_needs_or_resumes_them(store: Store, c
     assert store.get_job(gone) is None and not store.list_attempts(gone) and not store.list_steps(gone)
 
 
-@pytest.mark.parametrize("damaged", ["[1", "7", '["a"]', ""])
+@pytest.mark.parametrize("damaged", ["[1", "7", '["a"]', "[[1]]", ""])
 def test_a_damaged_row_keeps_nothing_else_from_being_pruned(store: Store, clock: Hands, damaged: str) -> None:
     gone = run_job(store, clock, begin_s=NOW_S - 200 * DAY_S)
     young = run_job(store, clock, begin_s=NOW_S - 2 * DAY_S)
