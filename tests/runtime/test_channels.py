@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -506,5 +506,26 @@ def test_call_that_fails_says_whether_the_agent_or_the_session_failed() -> None:
             await asked
         with pytest.raises(TransientError, match="no session"):
             await channel.call("log", {})
+
+    asyncio.run(act())
+
+
+def test_news_are_waited_for_only_when_every_node_has_a_channel() -> None:
+    """Else a node without one would not be looked at before another has news."""
+
+    async def act() -> None:
+        desk = Desk()
+        first = desk.cluster.nodes[0]
+        nodes = [first, replace(first, id="m", rank=1)]
+        kept = channels.Channels(desk.node, ["agent"], clock=desk.clock)
+        assert not await kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0)
+        await settle()
+        say = json.dumps({"status": describe("RUNNING"), "log_bytes": 0}).encode() + b"\n"
+        desk.node.feeds[0].feed_data(say)
+        await settle()
+        assert not await asyncio.wait_for(kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0), 60)
+        desk.node.feeds[1].feed_data(say)
+        await settle()
+        assert await asyncio.wait_for(kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0), 60)
 
     asyncio.run(act())
