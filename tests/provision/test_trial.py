@@ -120,9 +120,9 @@ def test_a_node_that_boots_is_waited_for_and_one_that_never_answers_is_given_up_
 def test_the_command_is_told_of_the_bucket_where_one_is_named(stage: Stage, tmp_path: Path) -> None:
     gang = PaperGang(stage)
     assert play(stage, gang)["bucket"][0] == "skipped" and gang.envs == {}
-    told = play(stage, gang, bucket_url=str(tmp_path / "bucket"))
+    told = play(stage, gang, bucket_url=f"file://{tmp_path}/bucket")
     folder = gang.envs["BROKER_CHECKPOINT_DIR"]
-    assert folder.startswith(f"{tmp_path}/bucket/{OWNER}-") and gang.envs["BROKER_ATTEMPT"] == "1"
+    assert folder.startswith(f"file://{tmp_path}/bucket/{OWNER}-") and gang.envs["BROKER_ATTEMPT"] == "1"
     assert told["bucket"] == ("ok", f"{folder}: written, read, deleted from this machine")
     assert told["bucket from the node"][0] == "skipped", "a node has no folder of this machine's"
 
