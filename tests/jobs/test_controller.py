@@ -254,3 +254,12 @@ def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: Wo
     assert ran.count("COMMIT") == 1
     [told] = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "recovered"]
     assert told == "recovered: step 11 came 60.0 s after the loss"
+
+
+def test_an_attempt_is_on_record_from_when_its_nodes_are_up(world: World) -> None:
+    """Before its program is started: a daemon that dies in between goes on with it."""
+    cluster = world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
+    attempt = world.make_controller()._acquisition._record(world.get_job(), 1, cluster)
+    assert world.store.list_attempts(world.job_id) == [attempt]
+    assert (attempt.cluster, attempt.started_s, attempt.running_s) == ("c", cluster.created_s, None)
+    assert [event.kind for event in world.store.list_events(job_id=world.job_id)][-1] == "attempt"
