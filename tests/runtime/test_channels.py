@@ -529,3 +529,19 @@ def test_news_are_waited_for_only_when_every_node_has_a_channel() -> None:
         assert await asyncio.wait_for(kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0), 60)
 
     asyncio.run(act())
+
+
+def test_nodes_are_told_of_a_slower_pace_once_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(Unheard, "write", lambda self, data: written.append(data))
+
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        monkeypatch.setattr(channels, "CHANNELS_PER_PACE_S", 0.25)
+        for _ in range(3):
+            await desk.rest()
+
+    asyncio.run(act())
+    paces = [message["pace_s"] for message in map(json.loads, written) if "pace_s" in message]
+    assert paces == [1.0, 4.0]
