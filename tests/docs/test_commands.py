@@ -39,8 +39,10 @@ def find_problem(words: tuple[str, ...]) -> str:
                 return f"no command `{word}`"
             if not arguments:  # `broker jobs logs` in a sentence names the command; its arguments are not the point
                 return ""
+    except SystemExit:
+        return ""
     except Exception as error:
-        if getattr(error, "exit_code", None) == 0:  # --help and --version answer and leave
+        if getattr(error, "exit_code", None) == 0:  # --help and --version answer and leave, each in its way
             return ""
         return getattr(error, "message", "") or str(error)
 
