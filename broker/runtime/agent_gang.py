@@ -1,8 +1,8 @@
 """The gang's coordinator on rank 0, to which each rank (0 too) has a link. Standard library only.
 
 JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode}, log {text},
-notice {notice_s}, cancel, beat. Down: welcome, go, notice {notice_s}, kill {status, returncode, reason},
-end {status, returncode, reason}, beat.
+notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
+kill {status, returncode, reason}, end {status, returncode, reason}, beat.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Coordinator:
         self._gone: set[int] = set()
         self._noticed: set[int] = set()
         self._is_going = False
+        self._turn: Message | None = None
         self._left = threading.Semaphore(0)
         self._timers: list[threading.Timer] = []
         self._is_preempted = False
@@ -99,9 +100,17 @@ class Coordinator:
             self._gone.discard(rank)
             self._noticed.discard(rank)
             link.send("welcome")
+            if self._turn:
+                link.send("turn", **self._turn)
             if self._verdict:
                 link.send("kill", **self._verdict)
         link.start()
+
+    def give_turn(self, held: Message) -> None:
+        """Tell all ranks, and those that join later, what the run has on each node: setup may begin there."""
+        with self._lock:
+            self._turn = dict(held)
+            self._tell("turn", **held)
 
     def _hear(self, rank: int, link: agent_link.Link, message: Message) -> None:
         with self._lock:

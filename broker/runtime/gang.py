@@ -20,6 +20,7 @@ from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.reserving import Reservation, find_reservation
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
@@ -27,6 +28,7 @@ AGENT_FILES = (
     "agent.py",
     "agent_access.py",
     "agent_bucket.py",
+    "agent_burial.py",
     "agent_container.py",
     "agent_delivery.py",
     "agent_files.py",
@@ -39,6 +41,7 @@ AGENT_FILES = (
     "agent_notice.py",
     "agent_paths.py",
     "agent_run.py",
+    "agent_turn.py",
     "agent_wire.py",
 )
 AGENT_FOLDER = ".broker/agent"
@@ -118,8 +121,8 @@ class Gang:
         """
         nodes = sort_nodes(cluster)
         recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
-        gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
-        offer = cluster.placement.offer
+        is_managed = "BROKER_JOB_ID" in envs
+        reserved = None if is_managed else find_reservation(task, cluster)  # a managed job has its cluster to itself
         # What SkyPilot has put up is in the container already.
         image = None if nodes[0].handle.startswith("sky://") else find_container(task, cluster.placement)
         spec: dict[str, Any] = {
@@ -128,7 +131,7 @@ class Gang:
             "setup": task.setup,
             "run": task.run,
             # A managed job's next attempt may come to nodes that its last one has set up.
-            "setup_digest": digest_setup(task, image) if "BROKER_JOB_ID" in envs else None,
+            "setup_digest": digest_setup(task, image) if is_managed else None,
             "envs": {**task.envs, **envs},
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
             "num_nodes": len(nodes),
@@ -136,7 +139,9 @@ class Gang:
             "image": image,
             "trainers": pack_trainers().name if needs_trainers(task) else None,
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
-            "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
+            "gpus_per_node": count_gpus(task, cluster, reserved),
+            "accelerators": reserved.text if reserved else "",
+            "queue": None if is_managed else describe_turn(reserved),
             "lease_s": lease_s,
             # SkyPilot takes a whole cluster down when one of its nodes ends itself.
             "ends_together": nodes[0].handle.startswith("sky://"),
@@ -224,6 +229,8 @@ class Gang:
                 started_s=run["started_s"],
                 ended_s=run["ended_s"],
                 returncode=run["returncode"],
+                accelerators=str(run.get("accelerators") or ""),
+                cards=tuple((run.get("held") or {}).get("cards") or ()),
             )
             for run in answer["runs"]
         ]
@@ -313,6 +320,23 @@ def pack_agent() -> tuple[str, bytes]:
 def digest_setup(task: Task, image: str | None) -> str:
     parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def count_gpus(task: Task, cluster: Cluster, reserved: Reservation | None) -> float:
+    """Of a node, as the program may use them."""
+    offer, asked = cluster.placement.offer, task.resources[0]
+    if reserved is not None:
+        return reserved.count
+    if offer.accelerator:
+        return offer.accelerator_count
+    return asked.accelerator_count if asked.accelerator else 0
+
+
+def describe_turn(reserved: Reservation | None) -> dict[str, Any]:
+    """For `agent_turn.py`: what the run waits for on each node."""
+    if reserved is None:
+        return {"count": None}
+    return {"count": reserved.count, "card_count": reserved.card_count, "variable": reserved.variable}
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:

@@ -113,7 +113,7 @@ def test_a_run_is_what_its_newest_file_says(runs: Path) -> None:
     folder = make_run(runs, 1)
     lock = files.try_lock(folder / "runner.lock")
     first = files.describe_run(1)
-    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "SETTING_UP", None, None)
+    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "PENDING", None, None)
     assert (first["started_s"], first["reason"], first["progress"]) == (0.0, "", None)
     files.write_json(folder / "state.json", {"status": "RUNNING", "started_s": 5.0})
     assert (files.describe_run(1)["status"], files.describe_run(1)["started_s"]) == ("RUNNING", 5.0)
