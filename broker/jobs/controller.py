@@ -247,7 +247,8 @@ class JobController:
                 was_attended=was_attended,
                 find_kept_until_s=partial(self._keeping.find_until_s, job, attempt, cluster, report),
             )
-        return self._endings.conclude(job, attempt, verdict, self._read_end(attempt, cluster, report))
+        run = replace(self._read_end(attempt, cluster, report), unflushed=watch.unflushed)
+        return self._endings.conclude(job, attempt, verdict, run)
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(

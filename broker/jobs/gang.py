@@ -51,6 +51,11 @@ class GangReport(Protocol):
         """What a node says while written files are not in their bucket yet; empty where all are."""
         ...
 
+    @property
+    def unflushed(self) -> str:
+        """Of a run that FAILED though its program succeeded: which written files did not arrive. Else empty."""
+        ...
+
 
 class Gang(Protocol):
     """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that

@@ -47,7 +47,7 @@ class LostGang:
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
-        if left and is_programs_failure(left, cluster.nodes, report.unreachable):
+        if left and (left.unflushed or is_programs_failure(left, cluster.nodes, report.unreachable)):
             run = read_run_end(self._store, self._config.logs, attempt=attempt, told=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
             return self._endings.conclude(job, attempt, verdict, run)

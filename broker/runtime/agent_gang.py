@@ -1,8 +1,8 @@
 """The gang's coordinator on rank 0, to which each rank (0 too) has a link. Standard library only.
 
-JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode}, log {text},
+JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode, unflushed}, log {text},
 notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
-kill {status, returncode, reason}, end {status, returncode, reason}, beat.
+kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ else:
 JOIN_S = 120.0
 LEAVE_S = 5.0
 FINISH_S = 10.0  # of an elastic gang, after its head has
+EX_IOERR = 74  # sysexits.h: what a run ends with whose program succeeded, but whose files did not arrive
 SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 
 
@@ -58,6 +59,7 @@ class Coordinator:
         self._turn: Message | None = None
         self._left = threading.Semaphore(0)
         self._timers: list[threading.Timer] = []
+        self._unflushed: dict[int, str] = {}  # by rank: of programs that succeeded, why their files did not arrive
         self._is_preempted = False
         self._verdict: Message | None = None
         self.failed_rank: int | None = None  # whose program or setup ended the run by an exit code of its own
@@ -124,7 +126,7 @@ class Coordinator:
             elif kind == "setup":
                 self._hear_setup(rank, message["returncode"])
             elif kind == "exit":
-                self._hear_exit(rank, message["returncode"])
+                self._hear_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
             elif kind == "notice":
                 self._hear_notice(rank, message["notice_s"])
             elif kind == "cancel":
@@ -133,9 +135,11 @@ class Coordinator:
                 self._left.release()
                 self._hear_lost(rank)
 
-    def _hear_exit(self, rank: int, returncode: int) -> None:
+    def _hear_exit(self, rank: int, returncode: int, unflushed: str) -> None:
         self._gone.add(rank)
         is_leaving = rank in self._noticed and self._can_go_on()
+        if unflushed and not is_leaving:  # others may still work: it is told when all have ended
+            self._unflushed[rank], returncode = unflushed, 0
         if returncode != 0 and not is_leaving:
             self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}", rank)
         elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
@@ -200,7 +204,13 @@ class Coordinator:
 
     def _finish(self) -> None:
         if len(self._gone) == self._num_nodes:
-            self._tell("end", **(self._verdict or SUCCESS))
+            verdict = self._verdict or SUCCESS
+            if self._unflushed and verdict["status"] == "SUCCEEDED":
+                rank, unflushed = min(self._unflushed.items())
+                reason = f"the program succeeded, but on rank {rank} {unflushed}"
+                verdict = {"status": "FAILED", "returncode": EX_IOERR, "reason": reason, "unflushed": unflushed}
+                self._verdict = verdict
+            self._tell("end", **verdict)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Rank 0 last: it is our own process, which leaves once it has heard the end."""

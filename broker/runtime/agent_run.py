@@ -102,7 +102,7 @@ class Runner:
         if self._coordinator:
             self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
-        outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
+        outcome = {key: verdict.get(key) for key in ("status", "returncode", "reason", "unflushed")}
         # A node whose lease is about to end may have taken the program down with it: the reader must know.
         outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
@@ -141,7 +141,7 @@ class Runner:
         elif kind == "notice":
             self._notice_s = self._notice_s or float(message["notice_s"])
         elif kind in ("kill", "end"):
-            self._verdict = self._verdict or message
+            self._verdict = message if message.get("unflushed") else self._verdict or message
             self._is_ended = self._is_ended or kind == "end"
         elif kind == "lost" and not self._is_ended:
             self._verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
@@ -158,10 +158,13 @@ class Runner:
         if returncode == 0 and not self._verdict:
             self._write_state("RUNNING")
             returncode = self._run_phase("run")
-        if not self._flush() and returncode == 0:
-            returncode = agent_flush.EX_IOERR
+        unflushed = self._flush()
+        if returncode == 0 and unflushed:
+            returncode = agent_gang.EX_IOERR
+            self._send("exit", returncode=returncode, unflushed=unflushed)
+        else:
+            self._send("exit", returncode=returncode)
         self._returncode = returncode
-        self._send("exit", returncode=returncode)
 
     def _wait_turn(self) -> None:
         """Until what the run asks for is free; on all nodes but the head, also until the head says which part that is.
@@ -192,18 +195,21 @@ class Runner:
             agent_files.write_json(path, {"digest": digest})
         return returncode
 
-    def _flush(self) -> bool:
-        """Wait until written files lie in their buckets; whether they do. The run has not ended before: the cluster is
-        not given back, whether the program succeeded, failed, was cancelled or had notice."""
+    def _flush(self) -> str:
+        """Wait until written files lie in their buckets; return why they do not, or nothing. The run has not ended
+        before: the cluster is not given back, whether the program succeeded, failed, was cancelled or had notice."""
         flush = agent_flush.Flush(hold_s=agent_flush.read_hold_s(self._spec["envs"]))
         while (found := flush.look()) == "waiting":
             self._note_flush(flush.describe())
+            if flush.is_retry_due() and (script := agent_flush.make_retry_script()):
+                self._run_phase("flush", script)
             self._pause(agent_flush.LOOK_S)
         if found == "failed":
-            self._note_flush(flush.describe_failure())
-        elif self._flush_note:
+            self._note_flush(unflushed := flush.describe_failure())
+            return unflushed
+        if self._flush_note:
             self._note_flush("written files have arrived", is_over=True)
-        return found == "clean"
+        return ""
 
     def _note_flush(self, note: str, *, is_over: bool = False) -> None:
         if note != self._flush_note:
@@ -211,8 +217,8 @@ class Runner:
             self._write_log(f"broker: {note}\n".encode())
             self._write_state("RUNNING", flush="" if is_over else note)
 
-    def _run_phase(self, phase: str) -> int:
-        script = str(self._spec.get(phase) or "")
+    def _run_phase(self, phase: str, script: str = "") -> int:
+        script = script or str(self._spec.get(phase) or "")
         if self._verdict:
             return RETURNCODE_OF_KILL
         if not script and not (self._container and phase == "setup"):

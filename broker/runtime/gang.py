@@ -62,7 +62,8 @@ class GangReport:
 
     `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `failed_rank`: whose program
     ended first with an exit code of its own. `flush`: while the program has ended, but not all that it wrote lies in
-    its bucket, what a node says about that.
+    its bucket, what a node says about that. `unflushed`: of a run whose program succeeded and whose files did not
+    arrive in time, why and where they lie; it has FAILED, and no program of it did.
     """
 
     status: RunStatus
@@ -75,6 +76,7 @@ class GangReport:
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
     flush: str = ""
+    unflushed: str = ""
 
 
 class Gang:
@@ -187,6 +189,7 @@ class Gang:
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
             failed_rank=speaker.get("failed_rank"),
+            unflushed=str(speaker.get("unflushed") or ""),
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 

@@ -113,6 +113,16 @@ def test_failure_counts_as_the_programs_where_all_nodes_ended_themselves(
     assert (job.status, job.failure) == (JobStatus.FAILED, "`run` exited with code 3")
 
 
+@pytest.mark.parametrize("reasons", [("done", "done"), ("done", "preempted")])
+def test_a_program_that_ended_well_is_not_run_again_for_files_that_did_not_arrive(
+    tmp_path: Path, reasons: tuple[str, ...]
+) -> None:
+    left = replace(FAILED, returncode=74, unflushed="written files did not arrive: 1 files", lease_left_s=1.0)
+    job, _ = conclude(tmp_path, Left(left), *reasons)
+    assert job.status is JobStatus.FAILED
+    assert job.failure.startswith("the program succeeded, but written files did not arrive: 1 files")
+
+
 def test_failed_setup_is_told_as_such(tmp_path: Path) -> None:
     job, _ = conclude(tmp_path, Left(replace(FAILED, status=RunStatus.FAILED_SETUP)), "done", "done")
     assert job.status is JobStatus.FAILED_SETUP

@@ -44,7 +44,13 @@ def test_broker_reads_what_the_agent_wrote(
     place = f"{scheme}://{BUCKET}/runs/me-job-1"
     variables = {**login, "BROKER_CHECKPOINT_DIR": place, "BROKER_ATTEMPT": "1"}
     progress = {"step": 40, "total": 40, "loss": 2.5}
-    left = {"status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "lease_left_s": 7200.0}
+    left = {
+        "status": "FAILED",
+        "returncode": 3,
+        "reason": "rank 1 exited with 3",
+        "lease_left_s": 7200.0,
+        "unflushed": "x",
+    }
     assert leave_outcome({**left, "progress": progress}, variables) == f"{place}/outcomes/1.json"
     (tmp_path / "log").write_bytes(b"one\ntwo\n")
     assert leave_log(tmp_path / "log", variables) == f"{place}/logs/1.log"
@@ -54,6 +60,7 @@ def test_broker_reads_what_the_agent_wrote(
         returncode=3,
         reason="rank 1 exited with 3",
         lease_left_s=7200.0,
+        unflushed="x",
         progress=Progress(step=40, total=40, loss=2.5),
     )
     assert asyncio.run(bucket.read_log(place, 1)) == b"one\ntwo\n"

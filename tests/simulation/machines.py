@@ -85,6 +85,7 @@ class Report:
     reason: str = ""
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
+    unflushed: str = ""
     statuses: tuple[RunStatus | None, ...] = ()
     flush: str = ""
 

@@ -81,6 +81,7 @@ class Report:
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
     flush: str = ""
+    unflushed: str = ""
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 
