@@ -234,7 +234,7 @@ class JobController:
             find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
             run_id = get_run_id(attempt, cluster)
-            await self._mender.look(job, cluster, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
+            await self._mender.look(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
             return await self._look_closer(job, attempt, cluster, watch, report)
         if verdict is Verdict.LOST:
             was_attended = watch.is_attended(self._clock.now_s())

@@ -52,6 +52,11 @@ class GangReport(Protocol):
         ...
 
     @property
+    def unfit(self) -> Sequence[tuple[int, str]]:
+        """Ranks that were to join an elastic gang at work and whose `setup` failed, with the reason."""
+        ...
+
+    @property
     def unflushed(self) -> str:
         """Of a run that FAILED though its program succeeded: which written files did not arrive. Else empty."""
         ...

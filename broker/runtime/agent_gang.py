@@ -55,6 +55,7 @@ class Coordinator:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._noticed: set[int] = set()
+        self._unfit: dict[int, Message] = {}  # newcomers whose setup failed, and what they are told of it
         self._is_going = False
         self._turn: Message | None = None
         self._left = threading.Semaphore(0)
@@ -101,6 +102,7 @@ class Coordinator:
             self._links[rank] = link
             self._gone.discard(rank)
             self._noticed.discard(rank)
+            self._unfit.pop(rank, None)
             link.send("welcome")
             if self._turn:
                 link.send("turn", **self._turn)
@@ -122,7 +124,7 @@ class Coordinator:
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
             elif kind == "setup" and self._is_going and message["returncode"] != 0:
-                self._noticed.add(rank)  # a newcomer that cannot take part leaves the others alone
+                self._hear_unfit(rank, message["returncode"])
             elif kind == "setup":
                 self._hear_setup(rank, message["returncode"])
             elif kind == "exit":
@@ -138,6 +140,8 @@ class Coordinator:
     def _hear_exit(self, rank: int, returncode: int, unflushed: str) -> None:
         self._gone.add(rank)
         is_leaving = rank in self._noticed and self._can_go_on()
+        if rank in self._unfit and is_leaving:
+            self._links[rank].send("end", **self._unfit[rank])
         if unflushed and not is_leaving:  # others may still work: it is told when all have ended
             self._unflushed[rank], returncode = unflushed, 0
         if returncode != 0 and not is_leaving:
@@ -147,6 +151,12 @@ class Coordinator:
             self._verdict = dict(SUCCESS)
             self._set_timer(FINISH_S, self._dismiss)
         self._finish()
+
+    def _hear_unfit(self, rank: int, returncode: int) -> None:
+        """A newcomer that cannot take part leaves the others alone; the broker ends it by its own outcome."""
+        self._noticed.add(rank)
+        reason = f"setup exited with {returncode} on rank {rank}"
+        self._unfit[rank] = {"status": "FAILED_SETUP", "returncode": returncode, "reason": reason}
 
     def _dismiss(self) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
-from broker.runtime.reserving import Reservation, find_reservation
+from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
@@ -63,7 +63,8 @@ class GangReport:
     `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `failed_rank`: whose program
     ended first with an exit code of its own. `flush`: while the program has ended, but not all that it wrote lies in
     its bucket, what a node says about that. `unflushed`: of a run whose program succeeded and whose files did not
-    arrive in time, why and where they lie; it has FAILED, and no program of it did.
+    arrive in time, why and where they lie; it has FAILED, and no program of it did. `unfit`: ranks that were to
+    join an elastic gang at work and whose `setup` failed, with the reason.
     """
 
     status: RunStatus
@@ -77,6 +78,7 @@ class GangReport:
     failed_rank: int | None = None
     flush: str = ""
     unflushed: str = ""
+    unfit: tuple[tuple[int, str], ...] = ()
 
 
 class Gang:
@@ -190,6 +192,7 @@ class Gang:
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
             failed_rank=speaker.get("failed_rank"),
             unflushed=str(speaker.get("unflushed") or ""),
+            unfit=find_unfit(runs),
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 
@@ -325,21 +328,12 @@ def digest_setup(task: Task, image: str | None) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def count_gpus(task: Task, cluster: Cluster, reserved: Reservation | None) -> float:
-    """Of a node, as the program may use them."""
-    offer, asked = cluster.placement.offer, task.resources[0]
-    if reserved is not None:
-        return reserved.count
-    if offer.accelerator:
-        return offer.accelerator_count
-    return asked.accelerator_count if asked.accelerator else 0
-
-
-def describe_turn(reserved: Reservation | None) -> dict[str, Any]:
-    """For `agent_turn.py`: what the run waits for on each node."""
-    if reserved is None:
-        return {"count": None}
-    return {"count": reserved.count, "card_count": reserved.card_count, "variable": reserved.variable}
+def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str], ...]:
+    """Ranks whose `setup` failed while the head's program runs, with the reason: they replaced lost ones."""
+    if not runs or not runs[0] or runs[0]["status"] != RunStatus.RUNNING:
+        return ()
+    failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
+    return tuple((rank, str(run.get("reason") or "")) for rank, run in failed)
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:

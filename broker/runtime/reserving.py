@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from broker.errors import UsageError
 from broker.nouns import noun
 from broker.task.accelerators import find_maker
@@ -57,6 +59,23 @@ def find_reservation(task: Task, cluster: Cluster) -> Reservation | None:
         variable=variable,
         text=f"{offer.accelerator}:{found.accelerator_count:g}",
     )
+
+
+def count_gpus(task: Task, cluster: Cluster, reserved: Reservation | None) -> float:
+    """Of a node, as the program may use them."""
+    offer, asked = cluster.placement.offer, task.resources[0]
+    if reserved is not None:
+        return reserved.count
+    if offer.accelerator:
+        return offer.accelerator_count
+    return asked.accelerator_count if asked.accelerator else 0
+
+
+def describe_turn(reserved: Reservation | None) -> dict[str, Any]:
+    """For `agent_turn.py`: what the run waits for on each node."""
+    if reserved is None:
+        return {"count": None}
+    return {"count": reserved.count, "card_count": reserved.card_count, "variable": reserved.variable}
 
 
 def _fits(asked: Resources, accelerator: str | None, count: float) -> bool:

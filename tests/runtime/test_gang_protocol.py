@@ -133,9 +133,11 @@ def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
         await_kind(told, "go")
         lost.close()
         await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
-        newcomer, _ = gang.join(2)
+        newcomer, told = gang.join(2)
         newcomer.send("setup", returncode=1)
         newcomer.send("exit", returncode=1)
+        end = await_kind(told, "end")
+        assert (end["status"], end["reason"]) == ("FAILED_SETUP", "setup exited with 1 on rank 2")
         await_that(lambda: 2 in gang.coordinator._gone, "the newcomer's exit is not heard")
         assert gang.coordinator._verdict is None
         again, told = gang.join(2)

@@ -15,8 +15,7 @@ from local_gang import Rig, make_request, make_task, processes_of, wait_for
 
 from broker.errors import UsageError
 from broker.runtime import agent
-from broker.runtime.gang import count_gpus
-from broker.runtime.reserving import find_reservation
+from broker.runtime.reserving import count_gpus, find_reservation
 from broker.types import Cluster, ClusterStatus, Resources, RunStatus, Task
 
 sys.path.insert(0, str(Path(agent.__file__).parent))

@@ -82,6 +82,7 @@ class Report:
     failed_rank: int | None = None
     flush: str = ""
     unflushed: str = ""
+    unfit: tuple[tuple[int, str], ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 
