@@ -196,8 +196,9 @@ class JobController:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
         if list_lost_ranks(cluster.nodes):
-            if await self._lost_gang.has_left_success(job, attempt, cluster):  # a process that died had started it
-                return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+            wait_s = await self._lost_gang.conclude_success(job, attempt, cluster)
+            if wait_s is not None:  # a process that died had started it
+                return wait_s
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)
@@ -211,6 +212,8 @@ class JobController:
         cluster, watch = self._store.get_cluster(attempt.cluster), self._get_watch(attempt)
         if cluster is None and watch.has_succeeded:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+        if cluster is None and watch.unflushed:
+            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=watch.unflushed))
         if cluster is None:
             return self._endings.lose(attempt, "its cluster was taken down")
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
