@@ -12,7 +12,7 @@ import pytest
 from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
-from broker.provision.tries import CREATE_TRIES_MAX
+from broker.provision.tries import CREATE_TRIES_MAX, RESUMED_S_MIN
 from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
@@ -242,3 +242,39 @@ def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> Non
     world.clock.run(lambda: world.clock.sleep(10.0))
     assert {node.id for node in world.list_live_nodes()} == {node.id for node in kept.nodes}
     assert any(node.id == FOREIGN.id and node.state is NodeState.RUNNING for node in world.cloud.observe())
+
+
+@pytest.mark.parametrize("after_s", [400.0, 5000.0])
+def test_nodes_that_never_boot_are_waited_for_from_when_they_were_made_by_all_processes_together(
+    world: World, after_s: float
+) -> None:
+    """A daemon that is restarted every few minutes would pay for them for ever."""
+    world.cloud.faults = FaultRates(never_boots=1.0)
+
+    async def act() -> float:
+        first = asyncio.ensure_future(world.make_provisioner().up("c", make_plan(world.task, "east1a")))
+        await world.clock.sleep(30.0)
+        first.cancel()
+        await asyncio.wait([first])
+        made_s = max(node.created_s for node in world.list_live_nodes())
+        await world.clock.sleep(after_s)
+        with pytest.raises(CapacityError, match="no place would give"):
+            await world.make_provisioner().up("c", make_plan(world.task, "east1a"))
+        return world.clock.now_s() - made_s
+
+    took_s = world.clock.run(act)
+    assert max(600.0, after_s) <= took_s <= max(600.0, after_s) + 30.0 + RESUMED_S_MIN + 30.0
+    assert not world.list_live_nodes()
+
+
+def test_nodes_that_booted_while_no_process_ran_are_taken(world: World) -> None:
+    async def act() -> Cluster:
+        first = asyncio.ensure_future(world.make_provisioner().up("c", make_plan(world.task, "east1a")))
+        await world.clock.sleep(10.0)
+        first.cancel()
+        await asyncio.wait([first])
+        await world.clock.sleep(5000.0)
+        return await world.make_provisioner().up("c", make_plan(world.task, "east1a"))
+
+    assert len(world.clock.run(act).nodes) == 2
+    assert len(world.cloud.observe()) == 3, "ours, and the foreign one"
