@@ -19,10 +19,10 @@ run: $(INSTALLED) ## the main job: a spot training job on this machine, preempte
 	$(BIN)/broker rehearse task_templates/ddp.yaml
 
 test: $(INSTALLED) ## all tests but the longest
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of up to 8 processes
-	$(BIN)/python -m pytest -n 2 -m long
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
 	$(BIN)/python -m tests.testbed.registry

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,16 +85,6 @@ def read_losses(path: Path) -> dict[int, list[float]]:
         if line.get("loss") is not None:
             losses.setdefault(int(str(line["step"])), []).append(float(str(line["loss"])))
     return losses
-
-
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    """The warm process, one for all tests of this worker."""
-    worlds = Worlds()
-    yield worlds
-    assert worlds.process.stdin is not None
-    worlds.process.stdin.close()
-    assert worlds.process.wait(timeout=60) == 0
 
 
 @pytest.fixture(scope="session")
