@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -194,13 +193,7 @@ async def _settle(universe: Universe) -> None:
     await asyncio.gather(*universe.side_tasks, return_exceptions=True)
 
 
-class MoreCommands(Commands):
-    """The same with more examples, as a class of its own has settings of its own."""
-
-
 TestCommands = Commands.TestCase
 TestCommands.settings = settings(
-    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestMoreCommands = pytest.mark.long(MoreCommands.TestCase)
-TestMoreCommands.settings = settings(TestCommands.settings, max_examples=100)
