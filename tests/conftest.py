@@ -6,9 +6,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.trainers.strategies.conftest import Worlds
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
@@ -21,6 +25,18 @@ LONGEST = (
     "tests/jobs/test_second_ring.py",
     "tests/trainers/strategies/test_worlds.py",
 )
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """A process that has imported torch and forks ranks from itself, one for all tests of this worker."""
+    from tests.trainers.strategies.conftest import Worlds
+
+    worlds = Worlds()
+    yield worlds
+    assert worlds.process.stdin is not None
+    worlds.process.stdin.close()
+    assert worlds.process.wait(timeout=60) == 0
 
 
 @pytest.fixture(autouse=True)

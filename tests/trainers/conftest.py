@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
-from .strategies.conftest import Worlds
 
 REPOSITORY = Path(__file__).parents[2]
 TOTAL = 60
@@ -86,13 +84,3 @@ def kill_all(process: "subprocess.Popen[str]") -> None:
 def folder(tmp_path: Path) -> TrainingFolder:
     """An empty job folder."""
     return TrainingFolder(path=tmp_path)
-
-
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    """The warm process, one for all tests of this worker."""
-    worlds = Worlds()
-    yield worlds
-    assert worlds.process.stdin is not None
-    worlds.process.stdin.close()
-    assert worlds.process.wait(timeout=60) == 0
