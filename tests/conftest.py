@@ -19,11 +19,26 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 # A fifth of a simulation's time was the collector's, which looked for cycles after every 700 new objects.
 gc.set_threshold(20_000, 50, 50)
-# The files that take longest by CPU time, the longest first (see `pytest_collection_modifyitems`).
+# The files with the longest tests, the longest first (see `pytest_collection_modifyitems`).
 LONGEST = (
-    "tests/simulation/test_scenes.py",
+    "tests/torture/test_smoke.py",
+    "tests/trainers/test_elastic.py",
+    "tests/simulation/test_histories.py",
+    "tests/trainers/test_lm.py",
+    "tests/trainers/test_rendezvous_protocol.py",
     "tests/jobs/test_second_ring.py",
+    "tests/cli/test_elastic.py",
+    "tests/trainers/test_entry_points.py",
+    "tests/cli/test_checkpoint_advice.py",
+    "tests/cli/test_templates.py",
     "tests/trainers/strategies/test_worlds.py",
+    "tests/cli/test_managed.py",
+    "tests/simulation/test_scenes.py",
+    "tests/simulation/test_commands.py",
+    "tests/optimizer/test_trainer_memory.py",
+    "tests/runtime/test_container.py",
+    "tests/cli/test_life.py",
+    "tests/cli/test_rehearse.py",
 )
 
 
@@ -48,20 +63,25 @@ def usual_umask() -> Iterator[None]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first in both halves: `--dist worksteal` gives a half to each of two workers.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files on every worker: `--dist worksteal` gives each an equal stretch of the items.
 
-    A worker that is done takes over what lies at the end of the other's half, so only short tests may lie there.
+    A worker that is done takes over what lies at the end of another's stretch, so only short tests may lie there.
     """
+    worker_count = getattr(config, "workerinput", {}).get("workercount", 1)
     longest: dict[str, list[pytest.Item]] = {name: [] for name in LONGEST}
     others: list[pytest.Item] = []
     for item in items:
         longest.get(item.nodeid.partition("::")[0], others).append(item)
     files = list(longest.values())
-    first = [item for file in files[::2] for item in file]
-    second = [item for file in files[1::2] for item in file]
-    split = max(0, len(items) // 2 - len(first))
-    items[:] = [*first, *others[:split], *second, *others[split:]]
+    stretch = -(-len(items) // worker_count)
+    items.clear()
+    for worker in range(worker_count):
+        first = [item for file in files[worker::worker_count] for item in file]
+        room = max(0, stretch - len(first))
+        items += [*first, *others[:room]]
+        del others[:room]
+    items += others
 
 
 def pytest_collection_finish() -> None:
