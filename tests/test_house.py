@@ -239,6 +239,13 @@ def test_every_template_parses_and_plans() -> None:
             assert make_plan(task, offers, prices_as_of="2026-01-01").choice.placement.node_count == task.num_nodes
 
 
+def test_files_that_begin_a_test_run_exist() -> None:
+    from tests.conftest import LONGEST
+
+    missing = [name for name in LONGEST if not (ROOT / name).exists()]
+    assert not missing, missing
+
+
 def test_top_level_holds_what_the_readme_names() -> None:
     allowed = {
         "pyproject.toml",
