@@ -133,7 +133,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield shell
     if not shell.is_at_rest():
         shell.run("jobs", "cancel", "--all", code=None)
-        shell.wait_until(lambda: not shell.list_live_jobs(), "all jobs have ended")
+        shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "all jobs have ended")
         shell.run("down", "--all", "--yes")
     for pid in shell.find_processes("broker daemon"):
         os.kill(pid, signal.SIGTERM)

@@ -58,7 +58,8 @@ def wait_for_step(shell: Shell, step: int) -> None:
 
 
 def wait_for_end(shell: Shell) -> dict[str, object]:
-    shell.wait_until(lambda: not shell.list_live_jobs(), "the job has ended")
+    # A command, unlike a look into the store, replaces a daemon that was killed or stopped.
+    shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
     job: dict[str, object] = shell.read_json("jobs", "queue")[0]
     return job
 
