@@ -18,11 +18,14 @@ $(INSTALLED): pyproject.toml tests/constraints.txt
 run: $(INSTALLED) ## the main job: a spot training job on this machine, preempted once, recovered, finished
 	$(BIN)/broker rehearse task_templates/ddp.yaml
 
-test: $(INSTALLED) ## all tests but the longest
-	$(BIN)/python -m pytest -n 2
+# Three workers on two cores: many tests wait for processes or timers, and another test computes meanwhile.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-test-slow: $(INSTALLED) ## the longest tests: strategies combined on meshes of up to 8 processes
-	$(BIN)/python -m pytest -n 2 -m long
+test: $(INSTALLED) ## all tests but the longest
+	$(PYTEST)
+
+test-slow: $(INSTALLED) ## the longest tests: all histories and kills of the simulation, combined strategies, all templates
+	$(PYTEST) -m long
 
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
 	$(BIN)/python -m tests.testbed.registry

@@ -3,15 +3,55 @@ explore` draws fresh ones."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
+if TYPE_CHECKING:
+    from tests.trainers.strategies.conftest import Worlds
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
+# A fifth of a simulation's time was the collector's, which looked for cycles after every 700 new objects.
+gc.set_threshold(20_000, 50, 50)
+# The files with the longest tests, the longest first (see `pytest_collection_modifyitems`).
+LONGEST = (
+    "tests/torture/test_smoke.py",
+    "tests/trainers/test_elastic.py",
+    "tests/simulation/test_histories.py",
+    "tests/trainers/test_lm.py",
+    "tests/trainers/test_rendezvous_protocol.py",
+    "tests/jobs/test_second_ring.py",
+    "tests/cli/test_elastic.py",
+    "tests/trainers/test_entry_points.py",
+    "tests/cli/test_checkpoint_advice.py",
+    "tests/cli/test_templates.py",
+    "tests/trainers/strategies/test_worlds.py",
+    "tests/cli/test_managed.py",
+    "tests/simulation/test_scenes.py",
+    "tests/simulation/test_commands.py",
+    "tests/optimizer/test_trainer_memory.py",
+    "tests/runtime/test_container.py",
+    "tests/cli/test_life.py",
+    "tests/cli/test_rehearse.py",
+)
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """A process that has imported torch and forks ranks from itself, one for all tests of this worker."""
+    from tests.trainers.strategies.conftest import Worlds
+
+    worlds = Worlds()
+    yield worlds
+    assert worlds.process.stdin is not None
+    worlds.process.stdin.close()
+    assert worlds.process.wait(timeout=60) == 0
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +60,30 @@ def usual_umask() -> Iterator[None]:
     before = os.umask(0o022)
     yield
     os.umask(before)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files on every worker: `--dist worksteal` gives each an equal stretch of the items.
+
+    A worker that is done takes over what lies at the end of another's stretch, so only short tests may lie there.
+    """
+    worker_count = getattr(config, "workerinput", {}).get("workercount", 1)
+    longest: dict[str, list[pytest.Item]] = {name: [] for name in LONGEST}
+    others: list[pytest.Item] = []
+    for item in items:
+        longest.get(item.nodeid.partition("::")[0], others).append(item)
+    files = list(longest.values())
+    stretch = -(-len(items) // worker_count)
+    items.clear()
+    for worker in range(worker_count):
+        first = [item for file in files[worker::worker_count] for item in file]
+        room = max(0, stretch - len(first))
+        items += [*first, *others[:room]]
+        del others[:room]
+    items += others
+
+
+def pytest_collection_finish() -> None:
+    """What is collected stays to the end: no full collection has to look at it again."""
+    gc.freeze()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULE_LINES_MAX = 400
@@ -64,25 +63,38 @@ NODE_PROGRAMS = {
 }
 
 
-def list_modules(package: str) -> list[Path]:
+@cache
+def list_modules(package: str) -> Sequence[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def list_imports(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    nodes: Iterator[ast.AST] = iter(tree.body) if top_level_only else ast.walk(tree)
+@cache
+def list_imports(path: Path, *, top_level_only: bool = False) -> Sequence[str]:
+    nodes: Iterator[ast.AST] = iter(parse(path).body) if top_level_only else ast.walk(parse(path))
+    found: list[str] = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: imports are written in full"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.append(node.module)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def report(offences: Sequence[str]) -> str:
+    return "".join(f"\n  {offence}" for offence in offences)
 
 
 def room_of(module: str) -> str | None:
@@ -90,14 +102,18 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "broker" and len(parts) > 1 else None
 
 
-@pytest.mark.parametrize("path", list_modules("broker"), ids=module_name)
-def test_imports_run_towards_the_ground(path: Path) -> None:
+def find_climbing_imports(path: Path) -> Iterator[str]:
     own = room_of(module_name(path))
     if own is None or own not in LEVEL:
         return
-    for target in {room_of(name) for name in list_imports(path)} & set(LEVEL):
-        assert target is not None
-        assert target == own or LEVEL[target] < LEVEL[own], f"{module_name(path)} imports the room `{target}`"
+    for target in sorted({room_of(name) or "" for name in list_imports(path)} & set(LEVEL)):
+        if target != own and LEVEL[target] >= LEVEL[own]:
+            yield f"{module_name(path)} imports the room `{target}`"
+
+
+def test_imports_run_towards_the_ground() -> None:
+    offences = [offence for path in list_modules("broker") for offence in find_climbing_imports(path)]
+    assert not offences, report(offences)
 
 
 def test_every_room_has_its_layer() -> None:
@@ -108,10 +124,14 @@ def test_every_room_has_its_layer() -> None:
 
 
 def test_trainers_and_broker_never_import_each_other() -> None:
-    for path in list_modules("broker"):
-        assert not any(name.split(".")[0] == "trainers" for name in list_imports(path)), path
-    for path in list_modules("trainers"):
-        assert not any(name.split(".")[0] == "broker" for name in list_imports(path)), path
+    offences = [
+        f"{module_name(path)} imports `{name}`"
+        for package, other in (("broker", "trainers"), ("trainers", "broker"))
+        for path in list_modules(package)
+        for name in list_imports(path)
+        if name.split(".")[0] == other
+    ]
+    assert not offences, report(offences)
 
 
 def test_no_import_circle() -> None:
@@ -139,27 +159,39 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-@pytest.mark.parametrize("path", list_modules("broker"), ids=module_name)
-def test_no_banned_call(path: Path) -> None:
+def find_banned_calls(path: Path) -> Iterator[str]:
     relative = path.relative_to(ROOT).as_posix()
     if relative in NODE_PROGRAMS:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = dotted(node.func) if isinstance(node, ast.Call) else dotted(node)
-        if isinstance(node, ast.Name):
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.Call | ast.Attribute):
             continue  # `exec` as a name is fine; a call of it is not
-        homes = BANNED_CALLS.get(name)
-        assert homes is None or relative in homes, f"{relative}:{getattr(node, 'lineno', 0)}: `{name}` has another home"
+        name = dotted(node.func) if isinstance(node, ast.Call) else dotted(node)
+        if relative not in BANNED_CALLS.get(name, {relative}):
+            yield f"{relative}:{node.lineno}: `{name}` has another home"
         if isinstance(node, ast.Call):
             shell = next((keyword.value for keyword in node.keywords if keyword.arg == "shell"), None)
-            assert not (isinstance(shell, ast.Constant) and shell.value), f"{relative}:{node.lineno}: no `shell=True`"
+            if isinstance(shell, ast.Constant) and shell.value:
+                yield f"{relative}:{node.lineno}: no `shell=True`"
 
 
-@pytest.mark.parametrize("path", [*list_modules("broker"), *list_modules("trainers")], ids=module_name)
-def test_module_is_short_and_says_what_it_answers_for(path: Path) -> None:
+def test_no_banned_call() -> None:
+    offences = list(dict.fromkeys(offence for path in list_modules("broker") for offence in find_banned_calls(path)))
+    assert not offences, report(offences)
+
+
+def find_length_and_docstring(path: Path) -> Iterator[str]:
     text = path.read_text()
-    assert len(text.splitlines()) <= MODULE_LINES_MAX
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+    if (line_count := len(text.splitlines())) > MODULE_LINES_MAX:
+        yield f"{module_name(path)} has {line_count} lines, more than {MODULE_LINES_MAX}"
+    if text.strip() and not ast.get_docstring(parse(path)):
+        yield f"{module_name(path)} has no docstring"
+
+
+def test_modules_are_short_and_say_what_they_answer_for() -> None:
+    paths = [*list_modules("broker"), *list_modules("trainers")]
+    offences = [offence for path in paths for offence in find_length_and_docstring(path)]
+    assert not offences, report(offences)
 
 
 # registry: module, table, docs heading
@@ -174,17 +206,25 @@ REGISTRIES = [
 ]
 
 
-@pytest.mark.parametrize(("module", "table"), REGISTRIES)
-def test_registry_entry_has_file_and_docs_row(module: str, table: str) -> None:
-    architecture = (ROOT / "docs/ARCHITECTURE.md").read_text()
+def find_unlisted_entries(module: str, table: str, architecture: str) -> Iterator[str]:
     entries: dict[str, str] = getattr(importlib.import_module(module), table)
-    assert entries
+    if not entries:
+        yield f"{table} is empty"
     for name, target in entries.items():
         path, _, attribute = target.partition(":")
         file = ROOT / Path(*path.split(".")).with_suffix(".py")
-        assert file.exists(), f"{table}[{name!r}] names a missing file"
-        assert attribute in file.read_text()
-        assert f"`{file.relative_to(ROOT).as_posix()}`" in architecture, f"docs/ARCHITECTURE.md has no row for {file}"
+        if not file.exists() or attribute not in file.read_text():
+            yield f"{table}[{name!r}] names `{target}`, which does not exist"
+        elif f"`{file.relative_to(ROOT).as_posix()}`" not in architecture:
+            yield f"docs/ARCHITECTURE.md has no row for {file.relative_to(ROOT)}"
+
+
+def test_registry_entries_have_a_file_and_a_docs_row() -> None:
+    architecture = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    offences = [
+        offence for module, table in REGISTRIES for offence in find_unlisted_entries(module, table, architecture)
+    ]
+    assert not offences, report(offences)
 
 
 def test_every_template_parses_and_plans() -> None:
@@ -199,6 +239,13 @@ def test_every_template_parses_and_plans() -> None:
         for task in load_tasks(path):
             assert task.run
             assert make_plan(task, offers, prices_as_of="2026-01-01").choice.placement.node_count == task.num_nodes
+
+
+def test_files_that_begin_a_test_run_exist() -> None:
+    from tests.conftest import LONGEST
+
+    missing = [name for name in LONGEST if not (ROOT / name).exists()]
+    assert not missing, missing
 
 
 def test_top_level_holds_what_the_readme_names() -> None:
@@ -223,9 +270,10 @@ def test_top_level_holds_what_the_readme_names() -> None:
 
 
 def test_every_dependency_says_why_it_is_there() -> None:
-    lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    for line in lines:
+    offences = []
+    for line in (ROOT / "pyproject.toml").read_text().splitlines():
         is_requirement = line.strip().startswith('"') and (">=" in line or line.strip().startswith('"types-'))
         is_extra = line.split(" =")[0] in ("aws", "gcp", "sky", "storage", "train") and "[" in line
-        if is_requirement or is_extra:
-            assert "#" in line, f"no reason given: {line.strip()}"
+        if (is_requirement or is_extra) and "#" not in line:
+            offences.append(f"no reason given: {line.strip()}")
+    assert not offences, report(offences)

@@ -11,11 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_bucket, agent_files, agent_login
+    from broker.runtime import agent_files
 else:
-    import agent_bucket
     import agent_files
-    import agent_login
 
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
@@ -23,8 +21,18 @@ PARTS = ("outcome", "log")
 KEEP_LOG_S = 600.0  # between two copies of the log of a run that works while its broker is away
 
 
+def load_bucket() -> Any:
+    """Import `agent_bucket` when it is first used: urllib and email are half of what a verb of the agent takes."""
+    import agent_bucket  # type: ignore[import-not-found]  # beside us on the node
+
+    return agent_bucket
+
+
 def has_bucket(spec: dict[str, Any]) -> bool:
     envs = spec.get("envs") or {}
+    if "://" not in str(envs.get("BROKER_CHECKPOINT_DIR", "")):
+        return False
+    agent_bucket = load_bucket()
     return bool(agent_bucket.find_url(envs, agent_bucket.name_outcome))
 
 
@@ -48,6 +56,7 @@ def deliver(run_id: int) -> str:
     lock = agent_files.try_lock(folder / "delivery.lock")
     if lock is None:
         return ""
+    refused = load_bucket().Refused
     try:
         state = agent_files.read_json(folder / "delivery.json") or {}
         for part in PARTS:
@@ -56,7 +65,7 @@ def deliver(run_id: int) -> str:
                 state = {**state, part: True, "error": ""}
                 agent_files.write_json(folder / "delivery.json", state)
         return ""
-    except (agent_login.Refused, OSError) as error:
+    except (refused, OSError) as error:
         agent_files.write_json(folder / "delivery.json", {**state, "error": str(error)})
         return str(error)
     finally:
@@ -65,6 +74,7 @@ def deliver(run_id: int) -> str:
 
 def send(run_id: int, part: str) -> None:
     """Raises Refused."""
+    agent_bucket = load_bucket()
     folder = agent_files.run_folder(run_id)
     spec = agent_files.read_json(folder / "spec.json") or {}
     granted = agent_files.read_json(folder / "access" / "envs.json") or {}

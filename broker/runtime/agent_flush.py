@@ -8,7 +8,6 @@ many bytes are on their way, by its remote control (`core/stats`), where it has 
 
 from __future__ import annotations
 
-import http.client
 import json
 import shlex
 import socket
@@ -111,6 +110,8 @@ def ask_sent(path: str) -> Sent:
     """Nothing where rclone is too old for a remote control on a socket, or gone."""
     if not path:
         return Sent(0, 0)
+    import http.client  # heavy, and few nodes have mounts
+
     connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
     try:
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

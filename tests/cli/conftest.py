@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 
+from broker.clock import SystemClock
+from broker.state.store import Store
+from broker.types import JobStatus
+
 ROOT = Path(__file__).parent.parent.parent
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
 COMMAND_S_MAX = 60  # far more than any needs: a hang fails instead of blocking the suite
@@ -26,6 +30,7 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.home = folder / "home"
+        self.database = self.home / "state.db"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(CLOUD_LOGINS)}
         nowhere = str(folder / "no-login")  # nobody's real account is asked, whoever runs the tests
         logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
@@ -70,6 +75,32 @@ class Shell:
         base = self.home / "checkpoints"
         return next(base.glob(f"job-{job_id}-*"), base / f"job-{job_id}-unknown")
 
+    @contextlib.contextmanager
+    def open_store(self) -> Iterator[Store]:
+        """What the state folder holds, read in this process: a command in each turn of a wait costs seconds."""
+        store = Store(self.database, clock=SystemClock())
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def get_status(self, job_id: int) -> JobStatus:
+        with self.open_store() as store:
+            job = store.get_job(job_id)
+        assert job is not None
+        return job.status
+
+    def list_live_jobs(self) -> list[int]:
+        with self.open_store() as store:
+            return [job.id for job in store.list_jobs() if not job.status.is_terminal]
+
+    def is_at_rest(self) -> bool:
+        """Whether no command that was run here left anything that has to be ended."""
+        if not self.database.exists():
+            return True
+        with self.open_store() as store:
+            return not (store.list_unfinished_job_ids() or store.list_clusters() or store.list_open_intents())
+
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + COMMAND_S_MAX
         while not is_so():
@@ -100,9 +131,10 @@ class Shell:
 def shell(tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(tmp_path)
     yield shell
-    shell.run("jobs", "cancel", "--all", code=None)
-    shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "all jobs have ended")
-    shell.run("down", "--all", "--yes")
+    if not shell.is_at_rest():
+        shell.run("jobs", "cancel", "--all", code=None)
+        shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "all jobs have ended")
+        shell.run("down", "--all", "--yes")
     for pid in shell.find_processes("broker daemon"):
         os.kill(pid, signal.SIGTERM)
     shell.wait_until(lambda: not shell.find_processes(), f"nothing is left of {shell.find_processes()}")

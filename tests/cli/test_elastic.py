@@ -41,7 +41,7 @@ def test_lost_nodes_are_replaced_beside_the_work_and_the_attempt_stays_the_first
     log = shell.run("jobs", "logs", "1", "--no-follow", code=None).stdout
     assert count_starts(shell, 0) == 1 and log.count("left") == 1
     end.touch()
-    shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "SUCCEEDED", "the job is done")
+    shell.wait_until(lambda: shell.get_status(1) == "SUCCEEDED", "the job is done")
     events = list_events(shell)
     assert "node 2 gone: going on with 2 of 3" in events and "node 1 gone: going on with 2 of 3" in events
     assert "attempt 1" in events and "attempt 2" not in events

@@ -58,6 +58,7 @@ def wait_for_step(shell: Shell, step: int) -> None:
 
 
 def wait_for_end(shell: Shell) -> dict[str, object]:
+    # A command, unlike a look into the store, replaces a daemon that was killed or stopped.
     shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
     job: dict[str, object] = shell.read_json("jobs", "queue")[0]
     return job
@@ -274,7 +275,7 @@ def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell:
     shell.run(
         "jobs", "launch", shell.write("hello.yaml", "name: hi\nresources: {infra: local}\nrun: echo hi\n"), "--yes"
     )
-    shell.wait_until(lambda: not shell.read_json("status")["clusters"], "its cluster is down")
+    shell.wait_until(shell.is_at_rest, "its cluster is down")
     sums = {by: shell.read_json("cost", "--by", by)["usd"] for by in ("job", "cloud", "day")}
     assert sums["job"] > 0 and len(set(sums.values())) == 1
     assert "job 1 (hi)" in shell.run("cost").stdout

@@ -21,7 +21,7 @@ def lose_store(shell: Shell) -> None:
 
 def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> None:
     shell.run("jobs", "launch", shell.write("long.yaml", LONG), "--yes", "--detach-run")
-    shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "RUNNING", "the program runs")
+    shell.wait_until(lambda: shell.get_status(1) == "RUNNING", "the program runs")
     refused = shell.run("state", "restore", "--yes", code=4).stderr
     assert "a daemon drives the jobs" in refused or "there is no copy" in refused
     copy = shell.run("state", "backup").stdout.split()[-1]

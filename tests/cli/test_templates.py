@@ -1,26 +1,41 @@
-"""Every ready task runs on this machine as it is; only its steps are fewer."""
+"""Every ready task runs on this machine as it is; only its steps are fewer and its model is smaller."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from broker.task.loader import load_tasks
 from tests.cli.conftest import ROOT, Shell
+from trainers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 TEMPLATES = sorted((ROOT / "task_templates").glob("*.yaml"))
+# Run by `make test`: a program that is none of ours, and each of the bundled ones. The rest differ in their strategies,
+# which tests/trainers runs; their commands are read in any case.
+OFTEN = {"hello", "ddp", "allreduce", "image"}
 RUN_S_MAX = 300  # far more than any needs
 STEPS = "--train.steps 4"
+SMALL = {
+    "trainers.lm": "--model.width 32 --model.context 32",
+    "trainers.image": "--model.width 8 --data.size 8",
+}
+# In place of Python: what the shell would start it with, an argument a line, and an empty line after each command.
+SHOW = 'python() { printf "%s\\n" "$@" ""; }; python3() { python "$@"; }\n'
 
 
-def shorten(envs: dict[str, str]) -> list[str]:
+def shorten(task: dict[str, str], envs: dict[str, str]) -> list[str]:
     """A later flag beats an earlier one."""
     found = []
     if "MODEL" in envs:
-        found += ["--env", f"MODEL={envs['MODEL']} {STEPS}"]
+        small = next(flags for program, flags in SMALL.items() if f"-m {program} " in task["run"])
+        found += ["--env", f"MODEL={envs['MODEL']} {STEPS} {small}"]
     if "SIZES" in envs:
         found += ["--env", "SIZES=--largest 64K"]
     return found
@@ -34,9 +49,29 @@ def test_every_template_that_runs_a_trainer_sets_torch_up_first() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_trainers_understand_the_commands_of_every_template(template: Path, tmp_path: Path) -> None:
+    (task,) = load_tasks(template)
+    assert task.run is not None
+    variables = {**os.environ, **task.envs, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
+    done = subprocess.run(
+        ["bash", "-ec", SHOW + task.run], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
+    )
+    commands = [command.split("\n") for command in done.stdout.split("\n\n") if command.startswith("-m\n")]
+    assert bool(commands) == ("-m trainers." in task.run)
+    for command in commands:
+        start = max(place for place, word in enumerate(command) if word == "-m")  # the launcher's, then the program's
+        config = importlib.import_module(command[start + 1]).parse_config(command[start + 2 :])
+        assert set(getattr(config, "strategy", "ddp").split("+")) <= set(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [pytest.param(path, marks=() if path.stem in OFTEN else pytest.mark.long, id=path.stem) for path in TEMPLATES],
+)
 def test_template_runs_to_its_end(shell: Shell, template: Path) -> None:
-    envs = yaml.safe_load(template.read_text()).get("envs", {})
-    running = shell.open("launch", str(template), "-c", "here", "--infra", "local", *shorten(envs), "--yes")
+    task = yaml.safe_load(template.read_text())
+    envs = task.get("envs", {})
+    running = shell.open("launch", str(template), "-c", "here", "--infra", "local", *shorten(task, envs), "--yes")
     output, notes = running.communicate(timeout=RUN_S_MAX)
     assert running.returncode == 0, f"{output}\n{notes}"
     assert "ended SUCCEEDED" in notes

@@ -98,7 +98,7 @@ def test_job_continues_without_its_daemon_and_the_next_one_reads_how_it_ended(sh
     shell.run("jobs", "launch", shell.write("held.yaml", HELD), "--yes", "--detach-run")
     shell.wait_until(lambda: len(list(shell.find_checkpoints(1).glob("started-*"))) == 2, "both ranks run")
     folder = shell.find_checkpoints(1)
-    shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "RUNNING", "the job is known to run")
+    shell.wait_until(lambda: shell.get_status(1) == "RUNNING", "the job is known to run")
     shell.kill_daemon()
     leases = [json.loads(path.read_text()) for path in shell.home.glob("local/*/home/.broker/lease.json")]
     assert [lease["lease_s"] for lease in leases] == [12 * 3600.0] * 2

@@ -197,13 +197,13 @@ class Bucket:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.objects: dict[str, bytes] = {}
         self.refusals: dict[str, int] = {}  # part of a key -> how often it is still refused
-        monkeypatch.setattr(delivery.agent_bucket, "put", self.put)
+        monkeypatch.setattr(delivery.load_bucket(), "put", self.put)
 
     def put(self, url: str, content: bytes, variables: dict[str, str]) -> None:
         for part, left in self.refusals.items():
             if part in url and left:
                 self.refusals[part] -= 1
-                raise delivery.agent_bucket.Refused(f"{url}: HTTP 503")
+                raise delivery.load_bucket().Refused(f"{url}: HTTP 503")
         self.objects[url] = content
 
 

@@ -48,7 +48,7 @@ def start(shell: Shell, command: str) -> list[Found]:
 
 def finish(shell: Shell) -> str:
     (shell.folder / "enough").touch()
-    shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] in ("SUCCEEDED", "FAILED"), "the job ends")
+    shell.wait_until(lambda: shell.get_status(1) in ("SUCCEEDED", "FAILED"), "the job ends")
     return str(shell.read_json("jobs", "queue")[0]["status"])
 
 

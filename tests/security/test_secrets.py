@@ -79,7 +79,7 @@ def run_job(shell: Shell) -> None:
 
 def finish(shell: Shell) -> None:
     (shell.folder / "enough").touch()
-    shell.wait_until(lambda: shell.read_json("jobs", "queue")[0]["status"] == "SUCCEEDED", "the job ends")
+    shell.wait_until(lambda: shell.get_status(1) == "SUCCEEDED", "the job ends")
     shell.run("jobs", "logs", "1")
 
 

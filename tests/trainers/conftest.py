@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from .strategies.conftest import Ended, Worlds
+
 REPOSITORY = Path(__file__).parents[2]
 TOTAL = 60
 TINY = [
@@ -51,6 +53,26 @@ class TrainingFolder:
         process = self.start(*flags, workers=workers, attempt=attempt, strategy=strategy)
         _, errors = process.communicate(timeout=120)
         return process.returncode, errors
+
+    def fork(
+        self,
+        worlds: Worlds,
+        *flags: str,
+        workers: int = 1,
+        attempt: int = 1,
+        strategy: str = "ddp",
+        kill_after: int = 0,
+    ) -> Ended:
+        """As `run`, by the warm process and without the launcher; `kill_after` a step, kill -9 for all ranks."""
+        return worlds.call(
+            self.path,
+            "trainers.lm:main",
+            ["--strategy", strategy, *TINY, *flags],
+            ranks=workers,
+            attempt=attempt,
+            kill_at=f"step {kill_after}/" if kill_after else "",
+            environment=self.environment,
+        )
 
     def lines(self) -> list[dict[str, object]]:
         """All that was reported so far."""

@@ -21,11 +21,13 @@ from trainers.rendezvous import Member, Rendezvous, arrange
 from trainers.strategies.grid import Part
 
 from .conftest import TrainingFolder, await_step
+from .strategies.conftest import Worlds
 
 # The schedule must not depend on the number of steps, and a low rate keeps rounding from growing over a thousand:
 # a step's loss then tells which samples it was taken of.
 STEADY = ("--model.dropout", "0", "--train.learning_rate", "1e-4", "--train.learning_rate_min", "1e-4")
 ENDLESS = "1000000"
+PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORTURE_PACE_S": "0.03"}
 
 
 class Ear:
@@ -256,6 +258,7 @@ def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
             "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * count),
             "BROKER_MASTER_PORT": str(port),
             "BROKER_GANG_PEM": str(pem),
+            **PACE,  # or thousands of steps are taken while a newcomer starts, and taken again to compare them
         }
         node = TrainingFolder(path=folder.path, environment=environment)
         nodes.append(node.start("--elastic", "2:3", "--train.steps", ENDLESS, *STEADY, *flags, strategy=strategy))
@@ -277,7 +280,7 @@ def await_line(process: "subprocess.Popen[str]", words: str) -> None:
     raise AssertionError(f"the run ended without `{words}`: {process.stderr and process.stderr.read()}")
 
 
-def check_losses(folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
+def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
     """Every step once, with the loss of a run that nothing disturbed: no sample was left out or taken twice.
 
     The first rank may lose a peer between moving the parameters and hearing the others' losses: that step is taken,
@@ -287,8 +290,8 @@ def check_losses(folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
     last = max(found)
     path.mkdir()
     alone = TrainingFolder(path=path)
-    code, errors = alone.run("--train.steps", str(last), "--checkpoint.every_steps", "0", *STEADY)
-    assert code == 0, errors
+    ended = alone.fork(worlds, "--train.steps", str(last), "--checkpoint.every_steps", "0", *STEADY)
+    assert ended.codes == [0], ended.errors
     expected = {step: losses[0] for step, losses in alone.losses().items()}
     assert len(set(expected) - set(found)) <= gaps_max
     assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-4)
@@ -297,7 +300,7 @@ def check_losses(folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_away(
-    folder: TrainingFolder, tmp_path: Path, start_node: Start
+    worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
     """Three ranks, then two, three, two, and an end when all are told to go; no checkpoint is ever read."""
     flags = ("--checkpoint.every_steps", "0")
@@ -319,13 +322,13 @@ def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_aw
     steps = [int(str(line["step"])) for line in lines if line["loss"] is not None]
     assert all(later > sooner for sooner, later in itertools.pairwise(steps))
     assert lines[-1]["event"] == "preempted, checkpoint committed" and lines[-1]["checkpoint_step"] == steps[-1]
-    check_losses(folder, tmp_path / "alone", gaps_max=1)
+    check_losses(worlds, folder, tmp_path / "alone", gaps_max=1)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_sharded_run_goes_on_from_its_newest_checkpoint(
-    folder: TrainingFolder, tmp_path: Path, start_node: Start
+    worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
     """A lost shard is in no other memory."""
     head, second, third = (start_node(rank, strategy="fsdp") for rank in range(3))
@@ -338,13 +341,13 @@ def test_sharded_run_goes_on_from_its_newest_checkpoint(
     assert (head.wait(timeout=60), third.wait(timeout=60)) == (143, 143)
     resumed = [int(str(line["step"])) for line in folder.lines() if line["event"] == "resumed"]
     assert len(resumed) == 1 and resumed[0] % 5 == 0 and resumed[0] > 0
-    check_losses(folder, tmp_path / "alone", gaps_max=0)
+    check_losses(worlds, folder, tmp_path / "alone", gaps_max=0)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_replica_of_shards_is_lost_and_the_other_goes_on_from_memory(
-    folder: TrainingFolder, tmp_path: Path, start_node: Start
+    worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
     """Two replicas of two shards each; one rank is lost, its neighbour waits, and a new one makes it two again."""
     flags = ("--elastic", "2:4", "--mesh", "*x2", "--checkpoint.every_steps", "0", "--model.dropout", "0")
@@ -359,4 +362,4 @@ def test_replica_of_shards_is_lost_and_the_other_goes_on_from_memory(
     await_line(head, "loss")
     (folder.path / "preempted").touch()
     assert head.wait(timeout=60) == 143
-    check_losses(folder, tmp_path / "alone", gaps_max=1)
+    check_losses(worlds, folder, tmp_path / "alone", gaps_max=1)

@@ -13,9 +13,8 @@ from trainers import export
 from trainers.allreduce import RESULTS, describe, find_bus_factor, iterate_plan, parse_config, read_results
 from trainers.collectives import Collective
 
-from .strategies.conftest import TOTAL, Worlds, read_lines, read_losses, worlds
+from .strategies.conftest import TOTAL, Worlds, read_lines, read_losses
 
-__all__ = ["worlds"]
 # pytest resets the filter that trainers.checkpoint sets for itself.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IMAGE = ["--train.steps", str(TOTAL), "--train.batch", "12", "--train.micro_batch", "4", "--model.width", "8"]

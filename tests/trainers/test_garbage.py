@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .strategies.conftest import TINY, Worlds, worlds
-
-__all__ = ["worlds"]
+from .strategies.conftest import TINY, Worlds
 
 MISTIMED, UNTIMED = 41, 42
 

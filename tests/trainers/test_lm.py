@@ -9,18 +9,20 @@ import pytest
 from tests.testbed.s3 import BUCKET, serve_s3
 
 from .conftest import TOTAL, TrainingFolder, await_step, kill_all
+from .strategies.conftest import Worlds
 
 SEED = 20261121
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "strategy"), [(1, "ddp"), (3, "ddp")], ids=lambda value: str(value))
-def test_killed_run_resumes_bit_identically(tmp_path: Path, workers: int, strategy: str) -> None:
+def test_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path, workers: int, strategy: str) -> None:
     """Losses after kill -9 of every rank equal those of an undisturbed run to the last bit."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
     whole, broken = TrainingFolder(path=tmp_path / "whole"), TrainingFolder(path=tmp_path / "broken")
-    assert whole.run(workers=workers, strategy=strategy)[0] == 0
+    ended = whole.fork(worlds, workers=workers, strategy=strategy)
+    assert ended.codes == [0] * workers, ended.errors
     step = random.Random(f"{SEED}/{workers}/{strategy}").randint(12, 45)
     print(f"seed {SEED}: kill after step {step}")
     process = broken.start(workers=workers, strategy=strategy)
@@ -40,7 +42,7 @@ def test_killed_run_resumes_bit_identically(tmp_path: Path, workers: int, strate
 
 
 @pytest.mark.slow
-def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(tmp_path: Path) -> None:
+def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(worlds: Worlds, tmp_path: Path) -> None:
     """Two ranks under FSDP; the machine is gone and all that is left is what lies in S3."""
     with serve_s3() as server:
         folders = []
@@ -49,13 +51,12 @@ def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(tmp
             environment = server.variables | {"BROKER_CHECKPOINT_DIR": f"s3://{BUCKET}/{name}"}
             folders.append(TrainingFolder(path=tmp_path / name, environment=environment))
         whole, broken = folders
-        code, errors = whole.run(workers=2, strategy="fsdp")
-        assert code == 0, errors
-        process = broken.start(workers=2, strategy="fsdp")
-        await_step(process, 33)
-        kill_all(process)
-        code, errors = broken.run(workers=2, strategy="fsdp", attempt=2)
-        assert code == 0, errors
+        ended = whole.fork(worlds, workers=2, strategy="fsdp")
+        assert ended.codes == [0, 0], ended.errors
+        ended = broken.fork(worlds, workers=2, strategy="fsdp", kill_after=33)
+        assert ended.codes == [-signal.SIGKILL] * 2, ended.errors
+        ended = broken.fork(worlds, workers=2, strategy="fsdp", attempt=2)
+        assert ended.codes == [0, 0], ended.errors
     assert next(int(str(line["step"])) for line in broken.lines() if line["event"] == "resumed") > 0
     assert not (tmp_path / "broken" / "checkpoints").exists()
     expected = {key: values[0] for key, values in whole.losses().items()}
@@ -64,13 +65,13 @@ def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(tmp
 
 
 @pytest.mark.slow
-def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path: Path) -> None:
+def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(worlds: Worlds, tmp_path: Path) -> None:
     """Two ranks are preempted; one alone finishes with the losses of an undisturbed run, up to rounding."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
     whole, broken = TrainingFolder(path=tmp_path / "whole"), TrainingFolder(path=tmp_path / "broken")
     flags = ("--model.dropout", "0", "--checkpoint.every_steps", "0")
-    assert whole.run(*flags)[0] == 0
+    assert whole.fork(worlds, *flags).codes == [0]
     process = broken.start(*flags, workers=2)
     await_step(process, 7)
     process.terminate()
@@ -80,8 +81,8 @@ def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path
     assert last["event"] == "preempted, checkpoint committed" and last["checkpoint_step"] == last["step"]
     assert "preempted, checkpoint committed" in output
     assert int(str(last["step"])) < TOTAL
-    code, errors = broken.run(*flags, attempt=2)
-    assert code == 0 and "random numbers start again" in errors
+    ended = broken.fork(worlds, *flags, attempt=2)
+    assert ended.codes == [0] and "random numbers start again" in ended.errors
     steps = [int(str(line["step"])) for line in broken.lines() if line["loss"] is not None]
     assert steps == list(range(1, TOTAL + 1))  # nothing repeated, nothing left out
     expected = {key: values[0] for key, values in whole.losses().items()}
@@ -89,14 +90,14 @@ def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(tmp_path
 
 
 @pytest.mark.slow
-def test_preemption_file_commits_and_bfloat16_resumes(folder: TrainingFolder) -> None:
+def test_preemption_file_commits_and_bfloat16_resumes(worlds: Worlds, folder: TrainingFolder) -> None:
     """The broker's file stops a run after one more step; without it the run finishes."""
     flags = ("--dtype", "bfloat16")
     (folder.path / "preempted").touch()
-    assert folder.run(*flags)[0] == 143
+    assert folder.fork(worlds, *flags).codes == [143]
     assert folder.lines()[-1]["checkpoint_step"] == 1
     (folder.path / "preempted").unlink()
-    assert folder.run(*flags, attempt=2)[0] == 0
+    assert folder.fork(worlds, *flags, attempt=2).codes == [0]
     assert sorted(folder.losses()) == list(range(1, TOTAL + 1))
 
 

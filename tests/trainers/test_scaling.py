@@ -9,9 +9,7 @@ import torch
 
 from trainers.scaling import FACTOR_FIRST, STEPS_TO_GROW, LossScale
 
-from .strategies.conftest import TOTAL, Worlds, worlds
-
-__all__ = ["worlds"]
+from .strategies.conftest import TOTAL, Worlds
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,15 @@ class Worlds:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables)
 
     def call(
-        self, path: Path, function: str, arguments: Sequence[str], *, ranks: int, kill_at: str = "", attempt: int = 1
+        self,
+        path: Path,
+        function: str,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        kill_at: str = "",
+        attempt: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> Ended:
         """Run a function of one argument on every rank; a line of output that begins with `kill_at` means kill -9."""
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -56,6 +64,7 @@ class Worlds:
                 "BROKER_PROGRESS_FILE": str(path / "progress.jsonl"),
                 "BROKER_PREEMPTION_FILE": str(path / "preempted"),
                 "BROKER_ATTEMPT": str(attempt),
+                **(environment or {}),
             },
         }
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -85,16 +94,6 @@ def read_losses(path: Path) -> dict[int, list[float]]:
         if line.get("loss") is not None:
             losses.setdefault(int(str(line["step"])), []).append(float(str(line["loss"])))
     return losses
-
-
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    """The warm process, one for all tests of this worker."""
-    worlds = Worlds()
-    yield worlds
-    assert worlds.process.stdin is not None
-    worlds.process.stdin.close()
-    assert worlds.process.wait(timeout=60) == 0
 
 
 @pytest.fixture(scope="session")

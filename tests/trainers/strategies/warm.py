@@ -4,6 +4,7 @@ Importing torch and its distributed parts takes seconds for each rank; a fork ta
 and has no threads of its own, so its children are as good as fresh processes, and are killed like those.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -31,6 +32,7 @@ def serve() -> None:
     for name in PREPARED:
         importlib.import_module(name)
     importlib.import_module("torch")._dynamo  # noqa: B018 - imported by being named
+    gc.freeze()  # a collection in a child would touch, and so copy, every page of what is imported
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(run_world(order)), flush=True)
