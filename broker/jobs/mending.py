@@ -15,7 +15,7 @@ from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Cluster, Job, Node
+from broker.types import Cluster, EventKind, Job, Node, make_event
 
 RETRY_BASE_S = 15.0
 RETRY_S_MAX = 300.0
@@ -52,7 +52,8 @@ class Mender:
             if node.rank in lost and node.id not in self._told:
                 self._told.add(node.id)
                 left = len(current.nodes) - len(lost)
-                self._tell(job, "shrunk", f"node {node.rank} gone: going on with {left} of {len(current.nodes)}")
+                event = make_event(EventKind.SHRUNK, rank=node.rank, left=left, node_count=len(current.nodes))
+                self._store.add_event(event, job_id=job.id)
         if self._doing is None and self._clock.now_s() >= self._next_try_s:
             self._doing = asyncio.ensure_future(
                 self._provisioner.replace_node(
@@ -85,7 +86,8 @@ class Mender:
         self._refusals += 1
         wait_s = draw_backoff_s(self._refusals, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
         self._next_try_s = self._clock.now_s() + wait_s
-        self._tell(job, "waiting", f"no node to replace the lost one: {error}; trying again in {wait_s:.0f} s")
+        event = make_event(EventKind.REPLACEMENT_FAILED, error=str(error), wait_s=wait_s)
+        self._store.add_event(event, job_id=job.id)
 
     async def _take_in(
         self, job: Job, cluster: Cluster, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
@@ -101,9 +103,6 @@ class Mender:
         except CloudError:
             return  # one does not answer yet, or another is just being lost: at the next look
         self._taking_part = live
-
-    def _tell(self, job: Job, kind: str, message: str) -> None:
-        self._store.add_event(kind, message, job_id=job.id)
 
 
 def list_live(cluster: Cluster) -> list[Node]:

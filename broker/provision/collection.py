@@ -13,7 +13,7 @@ from broker.errors import CloudError
 from broker.provision.adoption import Adopter
 from broker.provision.returns import Returns
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
+from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Collector:
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
-                self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
+                self._store.add_event(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
         return len(lost)
 
     async def _find_lost_nodes(self, cloud: Cloud, left: Collection[str] = ()) -> Sequence[Node]:

@@ -16,7 +16,7 @@ from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
-from broker.provision.failover import HEDGE, Failover, Wanted, describe
+from broker.provision.failover import HEDGE, Failover, Wanted
 from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, MISSING, Absence, confirm_gone, find_doubt
@@ -29,6 +29,8 @@ from broker.types import (
     Autostop,
     Cluster,
     ClusterStatus,
+    Event,
+    EventKind,
     MachineSpec,
     Node,
     NodeRequest,
@@ -36,7 +38,9 @@ from broker.types import (
     Placement,
     Plan,
     Task,
+    make_event,
 )
+from broker.wording import make_place
 
 STOP_S_MAX = 600.0
 RETRY_BASE_S = 15.0
@@ -84,7 +88,7 @@ class Provisioner:
         job_id: int | None = None,
         autostop: Autostop | None = None,
         timeout_s: float = 600,
-        on_event: Callable[[str], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         hedge: int = HEDGE,
         check_budget: Callable[[], None] | None = None,
         retry_until_up: bool = False,
@@ -114,7 +118,7 @@ class Provisioner:
                 cluster=cluster,
                 make_spec=lambda placement: self._make_spec(plan.task, placement),
                 timeout_s=timeout_s,
-                on_event=on_event or (lambda message: None),
+                on_event=on_event or (lambda event: None),
                 hedge=hedge,
                 check_budget=check_budget or (lambda: None),
             )
@@ -190,7 +194,7 @@ class Provisioner:
             cluster=cluster,
             make_spec=lambda placement: self._make_spec(task, placement),
             timeout_s=timeout_s,
-            on_event=lambda message: None,
+            on_event=lambda event: None,
             check_budget=check_budget,
         )
         with self._collector.spare_gang(cluster.name):
@@ -218,7 +222,7 @@ class Provisioner:
             if current is None or current.created_s != cluster.created_s:
                 return  # somebody else finished this, and the name may already stand for a new cluster
             self._store.delete_cluster(name)
-            self._store.add_event("down", f"{name} is down", cluster=name, job_id=cluster.job_id)
+            self._store.add_event(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
 
     async def _end_nodes(self, cluster: Cluster) -> None:
         """Terminate the recorded nodes, and any other that carries the name with a token of ours."""
@@ -292,7 +296,7 @@ class Provisioner:
                 if not is_patient:
                     raise
                 wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-                wanted.on_event(f"{error.message}; trying again in {wait_s:.0f} s")
+                wanted.on_event(make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
                 await self._clock.sleep(wait_s)
         raise AssertionError("it counts for ever")
 
@@ -336,7 +340,8 @@ class Provisioner:
             self._store.put_cluster(cluster)
             self._failover.asker.record(nodes)
             self._store.close_intent(nodes[0].token, "up")
-            self._store.add_event("up", f"{name} is up: {describe(placement)}", cluster=name, job_id=cluster.job_id)
+            event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
+            self._store.add_event(event, cluster=name, job_id=cluster.job_id)
         return cluster
 
     def _judge(self, node: Node, seen: Node | None, *, is_answering: bool) -> Node:

@@ -26,15 +26,17 @@ from broker.errors import (
 from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
-from broker.provision.naming import describe, make_token, name_zones
+from broker.provision.naming import describe, make_token
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import RefusalMemory
 from broker.provision.zones import find_landed
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
+from broker.types.outcomes import Event, EventKind, make_event
+from broker.wording import make_place
 
-__all__ = ["Asker", "Try", "Wanted", "describe", "make_token", "name_zones"]
+__all__ = ["Asker", "Try", "Wanted", "describe", "make_token"]
 
 CREATE_TRIES_MAX = 6
 UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
@@ -56,7 +58,7 @@ class Wanted:
     cluster: Cluster
     make_spec: Callable[[Placement], MachineSpec]
     timeout_s: float
-    on_event: Callable[[str], None]
+    on_event: Callable[[Event], None]
     hedge: int = HEDGE
     check_budget: Callable[[], None] = lambda: None
 
@@ -283,7 +285,7 @@ class Asker:
         """
         request = one.request
         bootable = replace(request, boot=self._write_boot(request))
-        is_uncertain = one.is_resumed
+        is_uncertain, place = one.is_resumed, make_place(request.placement)
         last: CloudError
         try:
             for tries in range(CREATE_TRIES_MAX):
@@ -300,8 +302,8 @@ class Asker:
                     if self._memory.measure_wait_s(one.cloud.name):
                         break  # all jobs together have asked too often
                     wait_s = draw_backoff_s(tries)
-                    then = f"asking again in {wait_s:.1f} s" if tries + 1 < CREATE_TRIES_MAX else "asked often enough"
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; {then}")
+                    next_s = wait_s if tries + 1 < CREATE_TRIES_MAX else None
+                    wanted.on_event(make_event(EventKind.CALL_FAILED, place=place, error=error.message, wait_s=next_s))
                     if isinstance(error, TransientError):
                         one.note_unclear()
                     await self._clock.sleep(wait_s)
@@ -309,7 +311,7 @@ class Asker:
                     last = error
                     one.is_resumed = is_uncertain = True
                     self._memory.note_failed_call(one.cloud.name)
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; looking for what it made")
+                    wanted.on_event(make_event(EventKind.CALL_UNCLEAR, place=place, error=error.message))
                     one.note_unclear()
                     adopted = await self._look_for(one.cloud, request)
                     if len(adopted) == request.placement.node_count:
@@ -322,7 +324,7 @@ class Asker:
             )
         except CloudError as error:
             if is_uncertain or not isinstance(error, REFUSED):
-                wanted.on_event(f"{describe(request.placement)} is given up: making sure that nothing runs there")
+                wanted.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
                 one.note_end(error)
                 await self.bury(one.cloud, request)
             self._store.close_intent(request.token, f"refused: {error.message}")

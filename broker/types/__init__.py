@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from broker.types.jobs import *  # noqa: F403
     from broker.types.machines import *  # noqa: F403
     from broker.types.market import *  # noqa: F403
+    from broker.types.outcomes import *  # noqa: F403
     from broker.types.pipeline import *  # noqa: F403
     from broker.types.task import *  # noqa: F403
 
@@ -44,6 +45,7 @@ _NOUNS = {
         "Rejection",
         "Strategy",
     ),
+    "outcomes": ("Event", "EventData", "EventKind", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
     "task": (
         "Autostop",

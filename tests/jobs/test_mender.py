@@ -13,7 +13,7 @@ import pytest
 from broker.errors import CapacityError
 from broker.jobs.mending import Mender
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, JobRecovery, NodeState, Placement, Resources, Task
+from broker.types import Cluster, ClusterStatus, EventKind, JobRecovery, NodeState, Placement, Resources, Task
 from tests.simulation.world import make_offer
 from tests.state.test_rows import NODE, START_S, Hands
 
@@ -67,4 +67,4 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
     assert {rank for _, rank in world.asked} == {1} and world.started == [(1, 900.0)]
     kinds = [event.kind for event in store.list_events(job_id=job.id)]
-    assert kinds.count("shrunk") == 1 and kinds.count("waiting") == len(world.asked)
+    assert kinds.count(EventKind.SHRUNK) == 1 and kinds.count(EventKind.REPLACEMENT_FAILED) == len(world.asked)

@@ -4,7 +4,8 @@ A mutant replaces a span of bytes and keeps every other byte, so line numbers st
 matters, and are left alone:
 
 * docstrings, annotations, `__all__`, bodies under `if TYPE_CHECKING` and of Protocols, `__repr__`
-* log calls, and calls that add an event (`add_event`, `on_event`, `_tell` outside of the agent): both are only read
+* log calls, and calls that make or add an event (`make_event`, `add_event`, `on_event`, `_tell` outside of the agent):
+  both are only read
 * functions that make texts for people: named `say`, `describe`, `show` or `explain` and returning `str`, and `_tell`
 * tuning values by one: numbers that are no small count become 0 or ten times as much
 * arguments of raised errors, assertions, f-strings, and `hints`, `message` and `kind` given by keyword
@@ -24,7 +25,7 @@ NEGATION = {
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("log", "logger", "logging")
-EVENTS = ("add_event", "on_event", "_tell")
+EVENTS = ("add_event", "on_event", "_tell", "make_event")
 TEXTS = ("say", "describe", "show", "explain")
 UNREAD_KEYWORDS = ("hints", "message", "kind", "details")
 SQL_CALLS = ("_execute", "_write", "_row", "_rows")

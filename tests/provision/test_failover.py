@@ -14,6 +14,7 @@ from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, Thr
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.tries import CREATE_TRIES_MAX
 from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
+from broker.wording import describe_event
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 
@@ -126,7 +127,11 @@ def test_a_region_that_throttles_is_left_as_a_whole(world: World) -> None:
 
     world.cloud.create_nodes = throttle_east  # type: ignore[method-assign]
     provisioner, heard = world.make_provisioner(), list[str]()
-    world.clock.run(lambda: provisioner.up("c", make_plan(world.task), on_event=heard.append, hedge=1))
+    world.clock.run(
+        lambda: provisioner.up(
+            "c", make_plan(world.task), on_event=lambda event: heard.append(describe_event(event)), hedge=1
+        )
+    )
     assert asked == {"east1a": CREATE_TRIES_MAX, "west1a": 1}
     waits = [line for line in heard if "slow down; asking again in" in line]
     assert len(waits) == CREATE_TRIES_MAX - 1

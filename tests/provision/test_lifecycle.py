@@ -26,6 +26,7 @@ from broker.types import (
     Resources,
     Task,
 )
+from broker.wording import describe_event
 from tests.simulation.world import OWNER, World, make_plan
 
 T = TypeVar("T")
@@ -138,7 +139,10 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
     assert not stage.world.store.list_clusters(), "nothing is left of it"
-    assert stage.up(retry_until_up=True, on_event=told.append).status is ClusterStatus.UP
+    assert (
+        stage.up(retry_until_up=True, on_event=lambda event: told.append(describe_event(event))).status
+        is ClusterStatus.UP
+    )
     assert any("trying again in" in line for line in told)
 
 

@@ -15,6 +15,7 @@ from broker.types import (
     Attempt,
     Cluster,
     ClusterStatus,
+    EventKind,
     JobStatus,
     Node,
     NodeRequest,
@@ -23,6 +24,7 @@ from broker.types import (
     Progress,
     Secret,
     Task,
+    make_event,
 )
 from tests.simulation.world import make_offer
 
@@ -79,7 +81,7 @@ DURABLE: dict[str, Deed] = {
     "record_node": lambda store: store.record_node(NODE),
     "close_bill": lambda store: store.close_bill(NODE),
     "reopen_bill": lambda store: store.reopen_bill(NODE),
-    "add_event": lambda store: store.add_event("kind", "words"),
+    "add_event": lambda store: store.add_event(make_event(EventKind.NOTE, text="words")),
     "compact": lambda store: store.compact(),
     "lead": lambda store: store.lead(),
     "resign": lambda store: store.resign(),
