@@ -14,11 +14,9 @@ from broker.jobs.logs import copy_left_log
 from broker.jobs.outcomes import Outcomes, RunResult
 from broker.jobs.run_end import read_run_end
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, Job, Node, NodeState, RunStatus
+from broker.types import Attempt, Cluster, Job, Node, NodeEnd, NodeState, RunStatus
 from broker.wording import describe_lost_nodes, describe_notice
 
-# Why a cloud says that a node is gone that switched itself off. AWS and GCP know of one reason only, "lease".
-SELF_ENDED = ("lease", "done")
 GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that switched itself off, until we delete it
 # The leases of a gang may end this far apart: a node that could not be reached for longer was taken for lost.
 LEASES_APART_S = 600.0
@@ -100,10 +98,15 @@ def is_programs_failure(left: RunResult, nodes: Sequence[Node], unreachable: Seq
         and left.returncode is not None
         and left.lease_left_s is not None
         and left.lease_left_s >= LEASES_APART_S
-        and all(node.reason in SELF_ENDED if node.state in GONE else node.rank not in unreachable for node in nodes)
+        and all(has_ended_itself(node) if node.state in GONE else node.rank not in unreachable for node in nodes)
     )
+
+
+def has_ended_itself(node: Node) -> bool:
+    """AWS and GCP know of one reason only, LEASE."""
+    return node.reason in (NodeEnd.LEASE, NodeEnd.DONE)
 
 
 def have_leases_ended(nodes: Sequence[Node]) -> bool:
     gone = [node for node in nodes if node.state in GONE]
-    return bool(gone) and all(node.reason == "lease" for node in gone)
+    return bool(gone) and all(node.reason == NodeEnd.LEASE for node in gone)

@@ -29,6 +29,7 @@ from broker.types import (
     Cluster,
     ClusterStatus,
     EventKind,
+    IntentEnd,
     Job,
     JobStatus,
     Node,
@@ -233,7 +234,7 @@ class Adopter:
                 )
                 self._store.put_intent(request)
                 if is_kept:
-                    self._store.close_intent(token, "adopted")
+                    self._store.close_intent(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
         """What the records say of earlier attempts is out of date; clusters of theirs are taken down."""

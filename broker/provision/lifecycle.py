@@ -19,7 +19,7 @@ from broker.provision.collection import Collector
 from broker.provision.failover import HEDGE, Failover, Wanted
 from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
-from broker.provision.nodes import LOOK_S, LOOK_S_MAX, MISSING, Absence, confirm_gone, find_doubt
+from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone, find_doubt
 from broker.provision.patience import Answer
 from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
@@ -31,8 +31,10 @@ from broker.types import (
     ClusterStatus,
     Event,
     EventKind,
+    IntentEnd,
     MachineSpec,
     Node,
+    NodeEnd,
     NodeRequest,
     NodeState,
     Placement,
@@ -339,7 +341,7 @@ class Provisioner:
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
             self._failover.asker.record(nodes)
-            self._store.close_intent(nodes[0].token, "up")
+            self._store.close_intent(nodes[0].token, IntentEnd.UP)
             event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
             self._store.add_event(event, cluster=name, job_id=cluster.job_id)
         return cluster
@@ -350,7 +352,7 @@ class Provisioner:
         now_s = self._clock.now_s()
         absence = self._absences.setdefault(node.cloud, Absence(self._clouds[node.cloud].settle_s))
         if absence.note(node.id, is_listed=seen is not None or is_answering, now_s=now_s):
-            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason=MISSING)
+            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason=NodeEnd.MISSING)
         if seen is None:
             return node
         # One that replaces another took over its rank; an adapter that names no account takes none away.

@@ -29,11 +29,11 @@ from broker.provision.listing import Lister
 from broker.provision.naming import describe, make_token
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.provision.patience import Answer, Patience
-from broker.provision.refusals import RefusalMemory
+from broker.provision.refusals import RefusalMemory, find_intent_end
 from broker.provision.zones import find_landed
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
-from broker.types.outcomes import Event, EventKind, make_event
+from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeEnd, NodeRequest, Placement
+from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
 from broker.wording import make_place
 
 __all__ = ["Asker", "Try", "Wanted", "describe", "make_token"]
@@ -179,7 +179,10 @@ class Asker:
         if one.is_resumed or one.nodes or (is_asked and refusal is None):
             is_left = one.nodes or self._store.is_intent_open(one.request.token)
             return await self.bury(one.cloud, one.request, known=one.nodes) if is_left else ()
-        self._store.close_intent(one.request.token, f"refused: {refusal.message}" if refusal else "never asked")
+        if refusal is None:
+            self._store.close_intent(one.request.token, IntentEnd.NEVER_ASKED)
+        else:
+            self._store.close_intent(one.request.token, find_intent_end(refusal), refusal.message)
         return ()
 
     async def _hear_out(self, one: Try, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
@@ -209,7 +212,7 @@ class Asker:
         )
         with self._store.transaction():
             self.record(gone)
-            self._store.close_intent(request.token, "terminated")
+            self._store.close_intent(request.token, IntentEnd.TERMINATED)
         return gone
 
     def record(self, nodes: Sequence[Node]) -> None:
@@ -327,7 +330,7 @@ class Asker:
                 wanted.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
                 one.note_end(error)
                 await self.bury(one.cloud, request)
-            self._store.close_intent(request.token, f"refused: {error.message}")
+            self._store.close_intent(request.token, find_intent_end(error), error.message)
             raise
 
     async def _call(self, one: Try, request: NodeRequest) -> Sequence[Node]:
@@ -381,7 +384,7 @@ class Asker:
 
 def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:
     """What the cloud says of nodes that ended before we ended them, or that the time was up."""
-    causes = sorted({node.reason for node in gone} - {"", "terminated", "missing"})
+    causes = sorted({node.reason for node in gone} - {"", NodeEnd.TERMINATED, NodeEnd.MISSING})
     return f"a node ended by itself ({', '.join(causes)})" if causes else f"not all ran within {timeout_s:.0f} s"
 
 

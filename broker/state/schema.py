@@ -104,6 +104,7 @@ _KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data, in place
     "ALTER TABLE attempts ADD COLUMN outcome_step INTEGER",
     "ALTER TABLE attempts ADD COLUMN exit_code INTEGER",
     "ALTER TABLE jobs ADD COLUMN outcome_kind TEXT",
+    "ALTER TABLE intents ADD COLUMN detail TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE events ADD COLUMN data TEXT NOT NULL DEFAULT '{}'",
     "DROP TRIGGER events_keep",
     sentences.convert,

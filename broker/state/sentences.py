@@ -185,6 +185,7 @@ def convert(connection: sqlite3.Connection) -> None:
     try:
         _convert_attempts(connection)
         _convert_jobs(connection)
+        _convert_intents(connection)
         _convert_events(connection)
     finally:
         connection.text_factory = before
@@ -245,6 +246,13 @@ def _convert_jobs(connection: sqlite3.Connection) -> None:
     for job_id, status, failure in connection.execute("SELECT id, status, failure FROM jobs").fetchall():
         kind = read_end(str(status), str(failure))
         connection.execute("UPDATE jobs SET outcome_kind = ? WHERE id = ?", (kind and kind.value, job_id))
+
+
+def _convert_intents(connection: sqlite3.Connection) -> None:
+    connection.execute(
+        "UPDATE intents SET outcome = 'refused', detail = substr(outcome, 10) WHERE outcome LIKE 'refused: %'"
+    )
+    connection.execute("UPDATE intents SET outcome = 'never_asked' WHERE outcome = 'never asked'")
 
 
 def _convert_events(connection: sqlite3.Connection) -> None:

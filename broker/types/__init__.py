@@ -26,6 +26,7 @@ _NOUNS = {
         "Cluster",
         "ClusterStatus",
         "Node",
+        "NodeEnd",
         "NodeList",
         "MachineSpec",
         "NodeRequest",
@@ -45,7 +46,7 @@ _NOUNS = {
         "Rejection",
         "Strategy",
     ),
-    "outcomes": ("Event", "EventData", "EventKind", "Outcome", "OutcomeKind", "make_event"),
+    "outcomes": ("Event", "EventData", "EventKind", "IntentEnd", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
     "task": (
         "Autostop",

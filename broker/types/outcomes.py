@@ -45,6 +45,18 @@ class Outcome:
     exit_code: int | None = None
 
 
+class IntentEnd(StrEnum):
+    """What became of nodes that a search meant to create."""
+
+    UP = "up"
+    ADOPTED = "adopted"  # after a restore
+    TERMINATED = "terminated"  # what was created is confirmed gone
+    NEVER_ASKED = "never_asked"
+    REFUSED = "refused"
+    QUOTA_EXCEEDED = "quota_exceeded"
+    UNCLEAR = "unclear"  # no clear answer, and nothing of it is left
+
+
 class EventKind(StrEnum):
     """What happened to a job or a cluster. The values are stored, and shown by `--json`."""
 

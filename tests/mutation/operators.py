@@ -163,8 +163,8 @@ class _Finder(ast.NodeVisitor):
         name = _name_of(node.func)
         if isinstance(node.func, ast.Name) and name in EXTREMES:
             self._add("extreme", node.func, EXTREMES[name])
-        if name == "close_intent" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-            self._add("outcome", node.args[1], '"other"')
+        if name == "close_intent" and len(node.args) > 1 and isinstance(node.args[1], ast.Attribute):
+            self._add("outcome", node.args[1], "IntentEnd.NEVER_ASKED")
         if name in SQL_CALLS and node.args and isinstance(node.args[0], ast.Constant):
             self._change_sql(node.args[0])
         if name in ("cast", "TypeVar", "getLogger"):

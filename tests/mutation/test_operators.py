@@ -51,7 +51,7 @@ def mutate(source: str) -> dict[str, str]:
         ("while a: continue", "jump", "while a: break"),
         ("with a.transaction(): b()", "durable", "with a.transaction(is_durable=False): b()"),
         ("with a.transaction(): b()", "atomic", 'with __import__("contextlib").nullcontext(): b()'),
-        ('a.close_intent(b, "up")', "outcome", 'a.close_intent(b, "other")'),
+        ("a.close_intent(b, IntentEnd.UP)", "outcome", "a.close_intent(b, IntentEnd.NEVER_ASKED)"),
         (
             'a._rows("SELECT 1 FROM jobs WHERE NOT is_terminal")',
             "sql",

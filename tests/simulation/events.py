@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from broker.types import JobStatus, Node, NodeRequest, OutcomeKind
+from broker.types import IntentEnd, JobStatus, Node, NodeRequest, OutcomeKind
 from tests.simulation.machines import MachineRun
 from tests.simulation.processes import Process
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
 LOST = (OutcomeKind.PREEMPTED, OutcomeKind.NODE_LOST, OutcomeKind.TAKEN_DOWN)  # its nodes were
+REFUSED = (IntentEnd.REFUSED.value, IntentEnd.QUOTA_EXCEEDED.value, IntentEnd.UNCLEAR.value)  # intents
 OTHER_FAILURES = (OutcomeKind.BUDGET_EXCEEDED, OutcomeKind.STALLED, OutcomeKind.GANG_BROKEN)  # than an exit code
 IS_TERMINAL = f"status IN {TERMINAL}"
 

@@ -13,7 +13,7 @@ from broker.jobs.allowance import LATE_S, UNATTENDED_S
 from broker.jobs.judgement import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
 from broker.jobs.watch import LEASE_EVERY_S
 from broker.types import JobStatus, NodeState, OutcomeKind, RunStatus
-from tests.simulation.events import IS_TERMINAL, LOST, OTHER_FAILURES, TERMINAL, Event, Violation
+from tests.simulation.events import IS_TERMINAL, LOST, OTHER_FAILURES, REFUSED, TERMINAL, Event, Violation
 from tests.simulation.left import check_s7_left_success_is_heard
 from tests.simulation.records import (
     check_fresh_list,
@@ -210,7 +210,7 @@ def check_s10_unknown_is_not_failed(universe: Universe, event: Event) -> None:
     """An intent is only closed as refused when nothing of it lives: no answer is no refusal."""
     if "intents" not in event.written:
         return
-    closed = universe.read("SELECT token, outcome FROM intents WHERE outcome LIKE 'refused%'")
+    closed = universe.read(f"SELECT token, outcome FROM intents WHERE outcome IN {REFUSED}")
     refused = {token: outcome for token, outcome in closed if token in universe.cloud._ids_by_token}
     for node in universe.list_live_nodes() if refused else ():
         if node.token in refused and node.created_s < event.time_s:

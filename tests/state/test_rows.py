@@ -17,6 +17,7 @@ from broker.types import (
     Cluster,
     ClusterStatus,
     EventKind,
+    IntentEnd,
     Job,
     JobStatus,
     Node,
@@ -224,7 +225,7 @@ def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Sto
     assert [(each.request, each.created_s) for each in opened] == [
         (request, START_S + index) for index, request in enumerate(requests)
     ]
-    store.close_intent("t1", "up")
+    store.close_intent("t1", IntentEnd.UP)
     assert [store.is_intent_open(token) for token in ("t1", "t2", "t3", "t4")] == [False, True, True, False]
     assert [each.request.token for each in store.list_open_intents("c")] == ["t2"]
     assert [each.request.token for each in store.list_open_intents()] == ["t2", "t3"]
@@ -234,8 +235,8 @@ def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Sto
 
 def test_the_first_outcome_of_an_intent_stands(store: Store) -> None:
     store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT))
-    store.close_intent("t", "up")
-    store.close_intent("t", "terminated")
+    store.close_intent("t", IntentEnd.UP)
+    store.close_intent("t", IntentEnd.TERMINATED)
     assert [row[0] for row in store._rows("SELECT outcome FROM intents")] == ["up"]
 
 
@@ -394,7 +395,7 @@ def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) ->
     store.put_cluster(replace(make_cluster("coming"), status=ClusterStatus.INIT))
     for token in ("t1", "t2"):
         store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT))
-    store.close_intent("t1", "up")
+    store.close_intent("t1", IntentEnd.UP)
     store.forget_half_done(attempts_skipped=100)
     assert [cluster.name for cluster in store.list_clusters()] == ["up"]
     assert store.list_tokens("c") == {"t1"}

@@ -14,6 +14,7 @@ from broker.state.store import Store
 from broker.types import (
     Attempt,
     EventKind,
+    IntentEnd,
     JobStatus,
     Node,
     NodeRequest,
@@ -100,7 +101,7 @@ def test_an_intent_stays_open_until_closed_and_its_first_outcome_stands(store: S
     store.put_intent(request)
     store.put_intent(request)
     assert [intent.request for intent in store.list_open_intents()] == [request]
-    store.close_intent("t", "up")
+    store.close_intent("t", IntentEnd.UP)
     assert not store.list_open_intents("c")
     assert store.list_tokens("c") == {"t"}
 
