@@ -40,6 +40,13 @@ class Full:
         self.started.append((run_id, lease_s))
 
 
+class Faulty(Full):
+    """A provisioner with a fault in its code."""
+
+    async def replace_node(self, cluster: Cluster, task: Task, *, rank: int, check_budget: Any) -> Cluster:
+        raise ZeroDivisionError("a fault of ours")
+
+
 def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_five_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,5 +73,31 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(world.asked)]
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
     assert {rank for _, rank in world.asked} == {1} and world.started == [(1, 900.0)]
-    kinds = [event.kind for event in store.list_events(job_id=job.id)]
+    events = store.list_events(job_id=job.id)
+    kinds = [event.kind for event in events]
+    [shrunk] = [event.message for event in events if event.kind is EventKind.SHRUNK]
+    assert "with 1 of 2" in shrunk
     assert kinds.count(EventKind.SHRUNK) == 1 and kinds.count(EventKind.REPLACEMENT_FAILED) == len(world.asked)
+
+
+def test_a_fault_of_ours_while_a_node_is_replaced_is_not_taken_for_a_full_place(tmp_path: Path) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    job = store.add_job("j", TASK)
+    lost = replace(NODE, id="m", rank=1, state=NodeState.TERMINATED)
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+    cluster = Cluster(
+        name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(NODE, lost), created_s=START_S
+    )  # fmt: skip
+    store.put_cluster(cluster)
+    world: Any = Faulty(clock)
+    mender = Mender(store, world, world, clock)
+
+    async def act() -> None:
+        for _ in range(4):
+            await mender.look(job, cluster, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
+            await asyncio.sleep(0)
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(act())
+    assert EventKind.REPLACEMENT_FAILED not in [event.kind for event in store.list_events(job_id=job.id)]

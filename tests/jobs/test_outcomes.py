@@ -44,7 +44,9 @@ def test_broker_reads_what_the_agent_wrote(
     place = f"{scheme}://{BUCKET}/runs/me-job-1"
     variables = {**login, "BROKER_CHECKPOINT_DIR": place, "BROKER_ATTEMPT": "1"}
     progress = {"step": 40, "total": 40, "loss": 2.5}
-    left = {"status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "lease_left_s": 7200.0}
+    left = {
+        "status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "failed_rank": 1, "lease_left_s": 7200.0,
+    }  # fmt: skip
     assert leave_outcome({**left, "progress": progress}, variables) == f"{place}/outcomes/1.json"
     (tmp_path / "log").write_bytes(b"one\ntwo\n")
     assert leave_log(tmp_path / "log", variables) == f"{place}/logs/1.log"
@@ -53,6 +55,7 @@ def test_broker_reads_what_the_agent_wrote(
         status=RunStatus.FAILED,
         returncode=3,
         reason="rank 1 exited with 3",
+        failed_rank=1,
         lease_left_s=7200.0,
         progress=Progress(step=40, total=40, loss=2.5),
     )
@@ -91,6 +94,7 @@ def test_rubbish_in_the_bucket_is_no_outcome(found: bytes) -> None:
     [
         ({"returncode": True, "lease_left_s": True, "progress": []}, RunResult(status=RunStatus.SUCCEEDED)),
         ({"returncode": "0", "lease_left_s": "9", "reason": None}, RunResult(status=RunStatus.SUCCEEDED)),
+        ({"failed_rank": "1"}, RunResult(status=RunStatus.SUCCEEDED)),
         ({"returncode": 0, "lease_left_s": 9}, RunResult(status=RunStatus.SUCCEEDED, returncode=0, lease_left_s=9.0)),
     ],
 )

@@ -20,7 +20,7 @@ class Reader:
         self._start = 0
 
     def begin(self) -> None:
-        recorder = getattr(sys.modules.get("broker"), "_reach", None)
+        recorder = getattr(sys, "_reach", None)
         if recorder is not None:
             recorder.seen.clear()
         self._start = self._log.stat().st_size if self._log.exists() else 0

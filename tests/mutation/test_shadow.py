@@ -110,6 +110,31 @@ def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
         assert "broker/provision/patience.py learn" in Reader(log).read()
 
 
+def test_what_is_entered_is_recorded_anew_for_each_test_though_a_test_loads_agent_modules(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from tests.mutation.reach import Reader
+import broker
+reader = Reader(Path(sys.argv[1]))
+sys.path.insert(0, str(Path(broker.__file__).parent / "runtime"))
+reader.begin()
+import agent
+import agent_notice
+agent_notice.parse_time_s("2026-01-01T00:00:00Z")
+reader.begin()
+agent_notice.parse_time_s("2026-01-01T00:00:00Z")
+print(*reader.read())
+"""
+    with make_shadow() as shadow:
+        log = shadow.record_reach()
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(log)],
+            env=shadow.make_environment(), cwd=tmp_path, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.stdout.strip() == "broker/runtime/agent_notice.py parse_time_s"
+
+
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
     found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), deeds=30) for n in range(3)]
     assert take(found, 2.5) == found[:2] and take(found, 0.1) == found[:1]

@@ -13,7 +13,7 @@ from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.tries import CREATE_TRIES_MAX
-from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
+from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
@@ -197,6 +197,23 @@ def test_where_every_region_is_forbidden_the_refusal_itself_is_told(world: World
         up(world)
     assert caught.value.hints == ("Ask the administrator.",)
     assert asked == ["east1a", "west1a"] and not world.store.list_open_intents()
+
+
+def test_a_region_that_is_full_beside_a_forbidden_one_is_worth_another_launch(world: World) -> None:
+    asked = refuse_regions(world, "east1")
+    world.cloud.full_zones["west1a"] = world.clock.now_s() + 1e6
+    with pytest.raises(CapacityError) as caught:
+        up(world)
+    assert asked == ["east1a", "west1a"]
+    assert "explicit deny in east1" in str(caught.value.details) and "west1a" in str(caught.value.details)
+
+
+def test_the_time_that_a_gang_took_is_told(world: World) -> None:
+    told: list[Event] = []
+    start_s = world.clock.now_s()
+    world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), on_event=told.append))
+    [took_s] = [event.data["took_s"] for event in told if event.kind is EventKind.PLACE_WHOLE]
+    assert isinstance(took_s, float) and 0.0 < took_s <= world.clock.now_s() - start_s
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])

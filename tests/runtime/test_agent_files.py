@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -143,6 +144,20 @@ def test_a_run_whose_runner_was_killed_is_over_when_its_programs_were_ended(runs
     lock = files.try_lock(other / "runner.lock")
     assert lock is not None and not files.is_over(2)
     os.close(lock)
+
+
+def test_a_run_that_died_before_its_spec_was_whole_gets_its_outcome(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(files.__file__).parent))
+    agent_run = importlib.import_module("agent_run")
+    monkeypatch.setattr(agent_run.agent_files, "RUNS", runs)
+    monkeypatch.setattr(agent_run.agent_files, "STATE", tmp_path)
+    folder = make_run(runs, 1, state={"status": "RUNNING"})
+    (folder / "spec.json").write_text("{")
+    agent_run.bury(1)
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert (outcome["status"], outcome["reason"]) == ("FAILED", "the runner died")
 
 
 def test_progress_is_the_newest_whole_line_that_is_an_object(tmp_path: Path) -> None:
