@@ -129,7 +129,9 @@ def autostop(
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
     context.check_autostop(rule, {found.placement.offer.cloud})
     asyncio.run(context.gang.set_autostop(found, rule))
-    context.store.put_cluster(replace(found, autostop=rule))
+    with context.store.transaction():
+        current = find_up(context, cluster)  # it may have been taken down, or a node of it replaced
+        context.store.put_cluster(replace(current, autostop=rule))
     what = "stays up" if rule is None else f"{'goes down' if down else 'stops'} after {idle} idle minutes"
     print_line(f"cluster `{cluster}` {what}")
 

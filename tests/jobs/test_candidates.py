@@ -111,11 +111,11 @@ def test_where_the_job_was_last_is_looked_at_while_nothing_runs() -> None:
     assert (running.view.current, running.view.last) == (1, None)
 
 
-@pytest.mark.parametrize(("left_hours", "speed"), [(5.0, 2.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("left_hours", "own_hours", "speed"), [(5.0, 2.5, 2.0), (0.0, 2.5, 1.0), (5.0, 0.0, 1.0)])
 def test_a_place_is_as_fast_as_the_work_that_is_left_says_and_ordinary_when_none_is(
-    left_hours: float, speed: float
+    left_hours: float, own_hours: float, speed: float
 ) -> None:
-    estimate = make_estimate("s0", breakdown=Breakdown(work_hours=2.5))
+    estimate = make_estimate("s0", breakdown=Breakdown(work_hours=own_hours))
     [candidate] = read(make_plan(estimate, goal=replace(GOAL, work_hours=left_hours))).candidates
     assert candidate.speed == speed and candidate.usd_work_hour > 0
 

@@ -27,7 +27,7 @@ if not hasattr(_reach_sys, "_reach"):  # a test may load agent modules beside br
         code = frame.f_code
         if code not in seen:
             seen.add(code)
-            if {mark!r} in code.co_filename or "/.broker/agent/" in code.co_filename:
+            if {mark!r} in code.co_filename or "/agent/agent" in code.co_filename:
                 line = code.co_filename + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
                 try:
                     file = _reach_os.open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
