@@ -30,6 +30,7 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
     OutcomeKind.MOVED: lambda outcome: f"moved: {outcome.detail}" if outcome.detail else "moved",
     OutcomeKind.LAUNCH_FAILED: lambda outcome: f"not started: {outcome.detail}",
     OutcomeKind.REFUSED: lambda outcome: f"refused: {outcome.detail}",
+    OutcomeKind.FILES_LOST: lambda _: "files did not arrive",
     OutcomeKind.BUDGET_EXCEEDED: lambda _: "out of budget",
     OutcomeKind.CANCELLED: lambda _: "cancelled",
     OutcomeKind.SUPERSEDED: lambda _: "the state was restored",
@@ -83,6 +84,10 @@ def explain_stall(timeout_s: float, *, times: int = 1, step: int | None = None) 
 
 def explain_broken_gang(reason: str, *, times: int = 1, step: int | None = None) -> str:
     return f"the gang fell apart ({reason}){_count(times, step)}"
+
+
+def explain_lost_files(unflushed: str) -> str:
+    return f"the program succeeded, but {unflushed}; they are lost with the nodes, which are given back"
 
 
 def explain_cancelled_run() -> str:
@@ -255,6 +260,13 @@ def _flushing(*, text: str) -> str:
 
 def _shrunk(*, rank: int, left: int, node_count: int) -> str:
     return f"{describe_lost_nodes([rank])}: going on with {left} of {node_count}"
+
+
+def _unfit(*, rank: int, reason: str, wait_s: float, job: int) -> str:
+    return (
+        f"{reason}, on a node that replaced a lost one: it is ended, another is asked for in {wait_s:.0f} s; "
+        f"its output is in `broker jobs logs {job}`, marked (rank{rank})"
+    )
 
 
 def _replacement_failed(*, error: str, wait_s: float | None = None) -> str:

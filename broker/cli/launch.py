@@ -224,9 +224,11 @@ def tell_what_is_left(context: Context, name: str) -> None:
 async def submit(context: Context, cluster: Cluster, task: Task) -> int:
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import find_checkpoint_dir, settle_tasks
+    from broker.runtime.reserving import find_reservation
 
     if task.run is None and task.setup is None:
         raise UsageError("the task has nothing to run", hints=["give it `run:`"])
+    find_reservation(task, cluster)  # before anything is sent: what no node has is refused
     (task,) = settle_tasks([task], find_checkpoint_url(context.config))
     run_id = context.store.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
@@ -278,18 +280,26 @@ def exec_(
     entrypoint: options.Entrypoint,
     name: options.Name = None,
     workdir: options.Workdir = None,
+    gpus: options.Gpus = None,
     env: options.Env = None,
     env_file: options.EnvFile = None,
     secret: options.Secret = None,
     detach: options.Detach = False,
 ) -> None:
-    """Run a task on a cluster that is up; its `setup` is not run again."""
+    """Run a task on a cluster that is up; its `setup` is not run again.
+
+    A task that asks for accelerators reserves them and runs beside others; any other has the whole cluster.
+    """
     from dataclasses import replace
 
     context = Context()
     found = find_up(context, cluster)
-    overrides = options.Overrides(name=name, workdir=workdir, env=env or (), env_file=env_file, secret=secret or ())
+    overrides = options.Overrides(
+        name=name, workdir=workdir, gpus=gpus, env=env or (), env_file=env_file, secret=secret or ()
+    )
     one = options.read_task(entrypoint, overrides)
+    if any(each.accelerator for each in one.resources):
+        one = context.resolve(one)
     options.check_notices([one], is_launch=True)
     run_id = asyncio.run(submit(context, found, replace(one, setup=None)))
     follow_unless(context, cluster, run_id, detach=detach)

@@ -24,6 +24,7 @@ from broker.wording import (
     explain_cancelled_run,
     explain_exit,
     explain_failed_launches,
+    explain_lost_files,
     explain_setup_exit,
     explain_stall,
 )
@@ -98,6 +99,9 @@ class Endings:
 
     def _fail(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
         """The program ended with an exit code of its own: it is started again while that promises anything."""
+        if run.unflushed:  # it succeeded: nothing is gained by running it again
+            outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
+            return self.end(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
         recovery, steps = get_recovery(job.task), self._store.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)

@@ -12,7 +12,7 @@ from broker.jobs.gang import GangReport
 from broker.jobs.judgement import Verdict, list_lost_ranks
 from broker.jobs.logs import copy_left_log
 from broker.jobs.outcomes import Outcomes, RunResult
-from broker.jobs.run_end import read_run_end
+from broker.jobs.run_end import RunEnd, read_run_end
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, Node, NodeEnd, NodeState, RunStatus
 from broker.wording import describe_lost_nodes, describe_notice
@@ -46,7 +46,7 @@ class LostGang:
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
             return self._endings.succeed(job, attempt)
-        if left and is_programs_failure(left, cluster.nodes, report.unreachable):
+        if left and (left.unflushed or is_programs_failure(left, cluster.nodes, report.unreachable)):
             run = read_run_end(self._store, self._config.logs, attempt=attempt, told=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
             return self._endings.conclude(job, attempt, verdict, run)
@@ -70,9 +70,14 @@ class LostGang:
             kept_count=None if kept_until_s is None else len(cluster.nodes) - len(ranks),
         )
 
-    async def has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
+    async def conclude_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:
+        """End the job where its program succeeded, by what was left of a start that is not on record; else None."""
         left = await self._read_left(job, attempt, cluster)
-        return left is not None and left.status is RunStatus.SUCCEEDED
+        if left is not None and left.status is RunStatus.SUCCEEDED:
+            return self._endings.succeed(job, attempt)
+        if left is not None and left.unflushed:
+            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
+        return None
 
     async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> RunResult | None:
         """Nodes that end themselves leave word beside the checkpoints: the broker may have been away."""

@@ -201,6 +201,13 @@ class Provisioner:
         with self._collector.spare_gang(cluster.name):
             return await replace_node(self._failover.asker, self._store, wanted, rank=rank)
 
+    async def end_node(self, cluster: Cluster, node: Node) -> None:
+        """Have the cloud terminate one node of a cluster that goes on without it.
+
+        The record changes when a list shows it gone (`refresh`). Asked again it changes nothing. Raises CloudError.
+        """
+        await self._get_cloud(cluster.placement).terminate_nodes([node])
+
     async def down(self, name: str) -> None:
         """Terminate, confirm, forget: the record goes only when the cloud says every node is gone."""
         with self._store.transaction():

@@ -19,6 +19,7 @@ _OUTCOMES: tuple[tuple[OutcomeKind, str], ...] = (
     (OutcomeKind.SUCCEEDED, r"succeeded"),
     (OutcomeKind.CANCELLED, r"cancelled"),
     (OutcomeKind.BUDGET_EXCEEDED, r"out of budget"),
+    (OutcomeKind.FILES_LOST, r"files did not arrive"),
     (OutcomeKind.PROGRAM_FAILED, r"failed with exit code (?P<exit_code>-?\d+|None)"),
     (OutcomeKind.SETUP_FAILED, r"failed in setup"),
     (OutcomeKind.STALLED, r"stalled at step (?P<step>\d+)"),
@@ -44,6 +45,7 @@ _ENDS: Mapping[str, tuple[tuple[OutcomeKind, str], ...]] = {
         (OutcomeKind.PROGRAM_FAILED, r"`run` exited with code .*"),
         (OutcomeKind.BUDGET_EXCEEDED, r"the budget of .* is used up .*"),
         (OutcomeKind.STALLED, r"no new step for .*"),
+        (OutcomeKind.FILES_LOST, r"the program succeeded, but .*"),
         (OutcomeKind.GANG_BROKEN, r"the gang fell apart .*"),
     ),
     "FAILED_SETUP": ((OutcomeKind.SETUP_FAILED, r".*"),),
@@ -118,6 +120,13 @@ _EVENTS: Mapping[str, tuple[tuple[EventKind, str], ...]] = {
     "shrunk": (
         (EventKind.SHRUNK, r"node (?P<rank>\d+) gone: going on with (?P<left>\d+) of (?P<node_count>\d+)"),
     ),
+    "unfit": (
+        (
+            EventKind.UNFIT,
+            r"(?P<reason>.*), on a node that replaced a lost one: it is ended, another is asked for in "
+            r"(?P<wait_s>\d+) s; its output is in `broker jobs logs (?P<job>\d+)`, marked \(rank(?P<rank>\d+)\)",
+        ),
+    ),
     "access": ((EventKind.ACCESS_NOT_RENEWED, r"the nodes' access to buckets is not renewed: (?P<error>.*)"),),
     "up": ((EventKind.UP, rf"(?P<cluster>\S+) is up: (?P<place>{_PLACE})"),),
     "down": ((EventKind.DOWN, r"(?P<cluster>\S+) is down"),),
@@ -166,7 +175,7 @@ _EVENTS: Mapping[str, tuple[tuple[EventKind, str], ...]] = {
 }  # fmt: skip
 _TEXTS = {"cause": "", "failure": "", "reason": ""}  # what an empty one stands for where it is not optional
 _COUNTS = {
-    "number", "earlier", "step", "kept_count", "node_count", "exit_code", "rank", "left", "found_count",
+    "number", "earlier", "step", "kept_count", "node_count", "exit_code", "rank", "left", "found_count", "job",
 }  # fmt: skip
 _DECISION = (
     r"(?:(?P<verb>go to|stay at) (?P<type>\S+) (?P<pricing>spot|on-demand) in (?P<cloud>\S+) (?P<zone>\S+), "

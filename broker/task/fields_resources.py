@@ -206,7 +206,7 @@ ONE: dict[str, Field] = {
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
         about="NAME[:COUNT] of a node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
-        "is anything with so much memory.",
+        "is anything with so much memory. `T4:0.5` is a part of one, which runs of one cluster share.",
     ),
     "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="The same as `accelerators`."),
     "accelerator_args": Field(

@@ -26,6 +26,7 @@ class OutcomeKind(StrEnum):
     MOVED = "moved"  # the spot policy chose another place
     LAUNCH_FAILED = "launch_failed"  # the program could not be started on its nodes
     REFUSED = "refused"  # the task or the account is at fault: another cluster would not help
+    FILES_LOST = "files_lost"  # the program succeeded, and files that it wrote did not reach their bucket
     BUDGET_EXCEEDED = "budget_exceeded"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"  # after a restore, a newer attempt was found to run
@@ -83,6 +84,7 @@ class EventKind(StrEnum):
     UNSEEN = "unseen"
     FLUSHING = "flushing"
     SHRUNK = "shrunk"
+    UNFIT = "unfit"
     REPLACEMENT_FAILED = "replacement_failed"
     ACCESS_NOT_RENEWED = "access_not_renewed"
     # The search for nodes

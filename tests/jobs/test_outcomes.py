@@ -46,6 +46,7 @@ def test_broker_reads_what_the_agent_wrote(
     progress = {"step": 40, "total": 40, "loss": 2.5}
     left = {
         "status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "failed_rank": 1, "lease_left_s": 7200.0,
+        "unflushed": "x",
     }  # fmt: skip
     assert leave_outcome({**left, "progress": progress}, variables) == f"{place}/outcomes/1.json"
     (tmp_path / "log").write_bytes(b"one\ntwo\n")
@@ -57,6 +58,7 @@ def test_broker_reads_what_the_agent_wrote(
         reason="rank 1 exited with 3",
         failed_rank=1,
         lease_left_s=7200.0,
+        unflushed="x",
         progress=Progress(step=40, total=40, loss=2.5),
     )
     assert asyncio.run(bucket.read_log(place, 1)) == b"one\ntwo\n"

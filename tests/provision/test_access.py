@@ -36,7 +36,7 @@ class Fortress(SimulatedCloud):
 def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = VirtualClock()
-    cloud = Fortress(clock, True, False)
+    cloud = Fortress(clock, True, False, False)
     renewer = AccessRenewer({"cloud": cloud}, clock=clock)
 
     async def act() -> None:
@@ -44,6 +44,8 @@ def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(capl
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 1
         await clock.sleep(RENEW_EVERY_S)
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 2
+        await clock.sleep(RENEW_EVERY_S)
+        assert await renewer.renew(NODE) is False and len(cloud.asked) == 3
 
     clock.run(act)
     told = [record.message for record in caplog.records if "is allowed from this machine" in record.message]

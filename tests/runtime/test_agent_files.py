@@ -114,7 +114,7 @@ def test_a_run_is_what_its_newest_file_says(runs: Path) -> None:
     folder = make_run(runs, 1)
     lock = files.try_lock(folder / "runner.lock")
     first = files.describe_run(1)
-    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "SETTING_UP", None, None)
+    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "PENDING", None, None)
     assert (first["started_s"], first["reason"], first["progress"]) == (0.0, "", None)
     files.write_json(folder / "state.json", {"status": "RUNNING", "started_s": 5.0})
     assert (files.describe_run(1)["status"], files.describe_run(1)["started_s"]) == ("RUNNING", 5.0)
@@ -150,12 +150,12 @@ def test_a_run_that_died_before_its_spec_was_whole_gets_its_outcome(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(files.__file__).parent))
-    agent_run = importlib.import_module("agent_run")
-    monkeypatch.setattr(agent_run.agent_files, "RUNS", runs)
-    monkeypatch.setattr(agent_run.agent_files, "STATE", tmp_path)
+    agent_burial = importlib.import_module("agent_burial")
+    monkeypatch.setattr(agent_burial.agent_files, "RUNS", runs)
+    monkeypatch.setattr(agent_burial.agent_files, "STATE", tmp_path)
     folder = make_run(runs, 1, state={"status": "RUNNING"})
     (folder / "spec.json").write_text("{")
-    agent_run.bury(1)
+    agent_burial.bury(1)
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["status"], outcome["reason"]) == ("FAILED", "the runner died")
 

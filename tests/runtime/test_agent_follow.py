@@ -140,7 +140,7 @@ def test_runner_that_vanishes_is_told(start: Callable[..., Session], home: Path)
     assert lock is not None
     session = start()
     session.say({"run_id": 2})
-    assert session.hear()["status"]["runs"][0]["status"] == "SETTING_UP"
+    assert session.hear()["status"]["runs"][0]["status"] == "PENDING"
     os.close(lock)
     assert session.hear()["status"]["runs"][0]["status"] == "FAILED"
 

@@ -148,6 +148,8 @@ def test_a_damaged_row_of_the_last_version_stays_what_it_is(home: Path) -> None:
     [
         ("late", "the deadline cannot be kept with the asked confidence any more; going on", EventKind.LATE),
         ("advised", "the cloud expects to take node 3 sooner than usual", EventKind.ADVISED),
+        ("unfit", "`setup` exited with 3 on rank 1, on a node that replaced a lost one: it is ended, another is "
+         "asked for in 15 s; its output is in `broker jobs logs 4`, marked (rank1)", EventKind.UNFIT),
         ("access", "the nodes' access to buckets is not renewed: no answer", EventKind.ACCESS_NOT_RENEWED),
         ("flushing", "1 file (2.0 GB) on its way to `s3://b`", EventKind.FLUSHING),
         ("waiting", "the login has expired; trying again in 16 s", EventKind.WAITING),
@@ -195,6 +197,7 @@ def test_a_recorded_sentence_becomes_a_kind_that_says_the_same(kind: str, messag
         ("fell apart at step 0", Outcome(kind=OutcomeKind.GANG_BROKEN, step=0)),
         ("refused: no image", Outcome(kind=OutcomeKind.REFUSED, detail="no image")),
         ("not started: no answer", Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail="no answer")),
+        ("files did not arrive", Outcome(kind=OutcomeKind.FILES_LOST)),
         ("moved", Outcome(kind=OutcomeKind.MOVED)),
         ("moved: spot is open", Outcome(kind=OutcomeKind.MOVED, detail="spot is open")),
         ("its unattended allowance of up to 12 h ran out after step 7",
@@ -225,6 +228,7 @@ def test_what_a_user_took_down_and_what_was_bought_on_demand_was_never_preempted
         ("CANCELLED", "job 2 (a), which it needs, is FAILED", OutcomeKind.DEPENDENCY_FAILED),
         ("FAILED", "no new step for 60 s, 3 times at step 15", OutcomeKind.STALLED),
         ("FAILED", "the gang fell apart (a reason), 3 times at step 7", OutcomeKind.GANG_BROKEN),
+        ("FAILED", "the program succeeded, but 2 files did not arrive; they are lost", OutcomeKind.FILES_LOST),
         ("FAILED", "a sentence of an older version", OutcomeKind.OTHER),
         ("FAILED_PRECHECKS", "the program could not be started on 3 clusters: x", OutcomeKind.LAUNCH_FAILED),
         ("FAILED_NO_RESOURCE", "nothing", OutcomeKind.NO_OFFER),
