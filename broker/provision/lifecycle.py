@@ -25,23 +25,9 @@ from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
 from broker.provision.zones import join_zones, split_zones
 from broker.state.store import Store
-from broker.types import (
-    Autostop,
-    Cluster,
-    ClusterStatus,
-    Event,
-    EventKind,
-    IntentEnd,
-    MachineSpec,
-    Node,
-    NodeEnd,
-    NodeRequest,
-    NodeState,
-    Placement,
-    Plan,
-    Task,
-    make_event,
-)
+from broker.types import Autostop, Cluster, ClusterStatus, Placement, Plan, Task
+from broker.types.machines import MachineSpec, Node, NodeEnd, NodeRequest, NodeState
+from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
 from broker.wording import make_place
 
 STOP_S_MAX = 600.0
