@@ -19,6 +19,7 @@ BrokerError                     exit code
     │   └── DeniedError                 a policy or a missing permission forbids it there; `scope` says how far
     ├── ThrottledError              back off, then retry
     ├── InvalidRequestError         stop: asking again gives the same answer
+    │   └── MissingPackageError         an optional package is not installed; the hint says how to install it
     ├── TransientError              retry
     │   └── UnreachedError          a machine that has never answered: it may still boot
     └── UnknownOutcomeError         the call may have worked: look before trying again
@@ -161,6 +162,10 @@ class ThrottledError(CloudError):
 
 
 class InvalidRequestError(CloudError):
+    pass
+
+
+class MissingPackageError(InvalidRequestError):
     pass
 
 

@@ -16,6 +16,7 @@ LAYERS: list[set[str]] = [
     {"nouns"},
     {"errors"},
     {"types", "clock", "config"},
+    {"wording"},
     {"task", "catalog", "spot"},
     {"optimizer"},
     {"state", "storage", "clouds", "runtime"},

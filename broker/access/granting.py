@@ -15,7 +15,7 @@ from broker.access.needs import group_needs, list_needs
 from broker.clock import Clock
 from broker.config import Config, has_own_bucket_access
 from broker.errors import CloudError
-from broker.types import Cluster, Plan, Task
+from broker.types import Cluster, Event, EventKind, Plan, Task, make_event
 
 HERE = "local"  # its nodes are processes of this machine: nothing paid, so nothing is refused
 USABLE_S_MIN = 900.0  # what an older grant must have left to stand in for one that cannot be made now
@@ -35,7 +35,7 @@ class Grants:
         *,
         clock: Clock,
         find_task: Callable[[Cluster], Task | None] = lambda cluster: None,
-        tell: Callable[[Cluster, str], None] = lambda cluster, message: None,
+        tell: Callable[[Cluster, Event], None] = lambda cluster, event: None,
         granters: Mapping[str, Granter] | None = None,
     ) -> None:
         self._config, self._clock, self._find_task, self._tell = config, clock, find_task, tell
@@ -85,7 +85,7 @@ class Grants:
             if grant is not None:
                 await deliver(_make_request(grant))
         except CloudError as error:
-            self._tell_once(cluster, f"the nodes' access to buckets is not renewed: {error.message}")
+            self._tell_once(cluster, error.message)
             return
         self._told.pop(cluster.name, None)
         self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
@@ -160,10 +160,10 @@ class Grants:
             self._granters[scheme] = find_granter(scheme)(self._config, clock=self._clock)
         return self._granters[scheme]
 
-    def _tell_once(self, cluster: Cluster, message: str) -> None:
-        if self._told.get(cluster.name) != message:
-            self._told[cluster.name] = message
-            self._tell(cluster, message)
+    def _tell_once(self, cluster: Cluster, error: str) -> None:
+        if self._told.get(cluster.name) != error:
+            self._told[cluster.name] = error
+            self._tell(cluster, make_event(EventKind.ACCESS_NOT_RENEWED, error=error))
 
 
 def join_grants(grants: Sequence[Grant]) -> Grant:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
     from broker.state.store import Store
-    from broker.types import Autostop, Cluster, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
+    from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
@@ -132,9 +132,9 @@ class Context:
             job = None if cluster.job_id is None else self.store.get_job(cluster.job_id)
             return None if job is None else job.task
 
-        def tell(cluster: Cluster, message: str) -> None:
+        def tell(cluster: Cluster, event: Event) -> None:
             if cluster.job_id is not None:
-                self.store.add_event("access", message, job_id=cluster.job_id)
+                self.store.add_event(event, job_id=cluster.job_id)
 
         return Grants(self.config, clock=self.clock, find_task=find_task, tell=tell)
 

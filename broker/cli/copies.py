@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from broker.cli.context import Context
 from broker.cli.render import print_note, show_usd
-from broker.errors import AuthError, InvalidRequestError, TransientError
+from broker.errors import AuthError, MissingPackageError, TransientError
 from broker.types import Plan
 
 
@@ -25,12 +25,7 @@ def note_copies(context: Context, plans: Sequence[Plan]) -> None:
         steps = plan_mounts(plan.task)
         try:
             sizes = measure_mounts(steps)
-        except (AuthError, TransientError) as error:
-            print_note(f"what copying costs is not known: {error.message}")
-            continue
-        except InvalidRequestError as error:
-            if "obstore" not in error.message:
-                raise
+        except (AuthError, TransientError, MissingPackageError) as error:
             print_note(f"what copying costs is not known: {error.message}")
             continue
         table = table or EgressTable.from_prices(context.book.read_egress())

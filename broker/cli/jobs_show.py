@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +24,11 @@ from broker.cli.render import (
     show_usd,
 )
 from broker.errors import RunFailedError, UsageError
-from broker.types import Job, JobStatus
+from broker.types import Attempt, EventKind, Job, JobStatus
+from broker.wording import describe_outcome
+
+if TYPE_CHECKING:
+    from broker.state.events import EventRow
 
 LOOK_S = 0.3
 JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False, autocompletion=complete_jobs)]
@@ -49,7 +53,25 @@ MEANING = {
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
     data: dict[str, object] = plain(job)
     del data["task"]
-    return {**data, "spent_usd": spent_usd}
+    attempts = [_describe_attempt(each) for each in job.attempts]
+    return {**data, "attempts": attempts, "spent_usd": spent_usd}
+
+
+def _describe_attempt(attempt: Attempt) -> dict[str, object]:
+    """`outcome` is a sentence; `outcome_kind` is what scripts compare."""
+    outcome = attempt.outcome
+    return {
+        **plain(attempt),
+        "outcome": describe_outcome(outcome),
+        "outcome_kind": outcome and outcome.kind.value,
+        "outcome_step": outcome and outcome.step,
+        "exit_code": outcome and outcome.exit_code,
+        "returncode": attempt.returncode,
+    }
+
+
+def _describe_event(event: EventRow) -> dict[str, object]:
+    return {**plain(event), "message": event.message}
 
 
 def logs(
@@ -75,7 +97,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
     context.keep_jobs_going()
     found = context.store.list_events(job_id=find_job(context, job).id)
     if as_json or output is options.Format.JSON:
-        print_json(plain(list(found)))
+        print_json([_describe_event(each) for each in found])
         return
     for event in found:
         print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
@@ -83,7 +105,6 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Tell the story of a job: where it is, how it came there, what it cost."""
-    from broker.jobs.endings import LAST_LINES_KIND
     from broker.jobs.summary import summarize
 
     context = Context()
@@ -93,7 +114,9 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     summary = summarize(found, found.attempts, context.store.list_steps(found.id), paid_usd=paid, now_s=now_s)
     story = context.store.list_events(job_id=found.id)
     if as_json or output is options.Format.JSON:
-        print_json({**describe(found, paid), "events": plain(list(story)), "summary": plain(summary)})
+        print_json(
+            {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": plain(summary)}
+        )
         return
     reason = f": {found.failure}" if found.failure else ""
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
@@ -106,9 +129,9 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
             print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
     for event in story:
-        if event.kind != LAST_LINES_KIND:
+        if event.kind is not EventKind.LAST_LINES:
             print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
-    if printed := [event.message for event in story if event.kind == LAST_LINES_KIND]:
+    if printed := [event.message for event in story if event.kind is EventKind.LAST_LINES]:
         print_line(clean(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     print_line(

@@ -19,6 +19,7 @@ from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, TransientError, UnknownNameError, UnreachedError, UsageError
 from broker.task.allowed import CLUSTER_NAME
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, Task
+from broker.wording import describe_event
 
 POLL_S = 0.3
 BOOT_S_MAX = 300.0  # large GPU machines and images take minutes until somebody answers
@@ -171,7 +172,12 @@ async def _launch(
     from broker.storage.mounts import add_mounts
 
     cluster = await context.provisioner.up(
-        name, plan, autostop=autostop, on_event=print_note, hedge=hedge, retry_until_up=is_patient
+        name,
+        plan,
+        autostop=autostop,
+        on_event=lambda event: print_note(describe_event(event)),
+        hedge=hedge,
+        retry_until_up=is_patient,
     )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(

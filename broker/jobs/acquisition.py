@@ -11,10 +11,22 @@ from broker.jobs.endings import Endings
 from broker.jobs.order import cut_to_rest, drop_limits, order_plan
 from broker.jobs.pilot import Pause, Pilot
 from broker.provision.backoff import draw_backoff_s
-from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Task
+from broker.types import (
+    Attempt,
+    Cluster,
+    Event,
+    EventKind,
+    Job,
+    JobStatus,
+    OutcomeKind,
+    Placement,
+    Plan,
+    Task,
+    make_event,
+)
+from broker.wording import make_place
 
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 
@@ -37,7 +49,7 @@ class Acquisition:
         """Return the new attempt, its nodes up; or, where there is none now, the seconds until the next step."""
         number = job.next_attempt
         if failure := find_overspending(job, self._store, self._clock):
-            return self._endings.finish(job, JobStatus.FAILED, failure)
+            return self._endings.finish(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
@@ -45,23 +57,23 @@ class Acquisition:
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:
-            return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, error.message)
+            return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, OutcomeKind.NO_OFFER, error.message)
         try:
             cluster = await self._provisioner.up(
                 job.name_cluster(number),
                 plan,
                 attempt=number,
                 job_id=job.id,
-                on_event=lambda message: self._tell(job, "failover", message),
+                on_event=lambda event: self._tell(job, event),
                 hedge=job.hedge,
                 check_budget=lambda: check_budget(job, self._store, self._clock),
             )
         except Overspent as error:
-            return self._endings.finish(job, JobStatus.FAILED, str(error))
+            return self._endings.finish(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
         except (CapacityError, AuthError) as error:
             return self._wait(job, error)
         except InvalidRequestError as error:
-            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals = 0
         return self._record(job, number, cluster)
 
@@ -75,7 +87,7 @@ class Acquisition:
             if not job.attempts or rest.goal is None or rest.goal.deadline_hours is None:
                 raise
             plan = self._planner(drop_limits(rest), None)
-            self._tell(job, "late", "the deadline cannot be kept with the asked confidence any more; going on")
+            self._tell(job, make_event(EventKind.LATE))
             return plan
 
     def _record(self, job: Job, number: int, cluster: Cluster) -> Attempt:
@@ -85,19 +97,20 @@ class Acquisition:
         )
         with self._store.transaction():
             self._store.put_attempt(attempt)
-            self._tell(job, "attempt", f"attempt {number}: {describe(placement)} at {placement.usd_hour:.2f} USD/h")
+            place, usd_hour = make_place(placement), placement.usd_hour
+            self._tell(job, make_event(EventKind.ATTEMPT, number=number, place=place, usd_hour=usd_hour))
         return attempt
 
     def _wait(self, job: Job, error: CapacityError | AuthError) -> float:
         """A login that has expired under a job that worked ends only its patience."""
         if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
-            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, error.message)
+            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals += 1
         wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
-        self._tell(job, "waiting", f"{error.message}; trying again in {wait_s:.0f} s")
+        self._tell(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
         if not job.attempts:
             self._store.set_job_status(job.id, JobStatus.PENDING)
         return wait_s
 
-    def _tell(self, job: Job, kind: str, message: str) -> None:
-        self._store.add_event(kind, message, job_id=job.id)
+    def _tell(self, job: Job, event: Event) -> None:
+        self._store.add_event(event, job_id=job.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from broker.clock import Clock
 from broker.state.store import Store
 from broker.types import Job
+from broker.wording import explain_budget
 
 
 class Overspent(Exception):
@@ -25,4 +26,4 @@ def find_overspending(job: Job, store: Store, clock: Clock) -> str:
     spent_usd = store.spend_usd(job_id=job.id, now_s=clock.now_s())
     if spent_usd < budget_usd:
         return ""
-    return f"the budget of {budget_usd:g} USD is used up ({spent_usd:.2f} spent); its checkpoints are kept"
+    return explain_budget(budget_usd, spent_usd)

@@ -12,7 +12,7 @@ from broker.jobs.judgement import list_lost_ranks
 from broker.jobs.logs import copy_log
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, Job
+from broker.types import Attempt, Cluster, EventKind, Job, make_event
 
 LOOK_S = 0.5
 END_S = 15.0  # from a cancel until the program is killed and the first files are on their way
@@ -58,7 +58,7 @@ class Undertaker:
     def note_flush(self, job_id: int, report: GangReport) -> None:
         """Tell the user once what keeps a cluster whose program has ended."""
         if report.flush and report.flush != self._flush:
-            self._store.add_event("flushing", report.flush, job_id=job_id)
+            self._store.add_event(make_event(EventKind.FLUSHING, text=report.flush), job_id=job_id)
         self._flush = report.flush
 
     async def cancel(self, job: Job, live: Attempt | None) -> None:

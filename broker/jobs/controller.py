@@ -25,7 +25,7 @@ from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.budget import find_overspending
 from broker.jobs.burial import Undertaker
-from broker.jobs.endings import NOT_STARTED_OUTCOME, OVERSPENT_OUTCOME, REFUSED_OUTCOME, STALLED_OUTCOME, Endings
+from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
 from broker.jobs.in_place import InPlace, Kept, are_running
@@ -41,7 +41,19 @@ from broker.jobs.watch import Watch, list_answering
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Attempt, Cluster, Job, JobStatus, Progress
+from broker.types import (
+    Attempt,
+    Cluster,
+    Event,
+    EventKind,
+    Job,
+    JobStatus,
+    Outcome,
+    OutcomeKind,
+    Progress,
+    make_event,
+)
+from broker.wording import describe_lost_start, explain_dependency
 
 POLL_S = 0.5
 NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone changes, such as budget and lists
@@ -123,7 +135,7 @@ class JobController:
                 return await self._follow(job, live)
             if live.running_s is None:
                 if find_overspending(job, self._store, self._clock):
-                    return self._endings.refuse(live, OVERSPENT_OUTCOME)
+                    return self._endings.refuse(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
                 return await self._until_unwanted(job, self._start(job, live))
             return await self._look(job, live)
         except _Interrupted:
@@ -141,8 +153,9 @@ class JobController:
         for other in (self._store.get_job(job_id) for job_id in job.needs):
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"
-                name = f"job {other.id} ({other.name})" if other else "a job"
-                return self._endings.finish(job, JobStatus.CANCELLED, f"{name}, which it needs, is {status}") or POLL_S
+                failure = explain_dependency(other.id if other else None, other.name if other else "", status)
+                kind = OutcomeKind.DEPENDENCY_FAILED
+                return self._endings.finish(job, JobStatus.CANCELLED, kind, failure) or POLL_S
             if not other.status.is_terminal:
                 return PIPELINE_POLL_S
         return 0.0
@@ -170,7 +183,7 @@ class JobController:
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is None:
-            return self._endings.lose(attempt, "its cluster was taken down")
+            return self._endings.lose_cluster(attempt)
         watch = self._get_watch(attempt)
         try:
             task = add_mounts(job.task)
@@ -179,14 +192,14 @@ class JobController:
             envs = self._make_envs(job, attempt, cluster)
             await self._gang.start(cluster, task, run_id=get_run_id(attempt, cluster), envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
-            return self._endings.refuse(attempt, f"{REFUSED_OUTCOME}: {error.message}")
+            return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.REFUSED, detail=error.message))
         except CloudError as error:
             return await self._judge_start(job, attempt, cluster, watch, error)
         now_s = self._clock.now_s()
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, running_s=now_s))
             self._store.set_job_status(job.id, JobStatus.RUNNING)
-            self._tell("started", "the program was started")
+            self._tell(make_event(EventKind.STARTED))
         watch.note_lease(now_s)
         return POLL_S
 
@@ -199,30 +212,30 @@ class JobController:
             wait_s = await self._lost_gang.conclude_success(job, attempt, cluster)
             if wait_s is not None:  # a process that died had started it
                 return wait_s
-            return self._endings.lose(attempt, f"lost while starting: {error.message}")
+            return self._endings.lose(attempt, describe_lost_start(error.message))
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)
         # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
         is_booting = isinstance(error, UnreachedError) and watch.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
         if is_booting or not is_silent:
             return POLL_S
-        return self._endings.refuse(attempt, f"{NOT_STARTED_OUTCOME}: {error.message}")
+        return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
     async def _look(self, job: Job, attempt: Attempt) -> float:
         cluster, watch = self._store.get_cluster(attempt.cluster), self._get_watch(attempt)
         if cluster is None and watch.has_succeeded:
-            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+            return self._endings.succeed(job, attempt)
         if cluster is None and watch.unflushed:
             return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=watch.unflushed))
         if cluster is None:
-            return self._endings.lose(attempt, "its cluster was taken down")
+            return self._endings.lose_cluster(attempt)
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         watch.hear(report)
         self._undertaker.note_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
         for rank in watch.take_advised(report, cluster):
-            self._tell("advised", f"the cloud expects to take node {rank} sooner than usual")
+            self._tell(make_event(EventKind.ADVISED, rank=rank))
         refreshed = await self._refresh(watch, report, cluster)
         if refreshed is None:  # no answer is no evidence, and a failure is not judged without the list
             await self._renew_lease(job, watch, cluster)
@@ -286,7 +299,7 @@ class JobController:
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
             await self._undertaker.end_program(attempt, cluster, grace_s=GRACE_S)
-            return self._endings.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
+            return self._endings.exceed_budget(job, attempt, failure)
         if await self._pilot.reconsider(job, attempt, cluster, report.progress):
             return 0.0
         recovery = get_recovery(job.task)
@@ -296,8 +309,7 @@ class JobController:
             is_clear = not watch.is_suspicious(report) and recovery.nodes_min is None
             self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
-        what = f"no new step for {timeout_s:g} s"
-        return self._endings.repeat(job, attempt, STALLED_OUTCOME, what, self._read_end(attempt, cluster, report))
+        return self._endings.stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
 
     def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """The first step of an attempt ends its recovery: that is when work goes on."""
@@ -310,8 +322,8 @@ class JobController:
             self._store.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
             if lost_s is not None:
-                took = f" came {now_s - lost_s:.1f} s after the loss" if now_s >= lost_s else ""  # or the clock was set
-                self._tell("recovered", f"recovered: step {progress.step}{took}")
+                took_s = now_s - lost_s if now_s >= lost_s else None  # None: the clock was set back
+                self._tell(make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s))
         return attempt
 
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
@@ -327,8 +339,9 @@ class JobController:
         await self._undertaker.cancel(job, live)
         with self._store.transaction():
             if live:
-                self._undertaker.close(replace(live, outcome=live.outcome or "cancelled"))
-            self._endings.finish(job, JobStatus.CANCELLED, "")
+                outcome = live.outcome or Outcome(kind=OutcomeKind.CANCELLED)
+                self._undertaker.close(replace(live, outcome=outcome))
+            self._endings.finish(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
         return 0.0
 
     async def _until_unwanted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
@@ -373,7 +386,7 @@ class JobController:
         """Once for each reason that only the user can mend; what passes by itself is no news."""
         if isinstance(error, AuthError) and error.message != self._blind_to:
             self._blind_to = error.message
-            self._tell("unseen", f"its nodes cannot be looked at: {error.message}")
+            self._tell(make_event(EventKind.UNSEEN, error=error.message))
 
-    def _tell(self, kind: str, message: str) -> None:
-        self._store.add_event(kind, message, job_id=self.job_id)
+    def _tell(self, event: Event) -> None:
+        self._store.add_event(event, job_id=self.job_id)

@@ -18,14 +18,15 @@ from broker.spot.policies.base import (
     Decision,
     JobView,
     Move,
-    Stay,
+    Wait,
     find_refuge,
     spare_hours,
 )
 from broker.spot.prior import MEASURED
 from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.events import Refusal
-from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
+from broker.types import Attempt, Estimate, Event, EventKind, Job, Placement, Plan, Task, make_event
+from broker.wording import make_place
 
 STRATEGY = "deadline"
 SPOT_MAX = 8  # places that are looked at; a plan has hundreds
@@ -107,26 +108,25 @@ def arrange(plan: Plan, target: Candidate) -> Plan:
     return replace(plan, estimates=tuple(kind))
 
 
-def say_decision(situation: Situation, decision: Decision) -> str:
-    """What was decided, why, and the numbers it was decided by."""
+def record_decision(situation: Situation, decision: Decision) -> Event:
+    """Return what was decided, why, and the numbers it was decided by."""
     view, candidates = situation.view, situation.candidates
-    if isinstance(decision, Move):
-        where = f"go to {_name(decision.target)}"
-    elif isinstance(decision, Stay):
-        where = f"stay at {_name(candidates[view.current])}" if view.current is not None else "stay"
-    else:
-        where = "hold no machines"
-    words = [f"{view.work_left_hours:.1f} h of work left"]
-    words += [f"{view.time_left_hours:.1f} h to the deadline"] if view.time_left_hours is not None else []
+    data: dict[str, object] = {"action": "wait", "reason": decision.reason, "work_left_hours": view.work_left_hours}
+    if not isinstance(decision, Wait):
+        target = decision.target if isinstance(decision, Move) else None
+        data["action"] = "stay" if target is None else "move"
+        if target is None and view.current is not None:
+            target = candidates[view.current]
+        if target is not None:
+            data.update(place=make_place(target.placement), usd_work_hour=target.usd_work_hour)
+    if view.time_left_hours is not None:
+        data["time_left_hours"] = view.time_left_hours
     refuge = find_refuge(view, candidates)
     if refuge is not None:
-        words.append(f"{spare_hours(view, refuge):.1f} h to spare before on-demand must start")
-        words.append(f"on-demand is {refuge.usd_work_hour:.2f} USD for an hour of work")
+        data.update(spare_hours=spare_hours(view, refuge), ondemand_usd_work_hour=refuge.usd_work_hour)
     if len(decision.weighed) > 1:
-        costs = [f"{usd:.2f} USD by {name}" for name, usd in decision.weighed]
-        words.append(f"expected to the end {', '.join(costs[:-1])} and {costs[-1]}")
-    reason = f" ({decision.reason})" if decision.reason else ""
-    return f"{where}{reason}: {', '.join(words)}"
+        data["expected_usd"] = {name: usd for name, usd in decision.weighed}
+    return make_event(EventKind.DECISION, **data)
 
 
 def is_voluntary(situation: Situation, decision: Move) -> bool:
@@ -253,10 +253,3 @@ def _find(candidates: Sequence[Candidate], place: Placement | None) -> int | Non
     if place is None:
         return None
     return next((i for i, each in enumerate(candidates) if is_same_place(each.placement, place)), None)
-
-
-def _name(candidate: Candidate) -> str:
-    offer = candidate.placement.offer
-    pricing = "spot" if candidate.is_spot else "on-demand"
-    where = f"{offer.cloud} {offer.zone or offer.region}"
-    return f"{offer.instance_type} {pricing} in {where}, {candidate.usd_work_hour:.2f} USD for an hour of work"

@@ -1,4 +1,4 @@
-"""How attempts and jobs end: one commit for the attempt's outcome, the job's status and a plain sentence."""
+"""How attempts and jobs end: one commit for the attempt's outcome, the job's status and the event that tells it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from broker.jobs.judgement import Verdict
 from broker.jobs.order import get_recovery
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
-from broker.types import Attempt, Job, JobStatus
+from broker.types import Attempt, Event, EventKind, Job, JobStatus, Outcome, OutcomeKind, make_event
+from broker.wording import (
+    explain_broken_gang,
+    explain_cancelled_run,
+    explain_exit,
+    explain_failed_launches,
+    explain_lost_files,
+    explain_setup_exit,
+    explain_stall,
+)
 
-FAILED_OUTCOME = "failed"
-STALLED_OUTCOME = "stalled"
-APART_OUTCOME = "fell apart"
-UNFLUSHED_OUTCOME = "files did not arrive"
-OVERSPENT_OUTCOME = "out of budget"
-NOT_STARTED_OUTCOME = "not started"
-REFUSED_OUTCOME = "refused"
 END_S_MAX = 120.0  # for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's last word
-LAST_LINES_KIND = "last lines"  # of events
 START_TRIES_MAX = 3
 REPEATS_MAX = 3  # at one step: then it is the program, not the machines
 
@@ -42,42 +43,65 @@ class Endings:
         self._clock = clock
 
     def lose(
-        self, attempt: Attempt, reason: str, *, lost_s: float | None = None, kept_until_s: float | None = None
+        self,
+        attempt: Attempt,
+        detail: str,
+        *,
+        step: int | None = None,
+        lost_s: float | None = None,
+        kept_until_s: float | None = None,
+        kept_count: int | None = None,
     ) -> float:
-        """The cloud took what it ran on, or a part of it."""
-        gone_s = self._clock.now_s() if lost_s is None else lost_s
-        reason = f"preempted: {reason}"
-        return self._restart(attempt, reason, kind="preempted", told=reason, lost_s=gone_s, kept_until_s=kept_until_s)
+        """The cloud took what it ran on, or a part of it. `kept_count`: of its nodes, kept until `kept_until_s`."""
+        kind = OutcomeKind.PREEMPTED if attempt.placement.is_spot else OutcomeKind.NODE_LOST
+        return self._lose(
+            attempt,
+            Outcome(kind=kind, detail=detail, step=step),
+            lost_s=lost_s,
+            kept_until_s=kept_until_s,
+            kept_count=kept_count,
+        )
 
-    def leave_unattended(self, attempt: Attempt, reason: str, *, lost_s: float | None = None) -> float:
+    def lose_cluster(self, attempt: Attempt) -> float:
+        """A user took its cluster down: no market did."""
+        return self._lose(attempt, Outcome(kind=OutcomeKind.TAKEN_DOWN))
+
+    def leave_unattended(
+        self, attempt: Attempt, allowance: str, *, step: int | None = None, lost_s: float | None = None
+    ) -> float:
         """Its nodes ended themselves while no broker renewed their lease: no market took them."""
-        return self._restart(attempt, reason, told=f"{reason}: restarted on new nodes", lost_s=lost_s)
+        outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail=allowance, step=step)
+        event = make_event(EventKind.LEASE_EXPIRED, allowance=allowance, step=step)
+        return self._restart(attempt, outcome, event, lost_s=lost_s)
 
     def conclude(self, job: Job, attempt: Attempt, verdict: Verdict, run: RunEnd) -> float:
         """The run has ended by itself."""
         if verdict is Verdict.SUCCEEDED:
-            return self.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+            return self.succeed(job, attempt)
         if verdict is Verdict.CANCELLED:
             failure = find_overspending(job, self._store, self._clock)
             if failure:  # it was us, before a crash: nobody asked for a cancel
-                return self.end(job, attempt, JobStatus.FAILED, OVERSPENT_OUTCOME, failure)
-            return self.end(job, attempt, JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster")
+                return self.exceed_budget(job, attempt, failure)
+            outcome = Outcome(kind=OutcomeKind.CANCELLED)
+            return self.end(job, attempt, JobStatus.CANCELLED, outcome, explain_cancelled_run())
         if verdict is Verdict.APART:
-            return self.repeat(job, attempt, APART_OUTCOME, f"the gang fell apart ({run.reason})", run)
+            return self.break_apart(job, attempt, run)
         if verdict is Verdict.FAILED_SETUP:
-            failure = f"`setup` exited with code {run.returncode}"
+            outcome = Outcome(kind=OutcomeKind.SETUP_FAILED, exit_code=run.returncode)
             if is_in_place(job, attempt):  # it has passed on fresh nodes, and need not bear what a run left behind
-                return self._restart(attempt, "failed in setup", told=f"{failure} on used nodes: new nodes are tried")
+                event = make_event(EventKind.SETUP_RETRIED, exit_code=run.returncode)
+                return self._restart(attempt, outcome, event)
             with self._store.transaction():
                 self._tell_last_lines(attempt, run)
-                return self.end(job, attempt, JobStatus.FAILED_SETUP, "failed in setup", failure)
+                failure = explain_setup_exit(run.returncode)
+                return self.end(job, attempt, JobStatus.FAILED_SETUP, outcome, failure)
         return self._fail(job, attempt, run)
 
     def _fail(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
         """The program ended with an exit code of its own: it is started again while that promises anything."""
         if run.unflushed:  # it succeeded: nothing is gained by running it again
-            failure = f"the program succeeded, but {run.unflushed}; they are lost with the nodes, which are given back"
-            return self.end(job, attempt, JobStatus.FAILED, UNFLUSHED_OUTCOME, failure)
+            outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
+            return self.end(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
         recovery, steps = get_recovery(job.task), self._store.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
@@ -89,55 +113,79 @@ class Endings:
             reached=reached,
             keeps_checkpoints=is_saving(job.task) or keeps_its_own(job.task),
         )
-        outcome = f"{FAILED_OUTCOME} with exit code {run.returncode}"
         cause = describe_cause(run.returncode, run.last_lines)
-        code = f"code {run.returncode}" + (f" ({cause})" if cause else "")
-        attempt = replace(attempt, returncode=run.returncode)
+        outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=reached or None, exit_code=run.returncode)
         with self._store.transaction():
             self._tell_last_lines(attempt, run)
             if is_due:
-                step = f" at step {reached}" if reached else ""
-                told = f"the program exited with {code}{step} and is restarted"
-                return self._restart_here(job, attempt, outcome, told, run)
-            times = f", {deaths} times at step {reached}" if deaths > 1 else ""
-            return self.end(job, attempt, JobStatus.FAILED, outcome, f"`run` exited with {code}{times}")
+                event = make_event(
+                    EventKind.PROGRAM_RESTARTED, exit_code=run.returncode, cause=cause, step=reached or None
+                )
+                return self._restart_here(job, attempt, outcome, event, run)
+            failure = explain_exit(run.returncode, cause=cause, times=deaths, step=reached)
+            return self.end(job, attempt, JobStatus.FAILED, outcome, failure)
 
-    def repeat(self, job: Job, attempt: Attempt, outcome: str, what: str, run: RunEnd) -> float:
-        """Restarted on new nodes, unless the same has happened too often at this very step."""
-        step = run.progress.step if run.progress else 0
-        outcome = f"{outcome} at step {step}"
-        times = 1 + sum(1 for old in job.attempts if old.outcome == outcome)
+    def break_apart(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
+        """A rank was lost, and no program failed by itself."""
+        outcome, times = self._count(job, OutcomeKind.GANG_BROKEN, run.reason, run)
+        failure = explain_broken_gang(run.reason, times=times, step=outcome.step)
+        event = make_event(EventKind.GANG_RESTARTED, reason=run.reason, step=outcome.step)
+        return self._repeat(job, attempt, outcome, event, run, times=times, failure=failure)
+
+    def stall(self, job: Job, attempt: Attempt, timeout_s: float, run: RunEnd) -> float:
+        """It has reported no new step for so long."""
+        outcome, times = self._count(job, OutcomeKind.STALLED, "", run)
+        failure = explain_stall(timeout_s, times=times, step=outcome.step)
+        event = make_event(EventKind.STALL_RESTARTED, timeout_s=timeout_s, step=outcome.step)
+        return self._repeat(job, attempt, outcome, event, run, times=times, failure=failure)
+
+    def _count(self, job: Job, kind: OutcomeKind, detail: str, run: RunEnd) -> tuple[Outcome, int]:
+        """Return the outcome, and how often attempts have ended so at this very step, this one included."""
+        outcome = Outcome(kind=kind, detail=detail, step=run.progress.step if run.progress else 0)
+        ends = (old.outcome for old in job.attempts if old.outcome is not None)
+        return outcome, 1 + sum(1 for old in ends if (old.kind, old.step) == (kind, outcome.step))
+
+    def _repeat(
+        self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd, *, times: int, failure: str
+    ) -> float:
+        """Restart it, unless the same has happened too often at this very step."""
         with self._store.transaction():
             self._tell_last_lines(attempt, run)
             if times >= REPEATS_MAX:
-                return self.end(job, attempt, JobStatus.FAILED, outcome, f"{what}, {times} times at step {step}")
-            return self._restart_here(job, attempt, outcome, f"{what} at step {step}: restarted", run)
+                return self.end(job, attempt, JobStatus.FAILED, outcome, failure)
+            return self._restart_here(job, attempt, outcome, event, run)
 
-    def _restart_here(self, job: Job, attempt: Attempt, outcome: str, told: str, run: RunEnd) -> float:
+    def _restart_here(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
         """On the same nodes where all of them are well, unless that was just tried and brought no headway."""
         steps = self._store.list_steps(job.id)
         reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
         is_sick = is_in_place(job, attempt) and reached == before
         is_known = attempt.started_s > self._store.restored_s  # else later attempts may run there
-        if not run.is_whole or is_sick or not is_known:
-            return self._restart(attempt, outcome, told=f"{told} on new nodes")
-        until_s = self._clock.now_s() + END_S_MAX
-        return self._restart(attempt, outcome, told=f"{told} on the same nodes", kept_until_s=until_s)
+        in_place = run.is_whole and not is_sick and is_known
+        event = make_event(event.kind, **event.data, in_place=in_place)
+        until_s = self._clock.now_s() + END_S_MAX if in_place else None
+        return self._restart(attempt, outcome, event, kept_until_s=until_s)
 
     def give_up_nodes(self, attempt: Attempt) -> float:
         """What was kept for the next attempt is given back: that one gets new nodes."""
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, kept_until_s=None))
-            self._tell("restart", f"the nodes of attempt {attempt.number} are given back: new ones are asked for")
+            self._tell(make_event(EventKind.NODES_GIVEN_BACK, number=attempt.number))
         return 0.0
 
-    def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
+    def succeed(self, job: Job, attempt: Attempt) -> float:
+        return self.end(job, attempt, JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "")
+
+    def exceed_budget(self, job: Job, attempt: Attempt, failure: str) -> float:
+        return self.end(job, attempt, JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED), failure)
+
+    def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, outcome=outcome))
-            self.finish(job, status, failure)
+            self.finish(job, status, outcome.kind, failure)
         return 0.0
 
-    def refuse(self, attempt: Attempt, outcome: str) -> float:
+    def refuse(self, attempt: Attempt, outcome: Outcome) -> float:
         """This attempt will not be started. What that means for the job is decided when its nodes are gone: a leader
         that was stopped in the middle of its start call must find none, for an ended job may not start."""
         self._store.put_attempt(replace(attempt, outcome=outcome))
@@ -145,31 +193,46 @@ class Endings:
 
     def conclude_unstarted(self, job: Job, attempt: Attempt) -> float:
         """After `refuse`, with the nodes confirmed gone: another attempt, unless no cluster would do better."""
-        kind, _, reason = attempt.outcome.partition(": ")
-        if kind == REFUSED_OUTCOME:
-            return self.finish(job, JobStatus.FAILED_PRECHECKS, reason)
-        if kind != NOT_STARTED_OUTCOME:
+        outcome = attempt.outcome
+        if outcome is None or outcome.kind not in (OutcomeKind.REFUSED, OutcomeKind.LAUNCH_FAILED):
             return 0.0
-        tries = sum(1 for each in job.attempts if each.outcome.startswith(NOT_STARTED_OUTCOME))
+        if outcome.kind is OutcomeKind.REFUSED:
+            return self.finish(job, JobStatus.FAILED_PRECHECKS, outcome.kind, outcome.detail)
+        tries = sum(1 for each in job.attempts if each.outcome and each.outcome.kind is OutcomeKind.LAUNCH_FAILED)
         if tries >= START_TRIES_MAX:
-            failure = f"the program could not be started on {tries} clusters: {reason}"
-            return self.finish(job, JobStatus.FAILED_PRECHECKS, failure)
-        self._tell("restart", f"not started on {attempt.cluster}, trying another: {reason}")
+            failure = explain_failed_launches(tries, outcome.detail)
+            return self.finish(job, JobStatus.FAILED_PRECHECKS, outcome.kind, failure)
+        self._tell(make_event(EventKind.LAUNCH_RETRIED, cluster=attempt.cluster, error=outcome.detail))
         return 0.0
 
-    def finish(self, job: Job, status: JobStatus, failure: str) -> float:
+    def finish(self, job: Job, status: JobStatus, kind: OutcomeKind, failure: str) -> float:
+        """`failure` is for people."""
         with self._store.transaction():
-            if self._store.set_job_status(job.id, status, failure):
-                self._tell("ended", f"{status.value}{': ' + failure if failure else ''}")
+            if self._store.set_job_status(job.id, status, failure, outcome_kind=kind):
+                self._tell(make_event(EventKind.ENDED, status=status.value, outcome=kind.value, failure=failure))
         return 0.0
+
+    def _lose(
+        self,
+        attempt: Attempt,
+        outcome: Outcome,
+        *,
+        lost_s: float | None = None,
+        kept_until_s: float | None = None,
+        kept_count: int | None = None,
+    ) -> float:
+        data: dict[str, object] = {"outcome": outcome.kind.value, "detail": outcome.detail, "step": outcome.step}
+        if kept_count is not None:
+            data.update(kept_count=kept_count, node_count=attempt.placement.node_count)
+        event = make_event(EventKind.ATTEMPT_LOST, **data)
+        return self._restart(attempt, outcome, event, lost_s=lost_s, kept_until_s=kept_until_s)
 
     def _restart(
         self,
         attempt: Attempt,
-        outcome: str,
+        outcome: Outcome,
+        event: Event,
         *,
-        told: str,
-        kind: str = "restart",
         lost_s: float | None = None,
         kept_until_s: float | None = None,
     ) -> float:
@@ -177,18 +240,17 @@ class Endings:
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
             self._store.set_job_status(self._job_id, JobStatus.RECOVERING)
-            self._tell(kind, told)
+            self._tell(event)
         return 0.0
 
     def _tell_last_lines(self, attempt: Attempt, run: RunEnd) -> None:
         """Kept apart from the log, in which later attempts follow."""
         if run.last_lines:
-            whose = f" of rank {run.failed_rank}" if run.failed_rank is not None else ""
-            title = f"last lines{whose} in attempt {attempt.number}:"
-            self._tell(LAST_LINES_KIND, "\n".join([title, *run.last_lines]))
+            lines = list(run.last_lines)
+            self._tell(make_event(EventKind.LAST_LINES, number=attempt.number, rank=run.failed_rank, lines=lines))
 
-    def _tell(self, kind: str, message: str) -> None:
-        self._store.add_event(kind, message, job_id=self._job_id)
+    def _tell(self, event: Event) -> None:
+        self._store.add_event(event, job_id=self._job_id)
 
 
 def is_in_place(job: Job, attempt: Attempt) -> bool:

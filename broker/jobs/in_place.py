@@ -23,7 +23,7 @@ from broker.jobs.watch import list_answering
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Attempt, Cluster, ClusterStatus, Job, Node, NodeState
+from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, Node, NodeState, make_event
 
 KEPT_S_MAX = 1800.0  # longer only after the wall clock was set back
 
@@ -94,7 +94,8 @@ class InPlace:
         with self._store.transaction():
             self._undertaker.close(replace(old, kept_until_s=None))
             self._store.put_attempt(new)
-            self._store.add_event("attempt", f"attempt {new.number}: the nodes of attempt {old.number}", job_id=job.id)
+            event = make_event(EventKind.ATTEMPT_IN_PLACE, number=new.number, earlier=old.number)
+            self._store.add_event(event, job_id=job.id)
         return new
 
     def _replace(self, job: Job, cluster: Cluster) -> Kept:
@@ -107,7 +108,7 @@ class InPlace:
                 return Kept.WAITING  # looked at once more
             if not isinstance(error, BrokerError | Overspent):
                 raise error
-            self._store.add_event("waiting", f"no node to replace the lost one: {error}", job_id=job.id)
+            self._store.add_event(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
             return Kept.GIVEN_UP
         lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
         if len(lost) < len(list_lost_ranks(cluster.nodes)) or len(lost) == len(cluster.nodes):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from broker.nouns import noun
-from broker.types import Node, NodeState, RunStatus
+from broker.types import Node, NodeEnd, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
 UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
@@ -88,7 +88,7 @@ def measure_patience_s(signs: Signs) -> float:
 
 def measure_doubt_s(signs: Signs) -> float:
     """How long a failure may still turn out to be a preemption that the list has not told yet."""
-    if signs.returncode in SIGTERM_CODES or any(node.reason == "preempted" for node in signs.nodes):
+    if signs.returncode in SIGTERM_CODES or any(node.reason == NodeEnd.PREEMPTED for node in signs.nodes):
         return NOTICE_S_MAX if signs.is_spot else 2 * PEER_LOSS_S_MAX
     return PEER_LOSS_S_MAX if signs.is_spot and len(signs.nodes) > 1 else 0.0
 

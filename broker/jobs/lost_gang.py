@@ -11,13 +11,12 @@ from broker.jobs.endings import Endings
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import Verdict, list_lost_ranks
 from broker.jobs.logs import copy_left_log
-from broker.jobs.outcomes import Outcome, Outcomes
+from broker.jobs.outcomes import Outcomes, RunResult
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, Job, JobStatus, Node, NodeState, RunStatus
+from broker.types import Attempt, Cluster, Job, Node, NodeEnd, NodeState, RunStatus
+from broker.wording import describe_lost_nodes, describe_notice
 
-# Why a cloud says that a node is gone that switched itself off. AWS and GCP know of one reason only, "lease".
-SELF_ENDED = ("lease", "done")
 GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that switched itself off, until we delete it
 # The leases of a gang may end this far apart: a node that could not be reached for longer was taken for lost.
 LEASES_APART_S = 600.0
@@ -46,39 +45,41 @@ class LostGang:
         left = await self._read_left(job, attempt, cluster)
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
-            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+            return self._endings.succeed(job, attempt)
         if left and (left.unflushed or is_programs_failure(left, cluster.nodes, report.unreachable)):
             run = read_run_end(self._store, self._config.logs, attempt=attempt, told=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
             return self._endings.conclude(job, attempt, verdict, run)
         ranks = list_lost_ranks(cluster.nodes) or report.unreachable
-        step = f" after step {progress.step}" if progress else ""
+        step = progress.step if progress else None
         ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
         lost_s = min(ended_s, default=None)
         if not left and not was_attended and have_leases_ended(cluster.nodes):
             allowance = show_hours(get_unattended_s(job.task))
             up_to = "up to " if job.task.goal and (job.task.goal.budget_usd or job.task.goal.deadline_hours) else ""
-            what = f"its unattended allowance of {up_to}{allowance} ran out{step}"
-            return self._endings.leave_unattended(attempt, what, lost_s=lost_s)
+            return self._endings.leave_unattended(attempt, f"{up_to}{allowance}", step=step, lost_s=lost_s)
         if is_noticed and not ranks:
-            return self._endings.lose(attempt, f"the cloud gave notice{step}")
-        what = f"node {' and '.join(map(str, ranks))} gone{step}"
+            return self._endings.lose(attempt, describe_notice(), step=step)
         kept_until_s = find_kept_until_s()
-        if kept_until_s is not None:
-            left_count = len(cluster.nodes) - len(ranks)
-            what = f"{what}: {left_count} of {len(cluster.nodes)} nodes are kept while it is replaced"
-        return self._endings.lose(attempt, what, lost_s=lost_s, kept_until_s=kept_until_s)
+        return self._endings.lose(
+            attempt,
+            describe_lost_nodes(ranks),
+            step=step,
+            lost_s=lost_s,
+            kept_until_s=kept_until_s,
+            kept_count=None if kept_until_s is None else len(cluster.nodes) - len(ranks),
+        )
 
     async def conclude_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:
         """End the job where its program succeeded, by what was left of a start that is not on record; else None."""
         left = await self._read_left(job, attempt, cluster)
         if left is not None and left.status is RunStatus.SUCCEEDED:
-            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+            return self._endings.succeed(job, attempt)
         if left is not None and left.unflushed:
             return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
         return None
 
-    async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> Outcome | None:
+    async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> RunResult | None:
         """Nodes that end themselves leave word beside the checkpoints: the broker may have been away."""
         place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
         if place is None or not place.startswith(BUCKET_SCHEMES):
@@ -91,7 +92,7 @@ class LostGang:
         return left
 
 
-def is_programs_failure(left: Outcome, nodes: Sequence[Node], unreachable: Sequence[int]) -> bool:
+def is_programs_failure(left: RunResult, nodes: Sequence[Node], unreachable: Sequence[int]) -> bool:
     """Whether a failure that was left in the bucket is the program's own, and not the end of a peer's machine.
 
     Each node must have switched itself off, or be there and answer. No lease may have been about to end when the
@@ -102,10 +103,15 @@ def is_programs_failure(left: Outcome, nodes: Sequence[Node], unreachable: Seque
         and left.returncode is not None
         and left.lease_left_s is not None
         and left.lease_left_s >= LEASES_APART_S
-        and all(node.reason in SELF_ENDED if node.state in GONE else node.rank not in unreachable for node in nodes)
+        and all(has_ended_itself(node) if node.state in GONE else node.rank not in unreachable for node in nodes)
     )
+
+
+def has_ended_itself(node: Node) -> bool:
+    """AWS and GCP know of one reason only, LEASE."""
+    return node.reason in (NodeEnd.LEASE, NodeEnd.DONE)
 
 
 def have_leases_ended(nodes: Sequence[Node]) -> bool:
     gone = [node for node in nodes if node.state in GONE]
-    return bool(gone) and all(node.reason == "lease" for node in gone)
+    return bool(gone) and all(node.reason == NodeEnd.LEASE for node in gone)

@@ -16,7 +16,7 @@ from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Cluster, Job, Node
+from broker.types import Cluster, EventKind, Job, Node, make_event
 
 RETRY_BASE_S = 15.0
 RETRY_S_MAX = 300.0
@@ -66,7 +66,8 @@ class Mender:
             if node.rank in lost and node.id not in self._told:
                 self._told.add(node.id)
                 left = len(current.nodes) - len(lost)
-                self._tell(job, "shrunk", f"node {node.rank} gone: going on with {left} of {len(current.nodes)}")
+                event = make_event(EventKind.SHRUNK, rank=node.rank, left=left, node_count=len(current.nodes))
+                self._store.add_event(event, job_id=job.id)
         if self._doing is None and self._clock.now_s() >= self._next_try_s:
             self._doing = asyncio.ensure_future(
                 self._provisioner.replace_node(
@@ -87,12 +88,9 @@ class Mender:
             if asked_s is None:
                 self._told.add(node.id)
                 wait_s = self._back_off(1 + len(self._ending_s))
-                self._tell(
-                    job,
-                    "unfit",
-                    f"{reasons[node.rank]}, on a node that replaced a lost one: it is ended, another is asked for in "
-                    f"{wait_s:.0f} s; its output is in `broker jobs logs {job.id}`, marked (rank{node.rank})",
-                )
+                reason = reasons[node.rank]
+                event = make_event(EventKind.UNFIT, rank=node.rank, reason=reason, wait_s=wait_s, job=job.id)
+                self._store.add_event(event, job_id=job.id)
             self._ending_s[node.id] = now_s
             try:
                 await self._provisioner.end_node(cluster, node)
@@ -125,7 +123,8 @@ class Mender:
             raise error
         self._refusals += 1
         wait_s = self._back_off(self._refusals)
-        self._tell(job, "waiting", f"no node to replace the lost one: {error}; trying again in {wait_s:.0f} s")
+        event = make_event(EventKind.REPLACEMENT_FAILED, error=str(error), wait_s=wait_s)
+        self._store.add_event(event, job_id=job.id)
 
     async def _take_in(
         self, job: Job, cluster: Cluster, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
@@ -141,9 +140,6 @@ class Mender:
         except CloudError:
             return  # one does not answer yet, or another is just being lost: at the next look
         self._taking_part = live
-
-    def _tell(self, job: Job, kind: str, message: str) -> None:
-        self._store.add_event(kind, message, job_id=job.id)
 
 
 def list_live(cluster: Cluster) -> list[Node]:

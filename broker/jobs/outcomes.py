@@ -16,7 +16,7 @@ from broker.types import Progress, RunStatus
 
 
 @noun
-class Outcome:
+class RunResult:
     """`returncode` is None where no program ended by itself, and `failed_rank` where it is not known whose did.
     `lease_left_s`: of the head, when the run ended. `unflushed`: as in `GangReport`."""
 
@@ -32,7 +32,7 @@ class Outcome:
 class Outcomes(Protocol):
     """Neither verb raises: a bucket that cannot be read from here tells nothing."""
 
-    async def read_outcome(self, place: str, attempt: int) -> Outcome | None:
+    async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
         """What the attempt's head left below `place`; None where there is nothing."""
         ...
 
@@ -42,7 +42,7 @@ class Outcomes(Protocol):
 
 
 class BucketOutcomes:
-    async def read_outcome(self, place: str, attempt: int) -> Outcome | None:
+    async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
         content = await asyncio.to_thread(_read, place, name_outcome(attempt))
         return None if content is None else parse_outcome(content)
 
@@ -50,7 +50,7 @@ class BucketOutcomes:
         return await asyncio.to_thread(_read, place, name_log(attempt))
 
 
-def parse_outcome(content: bytes) -> Outcome | None:
+def parse_outcome(content: bytes) -> RunResult | None:
     """None for what no agent wrote: a program can write to its job's folder."""
     try:
         found: Mapping[str, Any] = json.loads(content)
@@ -60,7 +60,7 @@ def parse_outcome(content: bytes) -> Outcome | None:
         return None
     if not status.is_terminal:
         return None
-    return Outcome(
+    return RunResult(
         status=status,
         returncode=returncode if isinstance(returncode, int) and not isinstance(returncode, bool) else None,
         reason=str(found.get("reason") or ""),

@@ -16,7 +16,7 @@ from broker.jobs.deadline import (
     is_same_place,
     is_voluntary,
     read_situation,
-    say_decision,
+    record_decision,
 )
 from broker.jobs.order import cut_to_rest, drop_limits
 from broker.jobs.sightings import PlaceKey, Sighting
@@ -24,12 +24,11 @@ from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
 from broker.state.history import SHARED_S_MAX, gather_spells
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, Job, JobStatus, Placement, Plan, Progress, Task
+from broker.types import Attempt, Cluster, Job, JobStatus, Outcome, OutcomeKind, Placement, Plan, Progress, Task
 
 POLICY = "adaptive"
 LOOK_S_MIN, LOOK_S_MAX = 30.0, 300.0
 SAVE_S_MAX = 60.0  # for a program to save what it has, before it is moved
-MOVED_OUTCOME = "moved"
 
 
 class Pause(Exception):
@@ -147,7 +146,7 @@ class Pilot:
         The outcome comes first: a run that is found ended without one would count as cancelled by its user.
         """
         with self._store.transaction():
-            outcome = f"{MOVED_OUTCOME}: {decision.reason}" if decision.reason else MOVED_OUTCOME
+            outcome = Outcome(kind=OutcomeKind.MOVED, detail=decision.reason)
             self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
         await self._undertaker.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
@@ -161,4 +160,4 @@ class Pilot:
         if kind == self._told:
             return
         self._told = kind
-        self._store.add_event("decision", say_decision(situation, decision), job_id=job.id)
+        self._store.add_event(record_decision(situation, decision), job_id=job.id)

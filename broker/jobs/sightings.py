@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from broker.nouns import noun
 from broker.spot.spells import MET_HOURS
-from broker.types import Attempt, Placement
+from broker.types import Attempt, OutcomeKind, Placement
 
 PlaceKey = tuple[str, str, str | None, str]
 
@@ -46,7 +46,7 @@ def note_sightings(
     lost_s = {
         name_place(each.placement): each.lost_s
         for each in attempts
-        if each.lost_s is not None and each.placement.is_spot and each.outcome.startswith("preempted")
+        if each.lost_s is not None and each.outcome is not None and each.outcome.kind is OutcomeKind.PREEMPTED
     }
     here = name_place(live.placement) if live is not None and live.placement.is_spot else None
     found = dict(before)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
-from broker.types import Cluster, NodeState, Progress, RunStatus
+from broker.types import Cluster, NodeEnd, NodeState, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
 LEASE_EVERY_S = 60.0
 ATTENDED_S = 5 * LEASE_EVERY_S  # without a renewal, which may fail a few times, before the nodes count as left alone
 GAP_S_MAX = 30.0  # between two looks; a slow answer takes as long
-NOTICE_REASON = "preempted"  # what a gang reports whose program ended after a notice (runtime/agent_gang.py)
 
 
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
@@ -131,6 +130,6 @@ class Watch:
             unreachable_s=0.0 if self._silent_since_s is None else seen_s - self._silent_since_s,
             failed_s=0.0 if self._failed_since_s is None else seen_s - self._failed_since_s,
             is_unflushed=bool(self.unflushed),
-            is_noticed=report.reason == NOTICE_REASON,
+            is_noticed=report.reason == NodeEnd.PREEMPTED,
             nodes_min=nodes_min,
         )

@@ -28,6 +28,8 @@ from broker.types import (
     Attempt,
     Cluster,
     ClusterStatus,
+    EventKind,
+    IntentEnd,
     Job,
     JobStatus,
     Node,
@@ -35,15 +37,16 @@ from broker.types import (
     NodeRequest,
     NodeState,
     Offer,
+    Outcome,
+    OutcomeKind,
     Placement,
+    make_event,
 )
 
 log = logging.getLogger(__name__)
 
 # Between the first and the last list that a cloud is compared by; four times the cloud's lag at least.
 SETTLED_S_MIN = 60.0
-RESTORED_OUTCOME = "the state was restored"
-INCOMPLETE_OUTCOME = "the state was restored, and nodes of its gang were missing"
 UNKNOWN_TYPE = "unknown"  # lists do not tell the instance type
 JOB_CLUSTER = re.compile(r"job-(\d{1,18})(?:-[a-z0-9]+)?-\d+")
 
@@ -188,8 +191,13 @@ class Adopter:
         for node in adoption.nodes:
             self._store.record_node(replace(node, cluster=cluster.name))
         if job is None:
-            text = f"{len(adoption.nodes)} running nodes tagged `{adoption.cluster}` had no record"
-            self._store.add_event("adopted", f"{text}; `broker down {cluster.name}` ends them", cluster=cluster.name)
+            event = make_event(
+                EventKind.CLUSTER_ADOPTED,
+                cluster=cluster.name,
+                tag=adoption.cluster,
+                node_count=len(adoption.nodes),
+            )
+            self._store.add_event(event, cluster=cluster.name)
             return cluster.name
         is_whole = adoption.deed is Deed.CONTINUE
         self._store.put_attempt(
@@ -200,13 +208,14 @@ class Adopter:
                 placement=cluster.placement,
                 started_s=cluster.created_s,
                 lost_s=None if is_whole else now_s,
-                outcome="" if is_whole else INCOMPLETE_OUTCOME,
+                outcome=None if is_whole else Outcome(kind=OutcomeKind.GANG_INCOMPLETE),
             )
         )
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
-        what = "continues" if is_whole else f"ends, as only {len(adoption.nodes)} of its nodes were found"
-        self._store.add_event("adopted", f"attempt {adoption.attempt} was found by its tags and {what}", job_id=job.id)
+        found_count = None if is_whole else len(adoption.nodes)
+        event = make_event(EventKind.ATTEMPT_ADOPTED, number=adoption.attempt, found_count=found_count)
+        self._store.add_event(event, job_id=job.id)
         return cluster.name
 
     def _record_intents(self, cluster: Cluster, adoption: Adoption) -> None:
@@ -225,14 +234,14 @@ class Adopter:
                 )
                 self._store.put_intent(request)
                 if is_kept:
-                    self._store.close_intent(token, "adopted")
+                    self._store.close_intent(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
         """What the records say of earlier attempts is out of date; clusters of theirs are taken down."""
         for attempt in job.attempts:
             if attempt.ended_s is None:
                 usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
-                outcome = attempt.outcome or RESTORED_OUTCOME
+                outcome = attempt.outcome or Outcome(kind=OutcomeKind.SUPERSEDED)
                 self._store.put_attempt(replace(attempt, outcome=outcome, ended_s=now_s, usd=usd))
         for cluster in self._store.list_clusters():
             if cluster.job_id == job.id and cluster.name != but:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
@@ -13,7 +15,7 @@ from broker.errors import CloudError
 from broker.provision.adoption import Adopter
 from broker.provision.returns import Returns
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState
+from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +79,19 @@ class Collector:
                 count += await self._collect_nodes(cloud)
             except CloudError as error:
                 log.warning("%s cannot be swept now: %s", cloud.name, error.message)
-        for request in self._find_leftovers():
-            try:
-                await self._bury(request)
-                count += 1
-            except CloudError as error:
-                log.warning("a gang of %s cannot be given back now: %s", request.cluster, error.message)
-        for name in self._find_dead_names():
-            try:
-                await self._down(name)
-                count += 1
-            except CloudError as error:
-                log.warning("%s cannot be ended now: %s", name, error.message)
-        return count
+        names = self._find_dead_names()
+        left = [request for request in self._find_leftovers() if request.cluster not in names]
+        works = [self._try(self._bury(each), f"a gang of {each.cluster} cannot be given back now") for each in left]
+        works += [self._try(self._down(name), f"{name} cannot be ended now") for name in names]
+        return count + await _add_up(works)
+
+    async def _try(self, work: Awaitable[object], what_failed: str) -> int:
+        try:
+            await work
+        except CloudError as error:
+            log.warning("%s: %s", what_failed, error.message)
+            return 0
+        return 1
 
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
@@ -98,7 +100,7 @@ class Collector:
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
-                self._store.add_event("collected", f"{node.id} had no record and was ended", cluster=node.cluster)
+                self._store.add_event(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
         return len(lost)
 
     async def _find_lost_nodes(self, cloud: Cloud, left: Collection[str] = ()) -> Sequence[Node]:
@@ -165,6 +167,25 @@ class Collector:
             if is_coming_up and now_s - intent.created_s > UP_S_MAX:
                 names.add(intent.request.cluster)
         return sorted(name for name in names if not self._spared[name])
+
+
+async def _add_up(works: Sequence[Coroutine[Any, Any, int]]) -> int:
+    """All at once: the end of one gang may take a quarter of an hour to confirm, and the others cost money meanwhile.
+
+    The first that raises ends the others: a collector that was replaced must end nothing more.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    if not tasks:
+        return 0
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        pending = [task for task in tasks if not task.done()]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+    failed = next((task for task in tasks if not task.cancelled() and task.exception()), None)
+    return failed.result() if failed else sum(task.result() for task in tasks)
 
 
 def _is_replacement(request: NodeRequest, cluster: Cluster) -> bool:

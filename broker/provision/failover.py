@@ -22,7 +22,8 @@ from broker.provision.refusals import CAPACITY_REFUSAL_S, RefusalMemory
 from broker.provision.tries import HEDGE, Asker, Try, Wanted, describe, make_token
 from broker.provision.zones import split_zones, unite_zones
 from broker.state.store import Store
-from broker.types import Node, NodeRequest, Placement
+from broker.types import EventKind, Node, NodeRequest, Placement, make_event
+from broker.wording import make_place
 
 __all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "Wanted", "Won", "describe", "make_token"]
 
@@ -253,7 +254,7 @@ class _Race:
     def _win(self, whole: Try) -> Won:
         self._memory.forgive(whole.landed)
         took_s = self._clock.now_s() - whole.begun_s
-        self._wanted.on_event(f"{describe(whole.placement)} is whole after {took_s:.1f} s")
+        self._tell(EventKind.PLACE_WHOLE, place=make_place(whole.placement), took_s=took_s)
         others = tuple(one for one in self._tries if one is not whole)
         return Won(placement=whole.landed, nodes=whole.doing.result(), others=others)
 
@@ -263,17 +264,18 @@ class _Race:
         if not isinstance(error, CloudError):
             assert error is not None, "only tries that failed come here"
             raise error
-        where, took_s = describe(one.placement), self._clock.now_s() - one.begun_s
+        place, took_s = make_place(one.placement), self._clock.now_s() - one.begun_s
+        cloud, region = one.cloud.name, one.placement.offer.region
         if isinstance(error, DeniedError) and error.scope != "cloud":
             self._lasting[_name_region(one.placement)] = error
-            self._wanted.on_event(f"{_name_region(one.placement)} skipped: {error.message}")
+            self._tell(EventKind.REGION_SKIPPED, cloud=cloud, region=region, error=error.message)
         elif isinstance(error, AuthError):
             self._lasting[one.cloud.name] = error
-            self._wanted.on_event(f"{one.cloud.name} skipped: {error.message}")
+            self._tell(EventKind.CLOUD_SKIPPED, cloud=cloud, error=error.message)
         elif isinstance(error, InvalidRequestError):
-            self._lasting[where] = error
+            self._lasting[describe(one.placement)] = error
             self._refused.setdefault((one.cloud.name, error.message), []).extend(split_zones(one.placement))
-            self._wanted.on_event(f"{where} skipped: {error.message}")
+            self._tell(EventKind.PLACE_SKIPPED, place=place, error=error.message)
         else:
             landed, asked = one.landed, split_zones(one.placement)
             self._last_answer = error
@@ -285,7 +287,7 @@ class _Race:
             if rest := [each for each in asked if each not in split_zones(landed)]:
                 self._candidates.put_back(one.rank, unite_zones(rest))  # nothing was found out about these
             self._memory.note_failed_call(one.cloud.name)
-            self._wanted.on_event(f"{where} refused after {took_s:.1f} s: {error.message}")
+            self._tell(EventKind.PLACE_REFUSED, place=place, took_s=took_s, error=error.message)
 
     def _note_reason(self, placement: Placement, reason: str) -> None:
         self._has_temporary = True
@@ -295,19 +297,26 @@ class _Race:
         """Once: while the only place that is left fails, nobody should wonder what is waited for."""
         if self._is_exhausted and not self._is_alone_told and all(one.is_in_doubt for one in self._tries):
             self._is_alone_told = True
-            places = " and ".join(sorted({f"{one.placement.offer.region} ({one.cloud.name})" for one in self._tries}))
-            self._wanted.on_event(f"no place outside {places} is left to ask: waiting for a clear answer there")
+            regions = sorted({f"{one.placement.offer.region} ({one.cloud.name})" for one in self._tries})
+            self._tell(EventKind.LAST_PLACES, regions=regions)
 
     def _tell_begin(self, one: Try, late: Sequence[Try]) -> None:
-        verb = "going on with" if one.is_resumed else "asking for"
-        text = f"{verb} {describe(one.placement)} at {one.placement.usd_hour:.2f} USD/h"
-        if late and not one.is_resumed:
-            first = min(late, key=lambda each: each.rank)
-            waited_s = self._clock.now_s() - first.begun_s
-            at_stake_usd = sum(each.placement.usd_hour for each in self._tries if not each.is_ending)
-            why = "gives no clear answer" if first.is_doubtful else f"is late after {waited_s:.0f} s"
-            text = f"{describe(first.placement)} {why}: {text} too, {at_stake_usd:.2f} USD/h at stake"
-        self._wanted.on_event(text)
+        place, usd_hour = make_place(one.placement), one.placement.usd_hour
+        if not late or one.is_resumed:
+            self._tell(EventKind.PLACE_ASKED, place=place, usd_hour=usd_hour, is_resumed=one.is_resumed)
+            return
+        first = min(late, key=lambda each: each.rank)
+        self._tell(
+            EventKind.PLACE_HEDGED,
+            place=place,
+            usd_hour=usd_hour,
+            late=make_place(first.placement),
+            late_s=None if first.is_doubtful else self._clock.now_s() - first.begun_s,
+            at_stake_usd_hour=sum(each.placement.usd_hour for each in self._tries if not each.is_ending),
+        )
+
+    def _tell(self, kind: EventKind, **data: object) -> None:
+        self._wanted.on_event(make_event(kind, **data))
 
     def _explain(self) -> BrokerError:
         if self._lasting and not self._has_temporary:

@@ -16,27 +16,19 @@ from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.claim import claim_name
 from broker.provision.collection import Collector
-from broker.provision.failover import HEDGE, Failover, Wanted, describe
+from broker.provision.failover import HEDGE, Failover, Wanted
 from broker.provision.leftovers import Leftovers
 from broker.provision.listing import RETRYABLE, Lister
-from broker.provision.nodes import LOOK_S, LOOK_S_MAX, MISSING, Absence, confirm_gone, find_doubt
+from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone, find_doubt
 from broker.provision.patience import Answer
 from broker.provision.replacement import replace_node
 from broker.provision.returns import Returns
 from broker.provision.zones import join_zones, split_zones
 from broker.state.store import Store
-from broker.types import (
-    Autostop,
-    Cluster,
-    ClusterStatus,
-    MachineSpec,
-    Node,
-    NodeRequest,
-    NodeState,
-    Placement,
-    Plan,
-    Task,
-)
+from broker.types import Autostop, Cluster, ClusterStatus, Placement, Plan, Task
+from broker.types.machines import MachineSpec, Node, NodeEnd, NodeRequest, NodeState
+from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
+from broker.wording import make_place
 
 STOP_S_MAX = 600.0
 RETRY_BASE_S = 15.0
@@ -84,7 +76,7 @@ class Provisioner:
         job_id: int | None = None,
         autostop: Autostop | None = None,
         timeout_s: float = 600,
-        on_event: Callable[[str], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         hedge: int = HEDGE,
         check_budget: Callable[[], None] | None = None,
         retry_until_up: bool = False,
@@ -114,7 +106,7 @@ class Provisioner:
                 cluster=cluster,
                 make_spec=lambda placement: self._make_spec(plan.task, placement),
                 timeout_s=timeout_s,
-                on_event=on_event or (lambda message: None),
+                on_event=on_event or (lambda event: None),
                 hedge=hedge,
                 check_budget=check_budget or (lambda: None),
             )
@@ -189,7 +181,7 @@ class Provisioner:
             cluster=cluster,
             make_spec=lambda placement: self._make_spec(task, placement),
             timeout_s=timeout_s,
-            on_event=lambda message: None,
+            on_event=lambda event: None,
             check_budget=check_budget,
         )
         with self._collector.spare_gang(cluster.name):
@@ -225,7 +217,7 @@ class Provisioner:
             if current is None or current.created_s != cluster.created_s:
                 return  # somebody else finished this, and the name may already stand for a new cluster
             self._store.delete_cluster(name)
-            self._store.add_event("down", f"{name} is down", cluster=name, job_id=cluster.job_id)
+            self._store.add_event(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
 
     async def _end_nodes(self, cluster: Cluster) -> None:
         """Terminate the recorded nodes, and any other that carries the name with a token of ours."""
@@ -299,7 +291,7 @@ class Provisioner:
                 if not is_patient:
                     raise
                 wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-                wanted.on_event(f"{error.message}; trying again in {wait_s:.0f} s")
+                wanted.on_event(make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
                 await self._clock.sleep(wait_s)
         raise AssertionError("it counts for ever")
 
@@ -342,8 +334,9 @@ class Provisioner:
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
             self._failover.asker.record(nodes)
-            self._store.close_intent(nodes[0].token, "up")
-            self._store.add_event("up", f"{name} is up: {describe(placement)}", cluster=name, job_id=cluster.job_id)
+            self._store.close_intent(nodes[0].token, IntentEnd.UP)
+            event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
+            self._store.add_event(event, cluster=name, job_id=cluster.job_id)
         return cluster
 
     def _judge(self, node: Node, seen: Node | None, *, is_answering: bool) -> Node:
@@ -352,7 +345,7 @@ class Provisioner:
         now_s = self._clock.now_s()
         absence = self._absences.setdefault(node.cloud, Absence(self._clouds[node.cloud].settle_s))
         if absence.note(node.id, is_listed=seen is not None or is_answering, now_s=now_s):
-            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason=MISSING)
+            return replace(node, state=NodeState.TERMINATED, ended_s=now_s, reason=NodeEnd.MISSING)
         if seen is None:
             return node
         # One that replaces another took over its rank; an adapter that names no account takes none away.

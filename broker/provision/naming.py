@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from broker.types import Placement
+from broker.wording import describe_place, make_place
 
 
 def make_token(owner: str, cluster: str, attempt: int, placement: Placement, serial: int) -> str:
@@ -18,12 +19,4 @@ def make_token(owner: str, cluster: str, attempt: int, placement: Placement, ser
 
 
 def describe(placement: Placement) -> str:
-    offer = placement.offer
-    pricing = "spot" if placement.is_spot else "on-demand"
-    return f"{placement.node_count} x {offer.instance_type} {pricing} in {name_zones(placement)} ({offer.cloud})"
-
-
-def name_zones(placement: Placement) -> str:
-    """`us-east-1a,b,c` where any of them will do."""
-    offer = placement.offer
-    return ",".join([offer.zone or offer.region, *(each.removeprefix(offer.region) for each in placement.other_zones)])
+    return describe_place(make_place(placement))

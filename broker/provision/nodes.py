@@ -10,7 +10,7 @@ from broker.clock import Clock, Stopwatch
 from broker.clouds.base import Cloud
 from broker.errors import AuthError, CloudError, TransientError
 from broker.provision.listing import RETRYABLE, Lister, Listing, Place
-from broker.types import Node, NodeState
+from broker.types import Node, NodeEnd, NodeState
 
 LOOK_S = 0.1  # first wait between two looks; grows by half each time
 LOOK_S_MAX = 5.0
@@ -21,7 +21,6 @@ GONE_S_MAX = 900.0
 MISSES_MIN = 4
 MISSING_S_MIN = 120.0
 GAP_S_MAX = 60.0  # between two lists; a throttled one is asked for as long
-MISSING = "missing"  # reason of a node that is believed gone because lists leave it out
 UNSEEN_SETTLES = 6.0  # in multiples of `settle_s`: how long lists must lack a node whose create was never answered
 
 
@@ -130,7 +129,7 @@ class _Ending:
 
 def is_missing(node: Node) -> bool:
     """Whether it counts as TERMINATED only because lists have left it out."""
-    return node.state is NodeState.TERMINATED and node.reason == MISSING
+    return node.state is NodeState.TERMINATED and node.reason == NodeEnd.MISSING
 
 
 def _was_missing(node: Node, present: Collection[str]) -> bool:
@@ -163,7 +162,9 @@ class Absence:
 def _mark_gone(node: Node, now_s: float) -> Node:
     if node.state is NodeState.TERMINATED and node.ended_s is not None:
         return node
-    return replace(node, state=NodeState.TERMINATED, ended_s=node.ended_s or now_s, reason=node.reason or MISSING)
+    return replace(
+        node, state=NodeState.TERMINATED, ended_s=node.ended_s or now_s, reason=node.reason or NodeEnd.MISSING
+    )
 
 
 async def wait_running(

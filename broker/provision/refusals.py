@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
 from broker.provision.zones import split_zones
 from broker.state.store import Refusal, Store
-from broker.types import Placement
+from broker.types import IntentEnd, Placement
 
 CAPACITY_REFUSAL_S = 600.0
 QUOTA_REFUSAL_S = 3600.0
@@ -89,3 +89,9 @@ class RefusalMemory:
     def measure_wait_s(self, cloud: str) -> float:
         """Seconds until this cloud may be asked again; 0 while its budget of failures lasts."""
         return self._store.measure_retry_wait_s(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
+
+
+def find_intent_end(error: CloudError) -> IntentEnd:
+    if isinstance(error, QuotaError):
+        return IntentEnd.QUOTA_EXCEEDED
+    return IntentEnd.UNCLEAR if isinstance(error, ThrottledError | TransientError) else IntentEnd.REFUSED

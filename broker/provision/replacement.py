@@ -7,7 +7,7 @@ from dataclasses import replace
 from broker.errors import UsageError
 from broker.provision.tries import Asker, Wanted
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, NodeState
+from broker.types import Cluster, ClusterStatus, EventKind, IntentEnd, NodeState, make_event
 
 
 async def replace_node(asker: Asker, store: Store, wanted: Wanted, *, rank: int) -> Cluster:
@@ -35,6 +35,7 @@ async def replace_node(asker: Asker, store: Store, wanted: Wanted, *, rank: int)
         changed = replace(cluster, nodes=tuple(new if node is old else node for node in cluster.nodes))
         store.put_cluster(changed)
         asker.record([new])
-        store.close_intent(made.token, "up")
-        store.add_event("replaced", f"node {rank} of {name} is up again", cluster=name, job_id=cluster.job_id)
+        store.close_intent(made.token, IntentEnd.UP)
+        event = make_event(EventKind.REPLACED, cluster=name, rank=rank)
+        store.add_event(event, cluster=name, job_id=cluster.job_id)
     return changed

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from broker.clock import Clock
 from broker.errors import BrokerError
 from broker.provision.tries import Asker, Try, describe
+from broker.types import Event, EventKind, make_event
+from broker.wording import make_place
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class Returns:
         """Of intents that this process is about to close."""
         return frozenset(self._tasks)
 
-    def begin(self, tries: Sequence[Try], on_event: Callable[[str], None]) -> None:
+    def begin(self, tries: Sequence[Try], on_event: Callable[[Event], None]) -> None:
         for one in tries:
             task = asyncio.ensure_future(self._give_back(one, on_event))
             self._tasks[one.request.token] = task
@@ -37,12 +39,13 @@ class Returns:
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    async def _give_back(self, one: Try, on_event: Callable[[str], None]) -> None:
-        where, begun_s = describe(one.placement), self._clock.now_s()
+    async def _give_back(self, one: Try, on_event: Callable[[Event], None]) -> None:
+        place, begun_s = make_place(one.placement), self._clock.now_s()
         try:
-            on_event(f"{where} is not needed any more and given back")
+            on_event(make_event(EventKind.PLACE_UNNEEDED, place=place))
             gone = await self._asker.give_back(one)
             usd = sum(node.usd_hour * ((node.ended_s or begun_s) - node.created_s) / 3600 for node in gone)
-            on_event(f"{where} is confirmed gone after {self._clock.now_s() - begun_s:.1f} s, it cost {usd:.4f} USD")
+            took_s = self._clock.now_s() - begun_s
+            on_event(make_event(EventKind.PLACE_RETURNED, place=place, took_s=took_s, usd=usd))
         except BrokerError as error:  # the outermost edge of this task; the intent is open, the collector goes on
-            log.warning("%s cannot be given back now: %s", where, error.message)
+            log.warning("%s cannot be given back now: %s", describe(one.placement), error.message)

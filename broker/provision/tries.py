@@ -26,15 +26,17 @@ from broker.errors import (
 from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
-from broker.provision.naming import describe, make_token, name_zones
+from broker.provision.naming import describe, make_token
 from broker.provision.nodes import confirm_gone, wait_running
 from broker.provision.patience import Answer, Patience
-from broker.provision.refusals import RefusalMemory
+from broker.provision.refusals import RefusalMemory, find_intent_end
 from broker.provision.zones import find_landed
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeRequest, Placement
+from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeEnd, NodeRequest, Placement
+from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
+from broker.wording import make_place
 
-__all__ = ["Asker", "Try", "Wanted", "describe", "make_token", "name_zones"]
+__all__ = ["Asker", "Try", "Wanted", "describe", "make_token"]
 
 CREATE_TRIES_MAX = 6
 UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
@@ -57,7 +59,7 @@ class Wanted:
     cluster: Cluster
     make_spec: Callable[[Placement], MachineSpec]
     timeout_s: float
-    on_event: Callable[[str], None]
+    on_event: Callable[[Event], None]
     hedge: int = HEDGE
     check_budget: Callable[[], None] = lambda: None
 
@@ -178,7 +180,10 @@ class Asker:
         if one.is_resumed or one.nodes or (is_asked and refusal is None):
             is_left = one.nodes or self._store.is_intent_open(one.request.token)
             return await self.bury(one.cloud, one.request, known=one.nodes) if is_left else ()
-        self._store.close_intent(one.request.token, f"refused: {refusal.message}" if refusal else "never asked")
+        if refusal is None:
+            self._store.close_intent(one.request.token, IntentEnd.NEVER_ASKED)
+        else:
+            self._store.close_intent(one.request.token, find_intent_end(refusal), refusal.message)
         return ()
 
     async def _hear_out(self, one: Try, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
@@ -208,7 +213,7 @@ class Asker:
         )
         with self._store.transaction():
             self.record(gone)
-            self._store.close_intent(request.token, "terminated")
+            self._store.close_intent(request.token, IntentEnd.TERMINATED)
         return gone
 
     def record(self, nodes: Sequence[Node]) -> None:
@@ -292,7 +297,7 @@ class Asker:
         """
         request = one.request
         bootable = replace(request, boot=self._write_boot(request))
-        is_uncertain = one.is_resumed
+        is_uncertain, place = one.is_resumed, make_place(request.placement)
         last: CloudError
         try:
             for tries in range(CREATE_TRIES_MAX):
@@ -309,8 +314,8 @@ class Asker:
                     if self._memory.measure_wait_s(one.cloud.name):
                         break  # all jobs together have asked too often
                     wait_s = draw_backoff_s(tries)
-                    then = f"asking again in {wait_s:.1f} s" if tries + 1 < CREATE_TRIES_MAX else "asked often enough"
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; {then}")
+                    next_s = wait_s if tries + 1 < CREATE_TRIES_MAX else None
+                    wanted.on_event(make_event(EventKind.CALL_FAILED, place=place, error=error.message, wait_s=next_s))
                     if isinstance(error, TransientError):
                         one.note_unclear()
                     await self._clock.sleep(wait_s)
@@ -318,7 +323,7 @@ class Asker:
                     last = error
                     one.is_resumed = is_uncertain = True
                     self._memory.note_failed_call(one.cloud.name)
-                    wanted.on_event(f"{describe(request.placement)}: {error.message}; looking for what it made")
+                    wanted.on_event(make_event(EventKind.CALL_UNCLEAR, place=place, error=error.message))
                     one.note_unclear()
                     adopted = await self._look_for(one.cloud, request)
                     if len(adopted) == request.placement.node_count:
@@ -331,10 +336,10 @@ class Asker:
             )
         except CloudError as error:
             if is_uncertain or not isinstance(error, REFUSED):
-                wanted.on_event(f"{describe(request.placement)} is given up: making sure that nothing runs there")
+                wanted.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
                 one.note_end(error)
                 await self.bury(one.cloud, request)
-            self._store.close_intent(request.token, f"refused: {error.message}")
+            self._store.close_intent(request.token, find_intent_end(error), error.message)
             raise
 
     async def _call(self, one: Try, request: NodeRequest) -> Sequence[Node]:
@@ -388,7 +393,7 @@ class Asker:
 
 def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:
     """What the cloud says of nodes that ended before we ended them, or that the time was up."""
-    causes = sorted({node.reason for node in gone} - {"", "terminated", "missing"})
+    causes = sorted({node.reason for node in gone} - {"", NodeEnd.TERMINATED, NodeEnd.MISSING})
     return f"a node ended by itself ({', '.join(causes)})" if causes else f"not all ran within {timeout_s:.0f} s"
 
 

@@ -12,7 +12,7 @@ import msgspec
 from broker.errors import DamagedRowError
 from broker.nouns import noun
 from broker.state.database import Database, keep_readable, read_row, read_s, read_text
-from broker.types import Cluster, Node, NodeRequest, NodeState
+from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
 
 
 @noun
@@ -91,10 +91,11 @@ class IntentRows(Database):
             return ()
         return read_row("intents", token, lambda: msgspec.json.decode(row["nodes"], type=list[Node]))
 
-    def close_intent(self, token: str, outcome: str) -> None:
+    def close_intent(self, token: str, outcome: IntentEnd, detail: str = "") -> None:
+        """The first outcome stands. `detail` is for people."""
         self._write(
-            "UPDATE intents SET outcome = ?, closed_s = ? WHERE token = ? AND outcome IS NULL",
-            (outcome, self.clock.now_s(), token),
+            "UPDATE intents SET outcome = ?, detail = ?, closed_s = ? WHERE token = ? AND outcome IS NULL",
+            (outcome.value, detail, self.clock.now_s(), token),
         )
 
     def is_intent_open(self, token: str) -> bool:

@@ -193,9 +193,12 @@ class Database:
         with self.transaction():
             version = self._schema_version()  # read again: another process may have just migrated
             self._check_version(version)
-            for statements in MIGRATIONS[version:]:
-                for statement in statements:
-                    self._execute(statement)
+            for steps in MIGRATIONS[version:]:
+                for step in steps:
+                    if isinstance(step, str):
+                        self._execute(step)
+                    else:
+                        step(self._connection)
             self._execute(f"PRAGMA user_version={len(MIGRATIONS)}")
 
     def _check_version(self, version: int) -> None:

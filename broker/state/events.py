@@ -10,20 +10,26 @@ from collections.abc import Sequence
 from broker.nouns import noun
 from broker.state.database import TIME_S_MAX, Database
 from broker.types import Placement
+from broker.types.outcomes import Event, EventData, EventKind, make_event
+from broker.wording import describe_event
 
 FORGIVEN_AFTER_S = 3600.0  # a place that was silent for so long after a refusal starts anew
 
 
 @noun
-class Event:
-    """One plain sentence about a job or a cluster; ids only grow."""
+class EventRow:
+    """One event of a job or a cluster; ids only grow. `message` puts it into words."""
 
     id: int
     time_s: float
-    kind: str
-    message: str
+    kind: EventKind
+    data: EventData
     job_id: int | None
     cluster: str | None
+
+    @property
+    def message(self) -> str:
+        return describe_event(Event(kind=self.kind, data=self.data))
 
 
 @noun
@@ -53,32 +59,43 @@ class Refusal:
 
 
 class EventRows(Database):
-    def add_event(self, kind: str, message: str, *, job_id: int | None = None, cluster: str | None = None) -> None:
+    def add_event(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
         self._write(
-            "INSERT INTO events (time_s, kind, message, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
-            (self.clock.now_s(), kind, message, job_id, cluster),
+            "INSERT INTO events (time_s, kind, data, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
+            (self.clock.now_s(), event.kind.value, json.dumps(event.data, ensure_ascii=False), job_id, cluster),
         )
 
-    def list_events(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[Event]:
+    def list_events(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[EventRow]:
         wanted = {"id > ?": after, "job_id = ?": job_id, "cluster = ?": cluster}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         rows = self._rows(
-            f"SELECT id, time_s, kind, message, job_id, cluster FROM events WHERE {' AND '.join(chosen)} ORDER BY id",
+            f"SELECT id, time_s, kind, data, job_id, cluster FROM events WHERE {' AND '.join(chosen)} ORDER BY id",
             tuple(chosen.values()),
         )
         return [_read_event(row) for row in rows]
 
 
-def _read_event(row: sqlite3.Row) -> Event:
+def _read_event(row: sqlite3.Row) -> EventRow:
     """A damaged one is shown as far as it can be read: no list of events is worth less for it."""
-    return Event(
+    event = _decode(row["kind"], row["data"])
+    return EventRow(
         id=int(row["id"]),
         time_s=row["time_s"] if isinstance(row["time_s"], float) and abs(row["time_s"]) < TIME_S_MAX else 0.0,
-        kind=str(row["kind"]),
-        message=str(row["message"]),
+        kind=event.kind,
+        data=event.data,
         job_id=row["job_id"],
         cluster=row["cluster"],
     )
+
+
+def _decode(kind: object, data: object) -> Event:
+    try:
+        found = json.loads(str(data))
+        if isinstance(found, dict):
+            return Event(kind=EventKind(str(kind)), data=found)
+    except ValueError:
+        pass
+    return make_event(EventKind.NOTE, text=f"{kind}: {data}")
 
 
 class RefusalRows(Database):

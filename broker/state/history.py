@@ -9,6 +9,7 @@ from broker.nouns import noun
 from broker.spot.hazard import Observation
 from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.database import Database
+from broker.types import OutcomeKind
 
 HALF_LIFE_DAYS = 14.0  # markets of last month say little: recorded zones change their character within weeks
 KEPT_DAYS_MAX = 90.0
@@ -46,7 +47,7 @@ class HistoryRows(Database):
             "SELECT json_extract(body, '$.placement.offer.cloud'), json_extract(body, '$.placement.offer.region'), "
             "json_extract(body, '$.placement.offer.zone'), json_extract(body, '$.placement.offer.instance_type'), "
             "json_extract(body, '$.placement.node_count'), json_extract(body, '$.started_s'), "
-            "json_extract(body, '$.lost_s'), json_extract(body, '$.ended_s'), json_extract(body, '$.outcome') "
+            "json_extract(body, '$.lost_s'), json_extract(body, '$.ended_s'), outcome_kind "
             "FROM attempts WHERE CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.is_spot') "
             "AND json_extract(body, '$.started_s') > ? END "
             "ORDER BY rowid DESC LIMIT ?",
@@ -58,7 +59,7 @@ class HistoryRows(Database):
                 node_count=row[4],
                 begin_s=row[5],
                 end_s=_first(row[6], row[7], now_s),
-                is_preempted=_is_preemption(row[8] or ""),
+                is_preempted=row[8] == OutcomeKind.PREEMPTED,
                 is_over=row[6] is not None or row[7] is not None,
             )
             for row in rows
@@ -98,8 +99,3 @@ def gather_spells(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, 
 
 def _first(*times_s: float | None) -> float:
     return next(each for each in times_s if each is not None)
-
-
-def _is_preemption(outcome: str) -> bool:
-    """An attempt whose cluster somebody took down was not preempted by a market."""
-    return outcome.startswith("preempted") and "taken down" not in outcome

@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from broker.nouns import noun
 from broker.state.database import Database, keep_readable, read_row, read_s, read_text
 from broker.state.faults import explain_os_error
 from broker.task.codec import decode_task, encode_task
-from broker.types import Attempt, Job, JobStatus, Progress, Task
+from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress, Task
 from broker.types.jobs import name_job
 
 OnDamage = Callable[[DamagedRowError], None] | None
@@ -58,8 +59,9 @@ class LogOffset:
 # Named, so that SQLite itself tells of a column that a damaged schema lacks.
 COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
-    "resumes, first_attempt, hedge, uid"
+    "resumes, first_attempt, hedge, uid, outcome_kind"
 )
+ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
 
 
 class JobRows(Database):
@@ -116,7 +118,7 @@ class JobRows(Database):
     def list_jobs(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
         """All of them, oldest first. Damaged ones are told to `on_damage` and left out, or raised without it."""
         attempts: dict[int, list[sqlite3.Row]] = {}
-        for row in self._rows("SELECT job_id, number, body FROM attempts ORDER BY job_id, number"):
+        for row in self._rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts ORDER BY job_id, number"):
             attempts.setdefault(row["job_id"], []).append(row)
 
         def read(row: sqlite3.Row) -> Job:
@@ -152,14 +154,16 @@ class JobRows(Database):
         )
         return [row["id"] for row in rows]
 
-    def set_job_status(self, job_id: int, status: JobStatus, failure: str = "") -> bool:
+    def set_job_status(
+        self, job_id: int, status: JobStatus, failure: str = "", *, outcome_kind: OutcomeKind | None = None
+    ) -> bool:
         """Whether it was written: False when the job had ended already, whatever was asked."""
         ended_s = self.clock.now_s() if status.is_terminal else None
         with self.transaction():
             cursor = self._execute(
-                "UPDATE jobs SET status = ?, failure = ?, ended_s = ?, is_terminal = ? "
+                "UPDATE jobs SET status = ?, failure = ?, ended_s = ?, is_terminal = ?, outcome_kind = ? "
                 "WHERE id = ? AND NOT is_terminal",
-                (status.value, failure, ended_s, status.is_terminal, job_id),
+                (status.value, failure, ended_s, status.is_terminal, outcome_kind and outcome_kind.value, job_id),
             )
         is_written = cursor.rowcount == 1
         if is_written and status.is_terminal:
@@ -204,14 +208,25 @@ class JobRows(Database):
         }
 
     def put_attempt(self, attempt: Attempt) -> None:
+        outcome = attempt.outcome
         self._write(
-            "INSERT INTO attempts (job_id, number, body) VALUES (?, ?, ?) "
-            "ON CONFLICT (job_id, number) DO UPDATE SET body = excluded.body",
-            (attempt.job_id, attempt.number, msgspec.json.encode(attempt).decode()),
+            f"INSERT INTO attempts ({ATTEMPT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (job_id, number) DO UPDATE SET body = excluded.body, outcome_kind = excluded.outcome_kind, "
+            "outcome_detail = excluded.outcome_detail, outcome_step = excluded.outcome_step, "
+            "exit_code = excluded.exit_code",
+            (
+                attempt.job_id,
+                attempt.number,
+                msgspec.json.encode(replace(attempt, outcome=None)).decode(),
+                outcome and outcome.kind.value,
+                outcome.detail if outcome else "",
+                outcome and outcome.step,
+                outcome and outcome.exit_code,
+            ),
         )
 
     def list_attempts(self, job_id: int) -> Sequence[Attempt]:
-        rows = self._rows("SELECT job_id, number, body FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
+        rows = self._rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
         return [_read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
@@ -256,6 +271,7 @@ class JobRows(Database):
             first_attempt=int(row["first_attempt"]),
             hedge=int(row["hedge"]),
             uid=read_text(row["uid"]),
+            outcome_kind=None if row["outcome_kind"] is None else OutcomeKind(row["outcome_kind"]),
         )
 
     def _secrets_path(self, job_id: int, uid: str) -> Path:
@@ -304,9 +320,23 @@ def _read_attempt(row: sqlite3.Row) -> Attempt:
     def read() -> Attempt:
         attempt = msgspec.json.decode(row["body"], type=Attempt)
         _ = attempt.placement.usd_hour  # a damaged name of a field reads as a field that is missing
-        return attempt
+        if row["outcome_kind"] is None:
+            return attempt
+        outcome = Outcome(
+            kind=OutcomeKind(row["outcome_kind"]),
+            detail=read_text(row["outcome_detail"]),
+            step=_read_count(row["outcome_step"]),
+            exit_code=_read_count(row["exit_code"]),
+        )
+        return replace(attempt, outcome=outcome)
 
     return read_row("attempts", key, read)
+
+
+def _read_count(value: object) -> int | None:
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"number expected, found {type(value).__name__}")
+    return value
 
 
 def _read_line(row: sqlite3.Row) -> JobLine:

@@ -24,6 +24,7 @@ from broker.state.guard import Guard, get_path, read_guard, write_guard
 from broker.state.meta import ADOPTED, RESTORED, SALT, SEEN
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
+from broker.types import EventKind, make_event
 
 BESIDE = ("", "-wal", "-shm")  # what SQLite keeps beside a database belongs to it
 # The copy may be older than attempts that were started since: numbers that they may have used are skipped, because a
@@ -201,7 +202,7 @@ def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, re
         store.put_meta(RESTORED, repr(clock.now_s()))
         store.put_meta(SALT, secrets.token_hex(8))
         store.forget_half_done(attempts_skipped=ATTEMPTS_SKIPPED * restores)
-        store.add_event("restored", f"the state was restored from {copy.name}")
+        store.add_event(make_event(EventKind.RESTORED, copy=copy.name))
     store.close()
     _merge_log(target)
     sync_file(target)

@@ -1,9 +1,17 @@
 """The tables, as a list of migrations: entry n takes schema n to n + 1. Entries are only ever added.
 
+A step is a statement, or a function of the connection where SQL alone cannot convert what is there.
 Nested values are one JSON column `body`; what is searched or guarded by SQL has a column of its own.
 """
 
 from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+
+from broker.state import sentences
+
+Step = str | Callable[[sqlite3.Connection], None]
 
 KEPT_DAYS = 90  # for so long the story of a job, and what was asked of clouds, can be read
 
@@ -90,8 +98,24 @@ _IDENTITY = (
        usd REAL NOT NULL, PRIMARY KEY (month, cloud, pricing))""",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
+_KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data, in place of sentences
+    "ALTER TABLE attempts ADD COLUMN outcome_kind TEXT",
+    "ALTER TABLE attempts ADD COLUMN outcome_detail TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE attempts ADD COLUMN outcome_step INTEGER",
+    "ALTER TABLE attempts ADD COLUMN exit_code INTEGER",
+    "ALTER TABLE jobs ADD COLUMN outcome_kind TEXT",
+    "ALTER TABLE intents ADD COLUMN detail TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE events ADD COLUMN data TEXT NOT NULL DEFAULT '{}'",
+    "DROP TRIGGER events_keep",
+    sentences.convert,
+    "ALTER TABLE events DROP COLUMN message",
+    """CREATE TRIGGER events_keep BEFORE UPDATE ON events
+       BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
+)
+
+MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
     _MADE_NODES,
     _IDENTITY,
+    _KINDS,
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broker.errors import AuthError, BrokerError, InvalidRequestError, TransientError
+from broker.errors import AuthError, BrokerError, InvalidRequestError, MissingPackageError, TransientError
 from broker.storage.base import StoredKey
 
 Answer = TypeVar("Answer")
@@ -153,11 +153,11 @@ def find_code(error: Exception) -> str | None:
 
 
 def open_store(url: str, **options: Any) -> Any:
-    """obstore's store for a URL. Raises InvalidRequestError without the package or without a bucket's name."""
+    """obstore's store for a URL. Raises MissingPackageError, and InvalidRequestError without a bucket's name."""
     try:
         from obstore.store import from_url
     except ImportError as error:
-        raise InvalidRequestError(
+        raise MissingPackageError(
             f"`{url}` needs the package obstore", hints=("pip install 'intercloud-broker[storage]'",)
         ) from error
     try:

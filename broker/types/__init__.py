@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from broker.types.jobs import *  # noqa: F403
     from broker.types.machines import *  # noqa: F403
     from broker.types.market import *  # noqa: F403
+    from broker.types.outcomes import *  # noqa: F403
     from broker.types.pipeline import *  # noqa: F403
     from broker.types.task import *  # noqa: F403
 
@@ -25,6 +26,7 @@ _NOUNS = {
         "Cluster",
         "ClusterStatus",
         "Node",
+        "NodeEnd",
         "NodeList",
         "MachineSpec",
         "NodeRequest",
@@ -44,6 +46,7 @@ _NOUNS = {
         "Rejection",
         "Strategy",
     ),
+    "outcomes": ("Event", "EventData", "EventKind", "IntentEnd", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
     "task": (
         "Autostop",

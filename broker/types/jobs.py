@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from broker.nouns import noun
 from broker.types.market import Placement
+from broker.types.outcomes import Outcome, OutcomeKind
 from broker.types.task import Task
 
 
@@ -49,10 +50,16 @@ class Attempt:
     resumed_s: float | None = None  # when it first reported a step
     lost_s: float | None = None  # when its first node went, or its program failed
     ended_s: float | None = None
-    outcome: str = ""
+    outcome: Outcome | None = None
     usd: float = 0.0
-    returncode: int | None = None  # of a program that ended by itself
     kept_until_s: float | None = None  # its nodes are kept for the next attempt, until then; None: given back
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code of a program that failed by itself."""
+        if self.outcome is None or self.outcome.kind is not OutcomeKind.PROGRAM_FAILED:
+            return None
+        return self.outcome.exit_code
 
 
 @noun
@@ -80,7 +87,8 @@ class Job:
     ended_s: float | None = None
     attempts: tuple[Attempt, ...] = ()
     progress: Progress | None = None
-    failure: str = ""
+    failure: str = ""  # for people; `outcome_kind` is for code
+    outcome_kind: OutcomeKind | None = None  # how it ended
     cancel_requested: bool = False
     needs: tuple[int, ...] = ()  # jobs that must have succeeded before this one starts
     pipeline: str = ""  # name of the pipeline it is part of

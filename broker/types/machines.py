@@ -19,6 +19,16 @@ class NodeState(StrEnum):
     TERMINATED = "TERMINATED"  # confirmed gone; `Node.reason` may say why
 
 
+class NodeEnd(StrEnum):
+    """Why a node ended, where code asks for it. A cloud may give another word: then `Node.reason` is that one."""
+
+    PREEMPTED = "preempted"
+    LEASE = "lease"  # no broker renewed its lease; some clouds tell no more than that it switched itself off
+    DONE = "done"  # it switched itself off: its work had ended
+    TERMINATED = "terminated"  # on request
+    MISSING = "missing"  # lists leave it out for too long
+
+
 @noun
 class MachineSpec:
     """What every node of a gang gets besides its instance type; None leaves the choice to the cloud's adapter."""
@@ -67,7 +77,7 @@ class Node:
     usd_hour: float = 0.0
     created_s: float = 0.0
     ended_s: float | None = None  # when billing stopped
-    reason: str = ""  # why it ended: "preempted", "lease", "done", "terminated"
+    reason: str = ""  # why it ended: a `NodeEnd`, or the cloud's own word
     handle: str = ""  # what the transport needs to reach it (local: the node's folder; ssh: user@host)
     account: str = ""  # whose it is: AWS account id, Google project; empty where a cloud knows no accounts
 

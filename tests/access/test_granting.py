@@ -16,6 +16,7 @@ from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import AuthError, CloudError, TransientError, UsageError
 from broker.types import DataSet, Secret, StorageMount, Task
+from broker.wording import describe_event
 from tests.access.plans import make_cluster, make_task, plan_on
 
 
@@ -61,8 +62,8 @@ def granter() -> FakeGranter:
 def make_grants(config: Config, granter: FakeGranter, task: Task | None = None) -> tuple[Grants, list[str]]:
     told: list[str] = []
     grants = Grants(
-        config, clock=GranterClock(granter), find_task=lambda _: task, tell=lambda _, message: told.append(message),
-        granters=dict.fromkeys(("s3", "gs"), granter),
+        config, clock=GranterClock(granter), find_task=lambda _: task,
+        tell=lambda _, event: told.append(describe_event(event)), granters=dict.fromkeys(("s3", "gs"), granter),
     )  # fmt: skip
     return grants, told
 

@@ -19,6 +19,7 @@ from broker.types import (
     Attempt,
     Cluster,
     ClusterStatus,
+    EventKind,
     JobStatus,
     Node,
     NodeRequest,
@@ -27,6 +28,7 @@ from broker.types import (
     Progress,
     Secret,
     Task,
+    make_event,
 )
 from tests.fuzz.registry import Target
 from tests.simulation.world import make_offer
@@ -55,7 +57,7 @@ def make_template() -> bytes:
     store.record_node(node)
     store.put_attempt(Attempt(job_id=job.id, number=1, cluster="c", started_s=1.0, placement=_PLACEMENT))
     store.set_progress(job.id, Progress(step=1, total=2))
-    store.add_event("submitted", "x", job_id=job.id)
+    store.add_event(make_event(EventKind.STARTED), job_id=job.id)
     store.close()
     with contextlib.closing(sqlite3.connect(folder / "state.db")) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -104,7 +106,7 @@ def list_reads(store: Store) -> list[Callable[[], Any]]:
         lambda: store.list_steps(1), lambda: store.get_log_offset(1), lambda: store.active_refusals(1.0),
         store.list_spot_stays, lambda: store.read_spot_history(), lambda: store.get_pace("aws", "answer"),
         store.measure_beat_age_s, lambda: store.newest_run_id("c"), lambda: store.find_request("request"),
-        lambda: store.add_event("kind", "x", job_id=1), lambda: store.add_job("b", Task(run="x")),
+        lambda: store.add_event(make_event(EventKind.LATE), job_id=1), lambda: store.add_job("b", Task(run="x")),
         lambda: store.request_cancel(1), lambda: store.set_job_status(1, JobStatus.FAILED, "x"), store.compact,
     ]  # fmt: skip
 

@@ -31,6 +31,8 @@ from broker.types import (
     Goal,
     Job,
     JobStatus,
+    Outcome,
+    OutcomeKind,
     Placement,
     Plan,
     Progress,
@@ -102,7 +104,7 @@ def test_the_first_of_each_pricing_model_are_looked_at_and_where_the_job_is() ->
 
 def test_where_the_job_was_last_is_looked_at_while_nothing_runs() -> None:
     plan = make_plan(*SPOTS, *ONDEMANDS)
-    lost = attempt(SPOTS[11].placement, lost_s=NOW_S - 60.0, outcome="preempted: x")
+    lost = attempt(SPOTS[11].placement, lost_s=NOW_S - 60.0, outcome=Outcome(kind=OutcomeKind.PREEMPTED))
     situation = read(plan, attempts=(lost,))
     assert (situation.view.current, situation.view.last) == (None, 11) and list_zones(situation)[11] == "s11"
     running = read(plan, attempts=(lost,), live=attempt(SPOTS[1].placement))

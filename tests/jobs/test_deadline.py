@@ -19,7 +19,7 @@ from broker.jobs.deadline import (
     follows_deadline,
     is_voluntary,
     read_situation,
-    say_decision,
+    record_decision,
 )
 from broker.jobs.sightings import Sighting
 from broker.optimizer.planner import make_plan
@@ -31,18 +31,22 @@ from broker.types import (
     Attempt,
     CheckpointSpec,
     Cluster,
+    EventKind,
     Goal,
     Job,
     JobRecovery,
     JobStatus,
     NodeRequest,
     Offer,
+    Outcome,
+    OutcomeKind,
     Placement,
     Plan,
     Progress,
     Resources,
     Task,
 )
+from broker.wording import describe_event
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World, make_offer
 
@@ -62,6 +66,10 @@ DEAR = replace(make_offer("east1a"), ondemand_usd_hour=20.0)
 
 def plan_of(task: Task, *offers: Offer) -> Plan:
     return make_plan(task, offers or [make_offer("east1a"), make_offer("west1a")], prices_as_of="2026-11-01")
+
+
+def is_moved(attempt: Attempt) -> bool:
+    return attempt.outcome is not None and attempt.outcome.kind is OutcomeKind.MOVED
 
 
 def make_job(task: Task = TASK, *, attempts: tuple[Attempt, ...] = (), progress: Progress | None = None) -> Job:
@@ -108,12 +116,12 @@ def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
     assert running.age_hours - running.met_hours == pytest.approx(0.5), "watched since it runs there"
     assert [each.is_watched for each in situation.candidates if each.is_spot] == [True, False]
     target = next(each for each in situation.candidates if not each.is_spot)
-    text = say_decision(situation, Move(target=target, reason="why"))
+    text = describe_event(record_decision(situation, Move(target=target, reason="why")))
     assert "on-demand in simulated" in text and "0.5 h to the deadline" in text and "(why)" in text
     assert not is_voluntary(situation, Move(target=target)), "leaving spot for on-demand cannot wait"
-    assert "hold no machines" in say_decision(situation, Wait(reason="ahead"))
+    assert "hold no machines" in describe_event(record_decision(situation, Wait(reason="ahead")))
     weighed = (("spot now", 3.0), ("on-demand now", 9.5), ("waiting", 4.25))
-    text = say_decision(situation, Move(target=target, weighed=weighed))
+    text = describe_event(record_decision(situation, Move(target=target, weighed=weighed)))
     assert "expected to the end 3.00 USD by spot now, 9.50 USD by on-demand now and 4.25 USD by waiting" in text
 
 
@@ -214,7 +222,7 @@ class Stage:
 
     def list_decisions(self) -> list[str]:
         events = self.world.store.list_events(job_id=self.world.job_id)
-        return [event.message for event in events if event.kind == "decision"]
+        return [event.message for event in events if event.kind is EventKind.DECISION]
 
 
 def make_moving_stage(folder: Path) -> Stage:
@@ -250,7 +258,7 @@ def test_a_job_on_demand_goes_over_to_spot_when_there_is_some_and_it_is_safe(tmp
 def test_a_much_cheaper_place_is_moved_to_at_a_checkpoint(tmp_path: Path) -> None:
     job = make_moving_stage(tmp_path).run()
     assert [each.placement.offer.zone for each in job.attempts] == ["east1a", "west1a"]
-    assert job.attempts[0].outcome.startswith("moved")
+    assert is_moved(job.attempts[0])
 
 
 def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
@@ -261,7 +269,7 @@ def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
     put_attempt = calm.world.store.put_attempt
 
     def note(attempt: Attempt) -> None:
-        if attempt.outcome.startswith("moved"):
+        if is_moved(attempt):
             begun.append(calm.world.points.count)
         put_attempt(attempt)
 
@@ -282,17 +290,17 @@ def test_the_store_tells_what_its_spot_attempts_lived_through(tmp_path: Path) ->
     now_s = world.clock.now_s()
     spot = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
 
-    def put(number: int, placement: Placement, outcome: str) -> None:
+    def put(number: int, placement: Placement, kind: OutcomeKind) -> None:
         attempt = Attempt(
             job_id=world.job_id, number=number, cluster="c", placement=placement, started_s=now_s - 7200,
-            lost_s=now_s - 3600, ended_s=now_s, outcome=outcome,
+            lost_s=now_s - 3600, ended_s=now_s, outcome=Outcome(kind=kind),
         )  # fmt: skip
         world.store.put_attempt(attempt)
 
-    put(1, spot, "preempted: node 1 gone")
-    put(2, spot, "moved: cheaper")
-    put(3, spot, "preempted: its cluster was taken down")
-    put(4, replace(spot, is_spot=False), "preempted: node 0 gone")
+    put(1, spot, OutcomeKind.PREEMPTED)
+    put(2, spot, OutcomeKind.MOVED)
+    put(3, spot, OutcomeKind.TAKEN_DOWN)
+    put(4, replace(spot, is_spot=False), OutcomeKind.NODE_LOST)
     assert [stay.is_preempted for stay in world.store.list_spot_stays()] == [False, False, True]
     (seen,) = world.store.read_spot_history().values()
     assert seen.preemptions == pytest.approx(1.0, rel=0.01) and seen.node_hours == pytest.approx(6.0, rel=0.01)

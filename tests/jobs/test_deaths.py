@@ -6,7 +6,7 @@ import pytest
 
 from broker.jobs.deaths import DEATHS_MAX, count_deaths, describe_cause, find_signal, is_restart_due, measure_headway
 from broker.state.jobs import StepRange
-from broker.types import Attempt, JobRecovery, Placement
+from broker.types import Attempt, JobRecovery, Outcome, OutcomeKind, Placement
 from tests.simulation.world import make_offer
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -40,9 +40,8 @@ def test_likely_cause_of_a_death(code: int | None, lines: tuple[str, ...], cause
 
 
 def make_attempt(number: int, returncode: int | None) -> Attempt:
-    return Attempt(
-        job_id=1, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=0.0, returncode=returncode
-    )
+    outcome = None if returncode is None else Outcome(kind=OutcomeKind.PROGRAM_FAILED, exit_code=returncode)
+    return Attempt(job_id=1, number=number, cluster=f"c{number}", placement=PLACEMENT, started_s=0.0, outcome=outcome)
 
 
 def make_steps(*reached: tuple[int, int | None]) -> dict[int, StepRange]:

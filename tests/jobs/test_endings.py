@@ -9,12 +9,8 @@ import pytest
 
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.endings import (
-    APART_OUTCOME,
     END_S_MAX,
-    LAST_LINES_KIND,
-    OVERSPENT_OUTCOME,
     REPEATS_MAX,
-    STALLED_OUTCOME,
     Endings,
 )
 from broker.jobs.judgement import Verdict
@@ -22,12 +18,15 @@ from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
 from broker.types import (
     Attempt,
+    EventKind,
     Goal,
     Job,
     JobRecovery,
     JobStatus,
     Node,
     NodeState,
+    Outcome,
+    OutcomeKind,
     Placement,
     Progress,
     Resources,
@@ -38,6 +37,7 @@ from tests.simulation.world import make_offer
 from tests.state.test_rows import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+BROKEN = Outcome(kind=OutcomeKind.GANG_BROKEN, detail="a reason", step=7)
 FULL = 2  # SQLite's number of `synchronous`
 
 
@@ -93,10 +93,10 @@ class Stage:
         )
         assert self.endings.conclude(self.job, self.attempt, verdict, run) == 0.0
 
-    def see(self) -> tuple[JobStatus, str, str, float | None]:
+    def see(self) -> tuple[JobStatus, Outcome | None, str, float | None]:
         return self.job.status, self.attempt.outcome, self.job.failure, self.attempt.lost_s
 
-    def list_told(self) -> list[tuple[str, str]]:
+    def list_told(self) -> list[tuple[EventKind, str]]:
         return [(event.kind, event.message) for event in self.store.list_events(job_id=self.job_id)]
 
 
@@ -111,44 +111,59 @@ def make_task(**recovery: object) -> Task:
 
 def test_a_success_ends_attempt_and_job(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED, 0)
-    assert stage.see() == (JobStatus.SUCCEEDED, "succeeded", "", None)
-    assert stage.list_told() == [("ended", "SUCCEEDED")]
+    assert stage.see() == (JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "", None)
+    assert stage.job.outcome_kind is OutcomeKind.SUCCEEDED
+    assert stage.list_told() == [(EventKind.ENDED, "SUCCEEDED")]
 
 
 def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
     stage.clock.time_s += 30.0
     stage.endings.lose(stage.attempt, "node 0 gone", lost_s=START_S + 10.0)
-    assert stage.see() == (JobStatus.RECOVERING, "preempted: node 0 gone", "", START_S + 10.0)
-    assert stage.list_told() == [("preempted", "preempted: node 0 gone")]
+    lost = Outcome(kind=OutcomeKind.PREEMPTED, detail="node 0 gone")
+    assert stage.see() == (JobStatus.RECOVERING, lost, "", START_S + 10.0)
+    assert stage.list_told() == [(EventKind.ATTEMPT_LOST, "preempted: node 0 gone")]
     stage.begin(2)
     stage.endings.lose(stage.attempt, "again")
     assert stage.attempt.lost_s == START_S + 30.0, "where nobody knows when, it is now"
 
 
+def test_only_a_market_preempts(stage: Stage) -> None:
+    stage.store.put_attempt(replace(stage.attempt, placement=replace(PLACEMENT, is_spot=False)))
+    stage.endings.lose(stage.attempt, "node 0 gone", step=7)
+    assert stage.attempt.outcome == Outcome(kind=OutcomeKind.NODE_LOST, detail="node 0 gone", step=7)
+    stage.begin(2)
+    stage.endings.lose_cluster(stage.attempt)
+    assert stage.attempt.outcome == Outcome(kind=OutcomeKind.TAKEN_DOWN)
+    told = [
+        (EventKind.ATTEMPT_LOST, "node 0 gone after step 7"),
+        (EventKind.ATTEMPT_LOST, "the cluster was taken down"),
+    ]
+    assert stage.list_told() == told
+
+
 def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage) -> None:
-    stage.endings.leave_unattended(stage.attempt, "its allowance ran out", lost_s=START_S - 9.0)
-    assert stage.see() == (JobStatus.RECOVERING, "its allowance ran out", "", START_S - 9.0)
-    assert stage.list_told() == [("restart", "its allowance ran out: restarted on new nodes")]
+    stage.endings.leave_unattended(stage.attempt, "12 h", step=7, lost_s=START_S - 9.0)
+    outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
+    assert stage.see() == (JobStatus.RECOVERING, outcome, "", START_S - 9.0)
+    told = "its unattended allowance of 12 h ran out after step 7: restarted on new nodes"
+    assert stage.list_told() == [(EventKind.LEASE_EXPIRED, told)]
 
 
 @pytest.mark.parametrize(
-    ("verdict", "returncode", "expected"),
+    ("verdict", "returncode", "status", "kind", "failure"),
     [
-        (Verdict.FAILED, 3, (JobStatus.FAILED, "failed with exit code 3", "`run` exited with code 3", None)),
-        (Verdict.FAILED_SETUP, 4, (JobStatus.FAILED_SETUP, "failed in setup", "`setup` exited with code 4", None)),
-        (
-            Verdict.CANCELLED,
-            None,
-            (JobStatus.CANCELLED, "cancelled", "the run was cancelled on its cluster", None),
-        ),
+        (Verdict.FAILED, 3, JobStatus.FAILED, OutcomeKind.PROGRAM_FAILED, "`run` exited with code 3"),
+        (Verdict.FAILED_SETUP, 4, JobStatus.FAILED_SETUP, OutcomeKind.SETUP_FAILED, "`setup` exited with code 4"),
+        (Verdict.CANCELLED, None, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "the run was cancelled on its cluster"),
     ],
 )
 def test_what_ends_the_job(
-    stage: Stage, verdict: Verdict, returncode: int | None, expected: tuple[JobStatus, str, str, float | None]
+    stage: Stage, verdict: Verdict, returncode: int | None, status: JobStatus, kind: OutcomeKind, failure: str
 ) -> None:
     stage.conclude(verdict, returncode)
-    assert stage.see() == expected
-    assert stage.list_told() == [("ended", f"{expected[0].value}: {expected[2]}")]
+    assert stage.see() == (status, Outcome(kind=kind, exit_code=returncode), failure, None)
+    assert stage.job.outcome_kind is kind
+    assert stage.list_told() == [(EventKind.ENDED, f"{status.value}: {failure}")]
 
 
 def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> None:
@@ -157,12 +172,17 @@ def test_a_program_is_restarted_as_often_as_the_task_allows(tmp_path: Path) -> N
         stage.clock.time_s += 5.0
         stage.conclude(Verdict.FAILED, code)
         assert stage.see() == (
-            JobStatus.RECOVERING, f"failed with exit code {code}", "", START_S + 5.0 * number,
+            JobStatus.RECOVERING, Outcome(kind=OutcomeKind.PROGRAM_FAILED, exit_code=code,
+            detail="it asked for a restart: no headway for too long" if code == 75 else ""), "", START_S + 5.0 * number,
         )  # fmt: skip
         stage.begin(number + 1)
     stage.conclude(Verdict.FAILED, 3)
     assert stage.job.status is JobStatus.FAILED
-    assert [kind for kind, _ in stage.list_told()] == ["restart", "restart", "ended"]
+    assert [kind for kind, _ in stage.list_told()] == [
+        EventKind.PROGRAM_RESTARTED,
+        EventKind.PROGRAM_RESTARTED,
+        EventKind.ENDED,
+    ]
 
 
 def test_listed_exit_codes_are_not_counted(tmp_path: Path) -> None:
@@ -183,10 +203,11 @@ def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Sta
     for number, step in enumerate((7, 19, 40), start=1):
         make_headway(stage, step)
         stage.conclude(Verdict.FAILED, 137)
-        assert stage.see()[:2] == (JobStatus.RECOVERING, "failed with exit code 137")
         cause = "SIGKILL: killed, probably out of memory"
+        outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=step, exit_code=137)
+        assert stage.see()[:2] == (JobStatus.RECOVERING, outcome)
         told = f"the program exited with code 137 ({cause}) at step {step} and is restarted on new nodes"
-        assert stage.list_told()[-1] == ("restart", told)
+        assert stage.list_told()[-1] == (EventKind.PROGRAM_RESTARTED, told)
         stage.begin(number + 1)
 
 
@@ -274,7 +295,7 @@ def test_the_last_lines_of_the_rank_that_died_first_are_kept(stage: Stage) -> No
     stage.conclude(Verdict.FAILED, 1, lines=("step 8", "RuntimeError: CUDA out of memory"))
     assert stage.job.failure == "`run` exited with code 1 (out of GPU memory)"
     title = "last lines of rank 1 in attempt 1:"
-    assert stage.list_told()[0] == (LAST_LINES_KIND, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
+    assert stage.list_told()[0] == (EventKind.LAST_LINES, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
 
 
 def test_what_was_preempted_is_no_failure_of_the_program(tmp_path: Path) -> None:
@@ -288,7 +309,7 @@ def test_what_was_preempted_is_no_failure_of_the_program(tmp_path: Path) -> None
 def test_a_gang_that_falls_apart_at_one_step_again_and_again_is_the_programs_fault(stage: Stage) -> None:
     for number in range(1, REPEATS_MAX):
         stage.conclude(Verdict.APART, step=7)
-        assert stage.see()[:2] == (JobStatus.RECOVERING, f"{APART_OUTCOME} at step 7")
+        assert stage.see()[:2] == (JobStatus.RECOVERING, BROKEN)
         stage.begin(number + 1)
     stage.conclude(Verdict.APART, step=7)
     assert stage.job.status is JobStatus.FAILED
@@ -299,16 +320,16 @@ def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage)
     for number, step in enumerate((7, 8, 7, None, 8, 0), start=1):
         stage.conclude(Verdict.APART, step=step)
         assert stage.job.status is JobStatus.RECOVERING, step
-        assert stage.attempt.outcome == f"{APART_OUTCOME} at step {step or 0}"
+        assert stage.attempt.outcome == replace(BROKEN, step=step or 0)
         stage.begin(number + 1)
-    stage.endings.repeat(stage.job, stage.attempt, STALLED_OUTCOME, "no new step", RunEnd(progress=Progress(step=7)))
+    stage.endings.stall(stage.job, stage.attempt, 60.0, RunEnd(progress=Progress(step=7)))
     assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
 
 
 def test_an_end_that_comes_too_late_changes_and_tells_nothing(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED)
     told = stage.list_told()
-    stage.endings.finish(stage.job, JobStatus.FAILED, "late")
+    stage.endings.finish(stage.job, JobStatus.FAILED, OutcomeKind.REFUSED, "late")
     assert stage.job.status is JobStatus.SUCCEEDED and stage.list_told() == told
 
 
@@ -333,8 +354,8 @@ def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, mo
     )
     for act in (
         lambda: stage.endings.lose(stage.attempt, "node 0 gone"),
-        lambda: stage.endings.finish(stage.job, JobStatus.FAILED, "it needs another"),
-        lambda: stage.endings.end(stage.job, stage.attempt, JobStatus.FAILED, "failed", "it failed"),
+        lambda: stage.endings.finish(stage.job, JobStatus.FAILED, OutcomeKind.DEPENDENCY_FAILED, "it needs another"),
+        lambda: stage.endings.end(stage.job, stage.attempt, JobStatus.FAILED, BROKEN, "it failed"),
     ):
         with stage.store.transaction(is_durable=False):
             pass  # as progress is stored: what a power cut takes of that is seen again
@@ -383,4 +404,6 @@ def test_a_run_that_was_cancelled_for_its_budget_has_failed_by_it(tmp_path: Path
     spend(stage, 6.0)
     stage.conclude(Verdict.CANCELLED)
     status, outcome, failure, _ = stage.see()
-    assert (status, outcome) == (JobStatus.FAILED, OVERSPENT_OUTCOME) and failure.startswith("the budget of 5 USD")
+    assert (status, outcome) == (JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED)) and failure.startswith(
+        "the budget of 5 USD"
+    )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from broker.jobs.controller import JobController
-from broker.types import Cluster, JobRecovery, JobStatus, Resources, RunStatus, StorageMount
+from broker.types import Cluster, JobRecovery, JobStatus, OutcomeKind, Resources, RunStatus, StorageMount
+from broker.wording import describe_outcome
 from tests.simulation.world import OWNER, Report, SimulatedGang, World
 
 UPLOAD_S = 1200.0
@@ -91,7 +92,8 @@ def test_files_that_did_not_arrive_are_told(world: World) -> None:
     assert job.status is JobStatus.FAILED and ended_s >= world.gang.flushed_s
     assert len(job.attempts) == 1 and job.progress is not None and job.progress.step > 0, "it is not run again"
     assert job.failure.startswith(f"the program succeeded, but {world.gang.failure}") and "lost" in job.failure
-    assert job.attempts[0].outcome == "files did not arrive"
+    assert job.outcome_kind is OutcomeKind.FILES_LOST
+    assert describe_outcome(job.attempts[0].outcome) == "files did not arrive"
 
 
 def test_the_exit_code_by_itself_is_the_programs(world: World) -> None:

@@ -32,9 +32,10 @@ from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
 from broker.jobs.watch import Watch
 from broker.state.store import Store
-from broker.types import (
+from broker.types import (  # fmt: skip
     Attempt,
     Cluster,
+    EventKind,
     Goal,
     Job,
     JobRecovery,
@@ -49,7 +50,9 @@ from broker.types import (
     Resources,
     RunStatus,
     Task,
-)  # fmt: skip
+    make_event,
+)
+from broker.wording import describe_outcome
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, Report, World, make_plan
 
@@ -166,7 +169,7 @@ def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_o
     world.gang.poll = warn  # type: ignore[method-assign]
     world.clock.run(controller.step)
     job = world.get_job()
-    assert job.status is JobStatus.RECOVERING and "notice" in job.attempts[0].outcome
+    assert job.status is JobStatus.RECOVERING and "notice" in describe_outcome(job.attempts[0].outcome)
     run_to_end(world, "plain")
     check(world, JobStatus.SUCCEEDED)
     assert len(world.get_job().attempts) == 2
@@ -239,7 +242,8 @@ def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_pat
     run_to_end(world, "preemption")
     assert refused == 3
     assert world.get_job().status is JobStatus.SUCCEEDED
-    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "waiting"]
+    kinds = (EventKind.WAITING, EventKind.REPLACEMENT_FAILED)
+    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind in kinds]
     assert len(told) == 3 and "the login has expired; trying again in" in told[1]
 
 
@@ -261,7 +265,7 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
     run_to_end(world, "plain")
     job = world.get_job()
     assert job.status is JobStatus.SUCCEEDED
-    assert [attempt.outcome for attempt in job.attempts] == ["stalled at step 15", "succeeded"]
+    assert [describe_outcome(attempt.outcome) for attempt in job.attempts] == ["stalled at step 15", "succeeded"]
     assert not world.list_live_nodes()
 
 
@@ -441,7 +445,7 @@ def test_a_daemon_that_slept_through_its_replacement_writes_nothing_more(tmp_pat
         successor.lead()
         before = len(successor.list_events())
         with pytest.raises(FencedError):
-            world.store.add_event("late", "a zombie speaks")
+            world.store.add_event(make_event(EventKind.LATE))
         await daemon
         assert len(successor.list_events()) == before
 

@@ -12,7 +12,19 @@ import pytest
 from broker.clouds.simulated import FaultRates
 from broker.errors import NoOfferError
 from broker.jobs.keeping import PATIENCE_S_MAX, Elsewhere, Keeping, is_at, measure_patience_s
-from broker.types import Attempt, Cluster, ClusterStatus, Job, JobStatus, NodeState, Placement, Plan, RunStatus
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    EventKind,
+    Job,
+    JobStatus,
+    NodeState,
+    OutcomeKind,
+    Placement,
+    Plan,
+    RunStatus,
+)
 from tests.jobs.test_mending import take_nodes
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Report, World, make_offer
@@ -105,8 +117,12 @@ def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
     world.clock.run(lambda: act(world, (10, rank)))
     check(world, JobStatus.SUCCEEDED)
     first, second = world.get_job().attempts
-    assert first.cluster == second.cluster and first.outcome.startswith(f"preempted: node {rank} gone after step")
-    assert "1 of 2 nodes are kept while it is replaced" in first.outcome
+    assert first.cluster == second.cluster
+    assert first.outcome is not None and first.outcome.kind is OutcomeKind.PREEMPTED and first.outcome.step
+    (lost,) = (each for each in world.store.list_events() if each.kind is EventKind.ATTEMPT_LOST)
+    assert (lost.data["kept_count"], lost.data["node_count"]) == (1, 2)
+    assert lost.message.startswith(f"preempted: node {rank} gone after step")
+    assert lost.message.endswith(": 1 of 2 nodes are kept while it is replaced")
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 3
 
 

@@ -12,7 +12,7 @@ from broker.config import Config
 from broker.jobs.endings import Endings
 from broker.jobs.logs import get_log_path
 from broker.jobs.lost_gang import LEASES_APART_S, LostGang, is_programs_failure
-from broker.jobs.outcomes import Outcome
+from broker.jobs.outcomes import RunResult
 from broker.types import (
     Attempt,
     CheckpointSpec,
@@ -23,22 +23,25 @@ from broker.types import (
     JobStatus,
     Node,
     NodeState,
+    Outcome,
+    OutcomeKind,
     Progress,
     RunStatus,
 )
+from broker.wording import describe_outcome
 from tests.simulation.world import OWNER, Report, World, make_plan
 
-FAILED = Outcome(status=RunStatus.FAILED, returncode=3, reason="rank 1 exited with 3", lease_left_s=9000.0)
+FAILED = RunResult(status=RunStatus.FAILED, returncode=3, reason="rank 1 exited with 3", lease_left_s=9000.0)
 SILENT = Report(status=RunStatus.SETTING_UP, returncode=None, unreachable=(0, 1), progress=None)
 
 
 class Left:
-    def __init__(self, outcome: Outcome | None, log: bytes | None = None) -> None:
+    def __init__(self, outcome: RunResult | None, log: bytes | None = None) -> None:
         self.outcome = outcome
         self.log = log
         self.asked: list[tuple[str, int]] = []
 
-    async def read_outcome(self, place: str, attempt: int) -> Outcome | None:
+    async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
         self.asked.append((place, attempt))
         return self.outcome
 
@@ -86,9 +89,11 @@ def conclude(
 def test_success_that_was_left_ends_the_job_with_its_last_step_and_its_log(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.store.set_progress(world.job_id, Progress(step=5, total=40))
-    left = Left(Outcome(status=RunStatus.SUCCEEDED, returncode=0, progress=Progress(step=40, total=40)), b"one\ntwo\n")
+    left = Left(
+        RunResult(status=RunStatus.SUCCEEDED, returncode=0, progress=Progress(step=40, total=40)), b"one\ntwo\n"
+    )
     job, _ = conclude(tmp_path, left, "missing", "preempted", world=world)
-    assert (job.status, job.attempts[0].outcome) == (JobStatus.SUCCEEDED, "succeeded")
+    assert (job.status, describe_outcome(job.attempts[0].outcome)) == (JobStatus.SUCCEEDED, "succeeded")
     assert job.progress == Progress(step=40, total=40)
     assert get_log_path(tmp_path / "logs", job.id).read_bytes() == b"one\ntwo\n"
     assert left.asked == [(f"s3://bucket/runs/{OWNER}-{job.folder}", 1)]
@@ -103,7 +108,7 @@ def test_log_continues_where_the_copy_was_and_a_second_look_repeats_nothing(tmp_
     path.write_bytes(b"old attempt\none\n")
     world.store.set_log_offset(world.job_id, LogOffset(attempt=1, source_bytes=4, file_bytes=16))
     left = Left(None, b"one\ntwo\n")
-    for outcome in (Outcome(status=RunStatus.CANCELLED), Outcome(status=RunStatus.CANCELLED)):
+    for outcome in (RunResult(status=RunStatus.CANCELLED), RunResult(status=RunStatus.CANCELLED)):
         left.outcome = outcome
         conclude(tmp_path, left, "lease", world=world)
         assert path.read_bytes() == b"old attempt\none\ntwo\n"
@@ -130,7 +135,7 @@ def test_a_program_that_ended_well_is_not_run_again_for_files_that_did_not_arriv
 def test_a_start_that_is_not_on_record_may_have_come_to_its_end(tmp_path: Path) -> None:
     unflushed = replace(FAILED, returncode=74, unflushed="written files did not arrive")
     for name, left, expected in (
-        ("a", Outcome(status=RunStatus.SUCCEEDED, returncode=0), JobStatus.SUCCEEDED),
+        ("a", RunResult(status=RunStatus.SUCCEEDED, returncode=0), JobStatus.SUCCEEDED),
         ("b", unflushed, JobStatus.FAILED),
         ("c", FAILED, JobStatus.PENDING),  # what its nodes came to decides
     ):
@@ -158,10 +163,11 @@ def test_failed_setup_is_told_as_such(tmp_path: Path) -> None:
         (replace(FAILED, status=RunStatus.CANCELLED), ("done", "done")),
     ],
 )
-def test_failure_that_may_be_a_lost_peers_is_a_loss(tmp_path: Path, left: Outcome, reasons: tuple[str, ...]) -> None:
+def test_failure_that_may_be_a_lost_peers_is_a_loss(tmp_path: Path, left: RunResult, reasons: tuple[str, ...]) -> None:
     assert not is_programs_failure(left, make_nodes(*reasons), SILENT.unreachable)
     job, _ = conclude(tmp_path, Left(left), *reasons)
-    assert job.status is JobStatus.RECOVERING and job.attempts[0].outcome.startswith("preempted: node")
+    assert job.status is JobStatus.RECOVERING and job.attempts[0].outcome
+    assert job.attempts[0].outcome.kind is OutcomeKind.PREEMPTED
 
 
 def test_node_that_its_cloud_keeps_stopped_ended_itself_too() -> None:
@@ -178,7 +184,7 @@ def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: 
     world.store.set_progress(world.job_id, Progress(step=7))
     job, _ = conclude(tmp_path, Left(None), "lease", "lease", world=world)
     assert job.status is JobStatus.RECOVERING
-    assert job.attempts[0].outcome == "its unattended allowance of 12 h ran out after step 7"
+    assert job.attempts[0].outcome == Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert job.attempts[0].lost_s == 50.0
     assert world.store.list_events(job_id=job.id)[-1].message == (
         "its unattended allowance of 12 h ran out after step 7: restarted on new nodes"
@@ -187,19 +193,19 @@ def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: 
 
 def test_allowance_that_the_budget_may_have_cut_is_not_told_as_a_whole_one(tmp_path: Path) -> None:
     job, _ = conclude(tmp_path, Left(None), "lease", "lease", goal=Goal(budget_usd=3.0))
-    assert "allowance of up to 12 h ran out" in job.attempts[0].outcome
+    assert job.attempts[0].outcome == Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="up to 12 h")
 
 
 @pytest.mark.parametrize("reasons", [("lease", "preempted"), ("missing", "missing"), ("lease", "terminated")])
 def test_other_ends_are_losses_as_before(tmp_path: Path, reasons: tuple[str, ...]) -> None:
     job, _ = conclude(tmp_path, Left(None), *reasons)
-    assert job.attempts[0].outcome == "preempted: node 0 and 1 gone"
+    assert describe_outcome(job.attempts[0].outcome) == "preempted: node 0 and 1 gone"
     assert job.attempts[0].lost_s == 50.0, "when the cloud says that they ended, not when it was noticed"
 
 
 def test_node_that_goes_while_the_broker_renews_its_lease_is_lost(tmp_path: Path) -> None:
     job, _ = conclude(tmp_path, Left(None), "lease", "lease", was_attended=True)
-    assert job.attempts[0].outcome == "preempted: node 0 and 1 gone"
+    assert describe_outcome(job.attempts[0].outcome) == "preempted: node 0 and 1 gone"
 
 
 def test_folder_is_no_bucket_to_look_in(tmp_path: Path) -> None:

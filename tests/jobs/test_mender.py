@@ -13,7 +13,18 @@ import pytest
 from broker.errors import CapacityError, TransientError
 from broker.jobs.mending import Mender
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, JobRecovery, Node, NodeState, Placement, Resources, RunStatus, Task
+from broker.types import (
+    Cluster,
+    ClusterStatus,
+    EventKind,
+    JobRecovery,
+    Node,
+    NodeState,
+    Placement,
+    Resources,
+    RunStatus,
+    Task,
+)
 from tests.simulation.world import Report, make_offer
 from tests.state.test_rows import NODE, START_S, Hands
 
@@ -81,9 +92,9 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
     assert {rank for _, rank in world.asked} == {1} and world.started == [(1, 900.0)]
     events = store.list_events(job_id=job.id)
     kinds = [event.kind for event in events]
-    [shrunk] = [event.message for event in events if event.kind == "shrunk"]
+    [shrunk] = [event.message for event in events if event.kind is EventKind.SHRUNK]
     assert "with 1 of 2" in shrunk
-    assert kinds.count("shrunk") == 1 and kinds.count("waiting") == len(world.asked)
+    assert kinds.count(EventKind.SHRUNK) == 1 and kinds.count(EventKind.REPLACEMENT_FAILED) == len(world.asked)
 
 
 def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
@@ -116,10 +127,10 @@ def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     store.put_cluster(gone)
     asyncio.run(act(gone, CALM, 50.0))
     assert [rank for _, rank in world.asked] == [1]
-    (told,) = [event.message for event in store.list_events(job_id=job.id) if event.kind == "unfit"]
+    (told,) = [event.message for event in store.list_events(job_id=job.id) if event.kind is EventKind.UNFIT]
     assert told.startswith("setup exited with 3 on rank 1") and f"`broker jobs logs {job.id}`" in told
     assert "(rank1)" in told and "in 30 s" in told
-    assert not [event for event in store.list_events(job_id=job.id) if event.kind == "shrunk"], "told once"
+    assert not [event for event in store.list_events(job_id=job.id) if event.kind is EventKind.SHRUNK], "told once"
 
 
 def test_a_fault_of_ours_while_a_node_is_replaced_is_not_taken_for_a_full_place(tmp_path: Path) -> None:
@@ -142,4 +153,4 @@ def test_a_fault_of_ours_while_a_node_is_replaced_is_not_taken_for_a_full_place(
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(act())
-    assert "waiting" not in [event.kind for event in store.list_events(job_id=job.id)]
+    assert EventKind.REPLACEMENT_FAILED not in [event.kind for event in store.list_events(job_id=job.id)]

@@ -12,7 +12,7 @@ import pytest
 
 from broker.errors import AuthError
 from broker.jobs import outcomes
-from broker.jobs.outcomes import BucketOutcomes, Outcome, parse_outcome
+from broker.jobs.outcomes import BucketOutcomes, RunResult, parse_outcome
 from broker.runtime.agent_bucket import leave_log, leave_outcome
 from broker.types import Progress, RunStatus
 from tests.testbed.objects import serve_azure
@@ -52,7 +52,7 @@ def test_broker_reads_what_the_agent_wrote(
     (tmp_path / "log").write_bytes(b"one\ntwo\n")
     assert leave_log(tmp_path / "log", variables) == f"{place}/logs/1.log"
     bucket = BucketOutcomes()
-    assert asyncio.run(bucket.read_outcome(place, 1)) == Outcome(
+    assert asyncio.run(bucket.read_outcome(place, 1)) == RunResult(
         status=RunStatus.FAILED,
         returncode=3,
         reason="rank 1 exited with 3",
@@ -94,11 +94,11 @@ def test_rubbish_in_the_bucket_is_no_outcome(found: bytes) -> None:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        ({"returncode": True, "lease_left_s": True, "progress": []}, Outcome(status=RunStatus.SUCCEEDED)),
-        ({"returncode": "0", "lease_left_s": "9", "reason": None}, Outcome(status=RunStatus.SUCCEEDED)),
-        ({"failed_rank": "1"}, Outcome(status=RunStatus.SUCCEEDED)),
-        ({"returncode": 0, "lease_left_s": 9}, Outcome(status=RunStatus.SUCCEEDED, returncode=0, lease_left_s=9.0)),
+        ({"returncode": True, "lease_left_s": True, "progress": []}, RunResult(status=RunStatus.SUCCEEDED)),
+        ({"returncode": "0", "lease_left_s": "9", "reason": None}, RunResult(status=RunStatus.SUCCEEDED)),
+        ({"failed_rank": "1"}, RunResult(status=RunStatus.SUCCEEDED)),
+        ({"returncode": 0, "lease_left_s": 9}, RunResult(status=RunStatus.SUCCEEDED, returncode=0, lease_left_s=9.0)),
     ],
 )
-def test_what_is_not_of_the_right_kind_is_left_out(found: dict[str, Any], expected: Outcome) -> None:
+def test_what_is_not_of_the_right_kind_is_left_out(found: dict[str, Any], expected: RunResult) -> None:
     assert parse_outcome(json.dumps({"status": "SUCCEEDED", **found}).encode()) == expected

@@ -27,7 +27,8 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
 
     def read() -> tuple[JobStatus, str]:
         job = world.get_job()
-        return job.status, job.attempts[0].outcome.partition(":")[0] if job.attempts else ""
+        outcome = job.attempts[0].outcome if job.attempts else None
+        return job.status, outcome.kind.value if outcome else ""
 
     async def note_cancel(cluster: Cluster, run_id: int) -> None:
         told.append((*read(), len(world.list_live_nodes())))

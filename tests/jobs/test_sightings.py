@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from broker.jobs.sightings import Sighting, name_place, note_sightings
 from broker.spot.spells import MET_HOURS
-from broker.types import Attempt, Placement
+from broker.types import Attempt, Outcome, OutcomeKind, Placement
 from tests.simulation.world import make_offer
 
 SPOT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -18,10 +18,10 @@ def look(before: Known, now_s: float, *, is_open: bool, attempts: tuple[Attempt,
     return note_sightings(before, [(PLACE, is_open)], attempts, live=live, now_s=now_s)
 
 
-def attempt(started_s: float, lost_s: float | None = None) -> Attempt:
+def attempt(started_s: float, lost_s: float | None = None, kind: OutcomeKind = OutcomeKind.PREEMPTED) -> Attempt:
     return Attempt(
         job_id=1, number=1, cluster="c", placement=SPOT, started_s=started_s, lost_s=lost_s,
-        outcome="preempted: node 0 gone" if lost_s else "",
+        outcome=Outcome(kind=kind) if lost_s else None,
     )  # fmt: skip
 
 
@@ -63,3 +63,10 @@ def test_a_place_that_took_the_nodes_away_is_refused_from_then_on_whether_asked_
     assert not refused[PLACE].is_open and refused[PLACE].since_s == 2e5
     forgetful = look({}, 2e5 + 60, is_open=False, attempts=lost)
     assert forgetful[PLACE].since_s == 2e5, "a new controller reads it from the attempts"
+
+
+def test_a_place_whose_cluster_a_user_took_down_stays_open() -> None:
+    here = look({}, 1e5, is_open=True, attempts=(attempt(1e5),))
+    down = (attempt(1e5, lost_s=2e5, kind=OutcomeKind.TAKEN_DOWN),)
+    found = look(here, 2e5 + 20, is_open=True, attempts=down)[PLACE]
+    assert found.is_open and found.since_s == here[PLACE].since_s

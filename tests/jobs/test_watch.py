@@ -12,13 +12,12 @@ from broker.jobs.watch import (
     GAP_S_MAX,
     LEASE_EVERY_S,
     LIST_EVERY_S,
-    NOTICE_REASON,
     Watch,
     is_due,
     list_answering,
 )
 from broker.runtime.gang import GangReport
-from broker.types import Cluster, ClusterStatus, Node, NodeState, Placement, Progress, RunStatus
+from broker.types import Cluster, ClusterStatus, Node, NodeEnd, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
 
 NODES = tuple(
@@ -137,7 +136,7 @@ def test_a_success_once_heard_stays_one_and_the_rest_of_the_signs_is_told_as_it_
     assert not watch.has_succeeded
     watch.hear(report(RunStatus.SUCCEEDED))
     watch.hear(report(RunStatus.FAILED))
-    signs = watch.read_signs(report(RunStatus.FAILED, reason=NOTICE_REASON), CLUSTER, 1000.0, nodes_min=2)
+    signs = watch.read_signs(report(RunStatus.FAILED, reason=NodeEnd.PREEMPTED), CLUSTER, 1000.0, nodes_min=2)
     assert signs.status is RunStatus.SUCCEEDED and signs.is_noticed and signs.is_spot and signs.nodes_min == 2
     assert signs.nodes == NODES
     assert not watch.read_signs(report(reason="another"), CLUSTER, 1000.0).is_noticed

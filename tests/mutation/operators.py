@@ -4,7 +4,8 @@ A mutant replaces a span of bytes and keeps every other byte, so line numbers st
 matters, and are left alone:
 
 * docstrings, annotations, `__all__`, bodies under `if TYPE_CHECKING` and of Protocols, `__repr__`
-* log calls, and calls that add an event (`add_event`, `on_event`, `_tell` outside of the agent): both are only read
+* log calls, and calls that make or add an event (`make_event`, `add_event`, `on_event`, `_tell` outside of the agent):
+  both are only read
 * functions that make texts for people: named `say`, `describe`, `show` or `explain` and returning `str`, and `_tell`
 * tuning values by one: numbers that are no small count become 0 or ten times as much
 * arguments of raised errors, assertions, f-strings, and `hints`, `message` and `kind` given by keyword
@@ -24,7 +25,7 @@ NEGATION = {
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("log", "logger", "logging")
-EVENTS = ("add_event", "on_event", "_tell")
+EVENTS = ("add_event", "on_event", "_tell", "make_event")
 TEXTS = ("say", "describe", "show", "explain")
 UNREAD_KEYWORDS = ("hints", "message", "kind", "details")
 SQL_CALLS = ("_execute", "_write", "_row", "_rows")
@@ -162,8 +163,8 @@ class _Finder(ast.NodeVisitor):
         name = _name_of(node.func)
         if isinstance(node.func, ast.Name) and name in EXTREMES:
             self._add("extreme", node.func, EXTREMES[name])
-        if name == "close_intent" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-            self._add("outcome", node.args[1], '"other"')
+        if name == "close_intent" and len(node.args) > 1 and isinstance(node.args[1], ast.Attribute):
+            self._add("outcome", node.args[1], "IntentEnd.NEVER_ASKED")
         if name in SQL_CALLS and node.args and isinstance(node.args[0], ast.Constant):
             self._change_sql(node.args[0])
         if name in ("cast", "TypeVar", "getLogger"):

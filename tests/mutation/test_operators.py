@@ -51,7 +51,7 @@ def mutate(source: str) -> dict[str, str]:
         ("while a: continue", "jump", "while a: break"),
         ("with a.transaction(): b()", "durable", "with a.transaction(is_durable=False): b()"),
         ("with a.transaction(): b()", "atomic", 'with __import__("contextlib").nullcontext(): b()'),
-        ('a.close_intent(b, "up")', "outcome", 'a.close_intent(b, "other")'),
+        ("a.close_intent(b, IntentEnd.UP)", "outcome", "a.close_intent(b, IntentEnd.NEVER_ASKED)"),
         (
             'a._rows("SELECT 1 FROM jobs WHERE NOT is_terminal")',
             "sql",
@@ -77,7 +77,8 @@ def test_caught_errors_are_narrowed_and_widened() -> None:
         'def f():\n    """Words."""\n',
         "def f(a: 'x < 1') -> 'y and z':\n    pass\n",
         "log.warning('%s is %d', a, 1 + 2)\n",
-        "def f(self):\n    self._store.add_event('kind', 'words', job_id=1)\n",
+        "def f(self):\n    self._store.add_event(event, job_id=1)\n",
+        "make_event(EventKind.SHRUNK, rank=1 + 2)\n",
         "def f():\n    assert a < 1, 'words'\n",
         "x = f'{a + 1}'\n",
         "if TYPE_CHECKING:\n    x = 1\n",

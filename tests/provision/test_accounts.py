@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import AccountError, AuthError, BrokerError, TransientError
-from broker.provision.nodes import MISSING
-from broker.types import ClusterStatus, JobStatus, Node, NodeRequest, NodeState
+from broker.types import ClusterStatus, JobStatus, Node, NodeEnd, NodeRequest, NodeState
 from tests.simulation.world import OWNER, World, make_plan
 
 STEPS = 3000
@@ -325,7 +324,7 @@ def test_the_collector_ends_what_it_can_see_while_another_region_is_silent(world
 def test_a_node_that_was_only_missing_counts_as_alive_until_terminate_is_accepted(world: World) -> None:
     async def scenario(controller: Any) -> None:
         cluster = world.store.list_clusters()[0]
-        nodes = tuple(replace(node, state=NodeState.TERMINATED, reason=MISSING) for node in cluster.nodes)
+        nodes = tuple(replace(node, state=NodeState.TERMINATED, reason=NodeEnd.MISSING) for node in cluster.nodes)
         world.store.put_cluster(replace(cluster, nodes=nodes))
         await world.make_provisioner().down(cluster.name)
         assert not world.list_live_nodes()

@@ -12,7 +12,7 @@ import pytest
 from broker.errors import BrokerError, FencedError, StateError, TransientError
 from broker.provision.adoption import Deed, decide
 from broker.state.restoring import ATTEMPTS_SKIPPED, find_copy, reset, restore
-from broker.types import Attempt, ClusterStatus, Job, JobStatus, Node, NodeList, NodeState, Placement, Task
+from broker.types import Attempt, ClusterStatus, EventKind, Job, JobStatus, Node, NodeList, NodeState, Placement, Task
 from tests.simulation.world import OWNER, World, make_offer
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -138,7 +138,7 @@ def test_after_a_reset_running_nodes_become_a_cluster_and_are_not_ended(world: W
     assert len(world.list_live_nodes()) == 2
     (cluster,) = world.store.list_clusters()
     assert (cluster.name, cluster.status, cluster.job_id, len(cluster.nodes)) == (name, ClusterStatus.UP, None, 2)
-    assert any(event.kind == "adopted" for event in world.store.list_events(cluster=name))
+    assert any(event.kind is EventKind.CLUSTER_ADOPTED for event in world.store.list_events(cluster=name))
     assert world.store.is_adopted("simulated")
     world.clock.run(lambda: world.make_provisioner().down(name))
     assert not world.list_live_nodes() and not world.store.list_clusters()

@@ -19,6 +19,7 @@ from broker.state.store import Store
 from broker.types import (
     Cluster,
     ClusterStatus,
+    IntentEnd,
     JobStatus,
     Node,
     NodeList,
@@ -136,7 +137,7 @@ def test_what_is_not_ours_is_gone_or_is_too_young_is_left_alone(stage: Stage, ke
 def test_before_a_cloud_was_compared_with_the_records_only_what_this_store_asked_for_is_ended(stage: Stage) -> None:
     stage.store.forget_adoptions()
     stage.put_intent("c", "t")
-    stage.store.close_intent("t", "refused")
+    stage.store.close_intent("t", IntentEnd.REFUSED)
     stage.cloud.nodes = (NODE, replace(NODE, id="m", token="of another life"))
     assert stage.find() == (["n"], [])
     assert stage.collect() == 1 and stage.cloud.ended == ["n"]
@@ -157,7 +158,7 @@ def test_nodes_that_a_record_or_an_open_intent_names_are_left_alone(stage: Stage
     assert stage.find() == (["m"], [])
     stage.put_intent("d", "s")
     assert stage.find() == ([], [])
-    stage.store.close_intent("s", "refused")
+    stage.store.close_intent("s", IntentEnd.REFUSED)
     assert stage.find() == (["m"], [])
 
 
@@ -232,6 +233,24 @@ def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Sta
     assert stage.collect() == 1 and (stage.downed, stage.buried) == ([], [])
 
 
+def test_gangs_are_given_back_beside_each_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose end is confirmed only after many minutes keeps no other running."""
+    stage.put_cluster("c")
+    stage.put_cluster("going", ClusterStatus.TERMINATING)
+    for token in ("t1", "t2"):
+        stage.put_intent("c", token)
+    met: list[object] = []
+
+    async def meet(what: object) -> None:
+        met.append(what)
+        while len(met) < 3:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(stage.collector, "_bury", meet)
+    monkeypatch.setattr(stage.collector, "_down", meet)
+    assert asyncio.run(asyncio.wait_for(stage.collector.collect(), 60)) == 3
+
+
 def test_a_collector_that_is_replaced_ends_nothing_more(stage: Stage) -> None:
     """Another daemon leads: what is written here is refused, and what is ended here may be at work there."""
     stage.failure = FencedError("another daemon leads")
@@ -239,7 +258,7 @@ def test_a_collector_that_is_replaced_ends_nothing_more(stage: Stage) -> None:
     stage.put_intent("up", "t1")
     with pytest.raises(FencedError):
         stage.collect()
-    stage.store.close_intent("t1", "refused")
+    stage.store.close_intent("t1", IntentEnd.REFUSED)
     stage.put_cluster("going", ClusterStatus.TERMINATING)
     with pytest.raises(FencedError):
         stage.collect()
@@ -284,7 +303,7 @@ def test_leftovers_are_swept_when_a_cluster_has_gone_and_once_an_hour(stage: Sta
     assert sweep() == 0
     stage.clock.time_s += 1.0
     assert sweep() == 2
-    stage.store.close_intent("t", "terminated")
+    stage.store.close_intent("t", IntentEnd.TERMINATED)
     cloud.failure = TransientError("not now")
     assert sweep() == 0 and len(cloud.kept) == 4
     cloud.failure = None

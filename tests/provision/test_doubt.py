@@ -12,6 +12,7 @@ from broker.provision import failover
 from broker.provision.refusals import REASK_S, REFUSAL_S_SHORT
 from broker.provision.tries import UNCLEAR_S_MAX
 from broker.types import Cluster, Node, NodeRequest
+from broker.wording import describe_event
 from tests.simulation.world import World, make_plan
 
 FAULTS: list[Callable[[str], CloudError]] = [TransientError, UnknownOutcomeError]
@@ -45,7 +46,9 @@ class Search:
         async def act() -> Cluster:
             try:
                 plan = make_plan(self.world.task, *zones)
-                return await provisioner.up(name, plan, hedge=hedge, on_event=self.told.append)
+                return await provisioner.up(
+                    name, plan, hedge=hedge, on_event=lambda event: self.told.append(describe_event(event))
+                )
             finally:
                 self.end_s = self.world.clock.now_s() - start_s
                 await provisioner.finish()

@@ -13,7 +13,8 @@ from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.tries import CREATE_TRIES_MAX, RESUMED_S_MIN
-from broker.types import Cluster, Node, NodeList, NodeRequest, NodeState, Task
+from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
+from broker.wording import describe_event
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 
@@ -126,7 +127,11 @@ def test_a_region_that_throttles_is_left_as_a_whole(world: World) -> None:
 
     world.cloud.create_nodes = throttle_east  # type: ignore[method-assign]
     provisioner, heard = world.make_provisioner(), list[str]()
-    world.clock.run(lambda: provisioner.up("c", make_plan(world.task), on_event=heard.append, hedge=1))
+    world.clock.run(
+        lambda: provisioner.up(
+            "c", make_plan(world.task), on_event=lambda event: heard.append(describe_event(event)), hedge=1
+        )
+    )
     assert asked == {"east1a": CREATE_TRIES_MAX, "west1a": 1}
     waits = [line for line in heard if "slow down; asking again in" in line]
     assert len(waits) == CREATE_TRIES_MAX - 1
@@ -204,12 +209,11 @@ def test_a_region_that_is_full_beside_a_forbidden_one_is_worth_another_launch(wo
 
 
 def test_the_time_that_a_gang_took_is_told(world: World) -> None:
-    told: list[str] = []
+    told: list[Event] = []
     start_s = world.clock.now_s()
     world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), on_event=told.append))
-    [text] = [line for line in told if "is whole after" in line]
-    took_s = float(text.split("is whole after ")[1].removesuffix(" s"))
-    assert 0.0 < took_s <= world.clock.now_s() - start_s
+    [took_s] = [event.data["took_s"] for event in told if event.kind is EventKind.PLACE_WHOLE]
+    assert isinstance(took_s, float) and 0.0 < took_s <= world.clock.now_s() - start_s
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])

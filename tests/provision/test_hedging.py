@@ -16,6 +16,7 @@ from broker.provision.lifecycle import Provisioner
 from broker.provision.patience import LIMITS, Answer, Patience, bound, learn
 from broker.provision.refusals import FAILURES_MAX, PROBE_S, RefusalMemory
 from broker.types import Cluster, ClusterStatus, Node, NodeList, NodeRequest, NodeState
+from broker.wording import describe_event
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World, make_plan
 
@@ -48,7 +49,7 @@ def make_world(folder: Path, *, crash_at: int | None = None, slow: dict[str, flo
 
 def up(world: World, *, hedge: int = 2, name: str = "c", told: list[str] | None = None) -> Cluster:
     provisioner = world.make_provisioner()
-    on_event = (lambda message: None) if told is None else told.append
+    on_event = (lambda event: None) if told is None else (lambda event: told.append(describe_event(event)))
 
     async def scenario() -> Cluster:
         cluster = await provisioner.up(name, make_plan(world.task), hedge=hedge, on_event=on_event)
@@ -67,7 +68,9 @@ def test_a_place_that_hangs_does_not_hold_up_the_next_one(tmp_path: Path) -> Non
     provisioner = world.make_provisioner()
 
     async def scenario() -> float:
-        cluster = await provisioner.up("c", make_plan(world.task), on_event=told.append)
+        cluster = await provisioner.up(
+            "c", make_plan(world.task), on_event=lambda event: told.append(describe_event(event))
+        )
         assert cluster.placement.offer.zone == "east1b"
         up_s = world.clock.now_s() - start_s
         await provisioner.finish()

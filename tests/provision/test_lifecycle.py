@@ -19,6 +19,7 @@ from broker.types import (
     Autostop,
     Cluster,
     ClusterStatus,
+    IntentEnd,
     MachineSpec,
     Node,
     NodeRequest,
@@ -27,6 +28,7 @@ from broker.types import (
     Resources,
     Task,
 )
+from broker.wording import describe_event
 from tests.simulation.world import OWNER, World, make_plan
 
 T = TypeVar("T")
@@ -139,7 +141,10 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
     assert not stage.world.store.list_clusters(), "nothing is left of it"
-    assert stage.up(retry_until_up=True, on_event=told.append).status is ClusterStatus.UP
+    assert (
+        stage.up(retry_until_up=True, on_event=lambda event: told.append(describe_event(event))).status
+        is ClusterStatus.UP
+    )
     assert any("trying again in" in line for line in told)
 
 
@@ -246,9 +251,9 @@ def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_o
         if cluster is not None and cluster.status is ClusterStatus.INIT:
             coming.append(bool(store.list_open_intents("c")))
 
-    def note_close(token: str, outcome: str) -> None:
+    def note_close(token: str, outcome: IntentEnd, detail: str = "") -> None:
         closed.append((outcome, store._rows("PRAGMA synchronous")[0][0]))
-        close(store, token, outcome)
+        close(store, token, outcome, detail)
 
     monkeypatch.setattr(store, "_commit", note_commit)
     monkeypatch.setattr(store, "close_intent", note_close)
@@ -256,7 +261,7 @@ def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_o
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
     assert coming[0] is True
-    assert closed == [("terminated", 2)], "2 is SQLite's number of FULL"
+    assert closed == [(IntentEnd.TERMINATED, 2)], "2 is SQLite's number of FULL"
 
 
 def test_a_node_that_replaces_a_lost_one_is_in_the_record_and_none_is_made_for_a_cluster_that_was_taken_down(

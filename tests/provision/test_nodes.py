@@ -12,7 +12,7 @@ from broker.clouds.simulated import FaultRates, Market
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.nodes import Absence
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import IntentEnd, Node, NodeRequest, NodeState
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
 
@@ -140,7 +140,7 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
     async def scenario() -> None:
         coming = asyncio.ensure_future(world.make_provisioner().up("dev", make_plan(world.task)))
         await world.clock.sleep(0.5)
-        world.store.close_intent(world.store.list_open_intents("dev")[0].request.token, "terminated")
+        world.store.close_intent(world.store.list_open_intents("dev")[0].request.token, IntentEnd.TERMINATED)
         world.cloud.faults = FaultRates()
         with pytest.raises(UsageError, match="taken down"):
             await coming

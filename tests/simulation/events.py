@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from broker.types import JobStatus, Node, NodeRequest
+from broker.types import IntentEnd, JobStatus, Node, NodeRequest, OutcomeKind
 from tests.simulation.machines import MachineRun
 from tests.simulation.processes import Process
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
-OTHER_FAILURES = ("budget", "no new step", "fell apart")  # than an exit code
+LOST = (OutcomeKind.PREEMPTED, OutcomeKind.NODE_LOST, OutcomeKind.TAKEN_DOWN)  # its nodes were
+REFUSED = (IntentEnd.REFUSED.value, IntentEnd.QUOTA_EXCEEDED.value, IntentEnd.UNCLEAR.value)  # intents
+OTHER_FAILURES = (OutcomeKind.BUDGET_EXCEEDED, OutcomeKind.STALLED, OutcomeKind.GANG_BROKEN)  # than an exit code
 IS_TERMINAL = f"status IN {TERMINAL}"
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from broker.jobs.allowance import LATE_S, UNATTENDED_S
 from broker.jobs.judgement import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
 from broker.jobs.watch import LEASE_EVERY_S
-from broker.types import JobStatus, NodeState, RunStatus
-from tests.simulation.events import IS_TERMINAL, OTHER_FAILURES, TERMINAL, Event, Violation
+from broker.types import JobStatus, NodeState, OutcomeKind, RunStatus
+from tests.simulation.events import IS_TERMINAL, LOST, OTHER_FAILURES, REFUSED, TERMINAL, Event, Violation
 from tests.simulation.left import check_s7_left_success_is_heard
 from tests.simulation.records import (
     check_fresh_list,
@@ -168,9 +168,9 @@ def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
     for key, process in universe.gang.told.items():
         if process is event.process:
             cluster, run = key[0], universe.gang.runs[key]
-            sql = "SELECT body FROM attempts WHERE job_id = ? AND number = ?"
+            sql = "SELECT outcome_kind FROM attempts WHERE job_id = ? AND number = ?"
             rows = universe.read(sql, (run.job, run.attempt))
-            if rows and '"outcome":"preempted' in rows[0][0]:
+            if rows and rows[0][0] in LOST:
                 raise Violation("S7", f"{cluster} has succeeded and counts as lost")
 
 
@@ -210,7 +210,7 @@ def check_s10_unknown_is_not_failed(universe: Universe, event: Event) -> None:
     """An intent is only closed as refused when nothing of it lives: no answer is no refusal."""
     if "intents" not in event.written:
         return
-    closed = universe.read("SELECT token, outcome FROM intents WHERE outcome LIKE 'refused%'")
+    closed = universe.read(f"SELECT token, outcome FROM intents WHERE outcome IN {REFUSED}")
     refused = {token: outcome for token, outcome in closed if token in universe.cloud._ids_by_token}
     for node in universe.list_live_nodes() if refused else ():
         if node.token in refused and node.created_s < event.time_s:
@@ -231,8 +231,8 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
     if "jobs" not in event.written:
         return
     told = universe.memory.setdefault("truth", set())
-    for job_id, status, cancel_requested, failure in universe.read(
-        f"SELECT id, status, cancel_requested, failure FROM jobs WHERE status IN {TERMINAL}"
+    for job_id, status, cancel_requested, failure, kind in universe.read(
+        f"SELECT id, status, cancel_requested, failure, outcome_kind FROM jobs WHERE status IN {TERMINAL}"
     ):
         if job_id in told:
             continue
@@ -241,17 +241,17 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
         states = [universe.gang.measure(run)[1:] for run in runs]
         if status == JobStatus.SUCCEEDED and (RunStatus.SUCCEEDED, 0) not in states:
             raise Violation("S7", f"job {job_id} is SUCCEEDED, and its runs {states}")
-        if status == JobStatus.CANCELLED and not cancel_requested and "which it needs" not in failure:
+        if status == JobStatus.CANCELLED and not cancel_requested and kind != OutcomeKind.DEPENDENCY_FAILED:
             raise Violation("S7", f"job {job_id} is CANCELLED, and nobody asked for it")
         if status == JobStatus.FAILED:
             failed = any(universe.gang.has_died(run) for run in runs)
-            if not failed and not any(reason in failure for reason in OTHER_FAILURES):
+            if not failed and kind not in OTHER_FAILURES:
                 raise Violation("S7", f"job {job_id} is FAILED ({failure}), and its runs {states}")
         if status in (JobStatus.FAILED_CONTROLLER, JobStatus.FAILED_SETUP):
             raise Violation("S7", f"job {job_id} is {status}: {failure}")
         if (RunStatus.SUCCEEDED, 0) in states and status not in (JobStatus.SUCCEEDED, JobStatus.CANCELLED):
             last = states[-1]
-            if last == (RunStatus.SUCCEEDED, 0) and "budget" not in failure:
+            if last == (RunStatus.SUCCEEDED, 0) and kind != OutcomeKind.BUDGET_EXCEEDED:
                 raise Violation("S7", f"job {job_id} is {status} ({failure}), and its program succeeded")
 
 

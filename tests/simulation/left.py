@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from broker.clouds.simulated import SimulatedCloud
-from broker.jobs.outcomes import Outcome
+from broker.jobs.outcomes import RunResult
 from broker.types import Progress, RunStatus
-from tests.simulation.events import Event, Violation
+from tests.simulation.events import LOST, Event, Violation
 from tests.simulation.machines import MachineGang, MachineRun
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ class SimulatedOutcomes:
         self._cloud = cloud
         self._is_silent = is_silent
 
-    async def read_outcome(self, place: str, attempt: int) -> Outcome | None:
+    async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
         """There is one where the run ended before its head did."""
         run = self._find_run(place, attempt)
         return None if run is None or self._is_silent(run) else self.find_outcome(run)
 
-    def find_outcome(self, run: MachineRun) -> Outcome | None:
+    def find_outcome(self, run: MachineRun) -> RunResult | None:
         status, code = self._gang.measure(run)[1:]
         end_s = self._gang.measure_end_s(run)
         head = self._cloud.find(run.ids[:1])[0]
@@ -40,7 +40,7 @@ class SimulatedOutcomes:
         left_s = run.lease_s.get(head.id, math.inf) - end_s
         step = self._gang.measure(run)[0]
         progress = Progress(step=step, total=run.program.steps) if step > run.first_step else None
-        return Outcome(status=status, returncode=code, lease_left_s=left_s, progress=progress)
+        return RunResult(status=status, returncode=code, lease_left_s=left_s, progress=progress)
 
     async def read_log(self, place: str, attempt: int) -> bytes | None:
         run = self._find_run(place, attempt)
@@ -60,7 +60,7 @@ def check_s7_left_success_is_heard(universe: Universe, event: Event) -> None:
         return
     known = universe.memory.setdefault("lost attempts", set())
     for job_id, number in universe.read(
-        "SELECT job_id, number FROM attempts WHERE json_extract(body, '$.outcome') LIKE 'preempted%'"
+        f"SELECT job_id, number FROM attempts WHERE outcome_kind IN {tuple(kind.value for kind in LOST)}"
     ):
         runs = universe.gang.runs_by_job.get(job_id, ())
         run = next((each for each in runs if each.attempt == number), None)

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from broker.provision.collection import GRACE_S
-from broker.types import NodeState
+from broker.types import EventKind, NodeState
 from tests.simulation.events import Event, Violation
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
         return
     last = universe.memory.get("collected", 0)
     ends = universe.memory.get("ends", {})
-    for number, message in universe.read(
-        "SELECT id, message FROM events WHERE kind = 'collected' AND id > ? ORDER BY id", (last,)
+    for number, node_id in universe.read(
+        "SELECT id, json_extract(data, '$.node') FROM events WHERE kind = ? AND id > ? ORDER BY id",
+        (EventKind.COLLECTED.value, last),
     ):
         universe.memory["collected"] = number
-        node_id = message.split()[0]
         is_owned, process, ended_s = ends.get(node_id, (False, None, 0.0))
         # Else it was ended before, and maybe known to be: a stale list shows it alive once more.
         is_news = universe.memory.get("gone", {}).get(node_id, event.time_s) >= event.time_s
         if is_owned and process is event.process and event.time_s - ended_s < 1.0 and is_news:
-            raise Violation("S3", f"the collector ends a node that is somebody's: {message}")
+            raise Violation("S3", f"the collector ends a node that is somebody's: {node_id}")
 
 
 def check_s3_young_nodes_are_spared(universe: Universe, event: Event) -> None:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from broker.types import JobStatus
+from broker.types import JobStatus, OutcomeKind
 from tests.simulation.events import TERMINAL, Event, Violation
 
 DEATHS_MAX = 3  # as docs/RECOVERY.md promises
@@ -41,8 +41,8 @@ def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
 def check_s7_no_start_after_success(universe: Universe, event: Event) -> None:
     """An attempt recorded as succeeded is the last: its outcome and the job's end are one commit."""
     assert event.run is not None
-    for number, body in universe.read("SELECT number, body FROM attempts WHERE job_id = ?", (event.run.job,)):
-        if json.loads(body).get("outcome") == "succeeded":
+    for number, kind in universe.read("SELECT number, outcome_kind FROM attempts WHERE job_id = ?", (event.run.job,)):
+        if kind == OutcomeKind.SUCCEEDED:
             raise Violation("S7", f"attempt {number} has succeeded and {event.run.cluster} starts after it")
 
 
@@ -85,8 +85,8 @@ def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
     rows = universe.read(
         "SELECT number, (SELECT max(max(last_step, coalesce(checkpoint_step, 0))) FROM attempt_steps AS steps "
         "WHERE steps.job_id = attempts.job_id AND steps.number <= attempts.number) FROM attempts "
-        "WHERE job_id = ? AND json_extract(body, '$.returncode') IS NOT NULL ORDER BY number",
-        (run.job,),
+        "WHERE job_id = ? AND outcome_kind = ? ORDER BY number",
+        (run.job, OutcomeKind.PROGRAM_FAILED.value),
     )
     deaths = [reached or 0 for _, reached in rows]
     if restarts_max is not None and len(deaths) > restarts_max:
@@ -103,7 +103,7 @@ def check_s7_deaths_are_true(universe: Universe, event: Event) -> None:
         return
     known = universe.memory.setdefault("deaths", set())
     for key in universe.read(
-        "SELECT job_id, number FROM attempts WHERE json_extract(body, '$.returncode') IS NOT NULL"
+        "SELECT job_id, number FROM attempts WHERE outcome_kind = ?", (OutcomeKind.PROGRAM_FAILED.value,)
     ):
         runs = universe.gang.runs_by_job.get(key[0], ())
         run = next((each for each in runs if each.attempt == key[1]), None)
@@ -117,7 +117,7 @@ def note_moves(universe: Universe, event: Event) -> None:
     if "attempts" in event.written and universe.follows_deadline:
         moved = universe.memory.setdefault("moved", set())
         for (cluster,) in universe.read(
-            "SELECT json_extract(body, '$.cluster') FROM attempts WHERE json_extract(body, '$.outcome') LIKE 'moved%'"
+            "SELECT json_extract(body, '$.cluster') FROM attempts WHERE outcome_kind = ?", (OutcomeKind.MOVED.value,)
         ):
             if cluster not in moved:
                 moved.add(cluster)

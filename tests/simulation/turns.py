@@ -15,8 +15,8 @@ import msgspec
 
 from broker.jobs.deadline import follows_deadline
 from broker.jobs.order import order_plan
-from broker.types import Attempt, NodeRequest, Placement
-from tests.simulation.events import Event, Violation
+from broker.types import Attempt, IntentEnd, NodeRequest, Placement
+from tests.simulation.events import REFUSED, Event, Violation
 
 if TYPE_CHECKING:
     from tests.simulation.universe import Universe
@@ -121,16 +121,16 @@ def _note_closed(universe: Universe, turns: Turns, now_s: float) -> None:
         if outcome is None:
             continue
         _, placement = turns.open.pop(token)
-        if outcome.startswith(("refused", "terminated")):  # what came up in part is ended, and counts as full
+        if outcome in (*REFUSED, IntentEnd.TERMINATED):  # what came up in part is ended, and counts as full
             _note_refusal(turns, placement, outcome, now_s)
 
 
 def _note_refusal(turns: Turns, placement: Placement, outcome: str, now_s: float) -> None:
     offer = placement.offer
     zone, rest_s = offer.zone or "", FULL_S
-    if "quota" in outcome:
+    if outcome == IntentEnd.QUOTA_EXCEEDED:
         zone, rest_s = "", QUOTA_S
-    elif "no clear answer" in outcome:
+    elif outcome == IntentEnd.UNCLEAR:
         zone, rest_s = "", UNCLEAR_S  # of the region, unless it was one call only
     _rest(turns, (offer.region, zone, placement.is_spot), rest_s, now_s, is_new=True)
 

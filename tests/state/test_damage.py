@@ -24,10 +24,26 @@ from broker.jobs.logs import copy_log
 from broker.provision.claim import claim_name
 from broker.runtime.keys import Keys
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, ClusterStatus, JobStatus, Node, NodeState, Placement, Progress, Secret, Task
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    EventKind,
+    JobStatus,
+    Node,
+    NodeState,
+    Outcome,
+    OutcomeKind,
+    Placement,
+    Progress,
+    Secret,
+    Task,
+    make_event,
+)
 from tests.simulation.world import make_offer
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+PREEMPTED = Outcome(kind=OutcomeKind.PREEMPTED, detail="gone")
 READS = (
     ("status",),
     ("status", "--json"),
@@ -58,12 +74,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             store.put_attempt(
                 Attempt(
                     job_id=job.id, number=number, cluster=name, placement=PLACEMENT, started_s=1e9 + index,
-                    running_s=1e9 + 50, lost_s=1e9 + 99, ended_s=1e9 + 100, outcome="preempted: gone", usd=0.5,
+                    running_s=1e9 + 50, lost_s=1e9 + 99, ended_s=1e9 + 100, outcome=PREEMPTED, usd=0.5,
                 )
             )  # fmt: skip
             store.set_progress(job.id, Progress(step=7 * number, total=30, checkpoint_step=7))
             store.record_node(make_node(f"{name}-0", name))
-        store.add_event("started", "the program was started", job_id=job.id)
+        store.add_event(make_event(EventKind.STARTED), job_id=job.id)
         if index:
             store.set_job_status(job.id, JobStatus.SUCCEEDED if index % 2 else JobStatus.FAILED, "code 1")
     for name in ("dev", "far"):
@@ -232,9 +248,9 @@ def test_a_full_disk_is_said_and_nothing_is_half_written(home: Path) -> None:
     store._execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way to run out of room
     with pytest.raises(StateError, match="full") as caught, store.transaction():
         for _ in range(2000):
-            store.add_event("told", "x" * 500)
+            store.add_event(make_event(EventKind.NOTE, text="x" * 500))
     assert any("Free some space" in hint for hint in caught.value.hints)
-    assert not [event for event in store.list_events() if event.kind == "told"]
+    assert not [event for event in store.list_events() if event.kind is EventKind.NOTE]
 
 
 def test_a_full_disk_under_a_log_does_not_stop_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from broker.types import (
     Attempt,
     Cluster,
     ClusterStatus,
+    EventKind,
+    IntentEnd,
     JobStatus,
     Node,
     NodeRequest,
@@ -23,6 +25,7 @@ from broker.types import (
     Progress,
     Secret,
     Task,
+    make_event,
 )
 from tests.simulation.world import make_offer
 
@@ -75,11 +78,11 @@ DURABLE: dict[str, Deed] = {
     "mark_adopted": lambda store: store.mark_adopted("x"),
     "forget_adoptions": lambda store: store.forget_adoptions(),
     "forget_half_done": lambda store: store.forget_half_done(attempts_skipped=9),
-    "close_intent": lambda store: store.close_intent("t", "up"),
+    "close_intent": lambda store: store.close_intent("t", IntentEnd.UP),
     "record_node": lambda store: store.record_node(NODE),
     "close_bill": lambda store: store.close_bill(NODE),
     "reopen_bill": lambda store: store.reopen_bill(NODE),
-    "add_event": lambda store: store.add_event("kind", "words"),
+    "add_event": lambda store: store.add_event(make_event(EventKind.NOTE, text="words")),
     "compact": lambda store: store.compact(),
     "lead": lambda store: store.lead(),
     "resign": lambda store: store.resign(),

@@ -10,7 +10,7 @@ import pytest
 from broker.spot.spells import NOTHING_SEEN
 from broker.state.history import HALF_LIFE_DAYS, SPELL_DAYS, SpotStay, gather_spells, weigh_stays
 from broker.state.store import Store
-from broker.types import Attempt, Placement, Task
+from broker.types import Attempt, Outcome, OutcomeKind, Placement, Task
 from tests.simulation.world import make_offer
 from tests.state.test_rows import START_S, Hands
 
@@ -42,12 +42,18 @@ def put(
 
 
 def test_stays_are_those_on_spot_newest_first_and_end_when_the_nodes_were_lost(store: Store) -> None:
-    put(store, 1, outcome="preempted: node 0 gone", lost_s=NOW_S - 30.0, ended_s=NOW_S - 10.0)
-    put(store, 2, outcome="moved", ended_s=NOW_S - 20.0)
+    put(
+        store,
+        1,
+        outcome=Outcome(kind=OutcomeKind.PREEMPTED),
+        lost_s=NOW_S - 30.0,
+        ended_s=NOW_S - 10.0,
+    )
+    put(store, 2, outcome=Outcome(kind=OutcomeKind.MOVED), ended_s=NOW_S - 20.0)
     put(store, 3)
     put(store, 4, placement=replace(SPOT, is_spot=False))
     put(store, 5, started_s=NOW_S - 91 * DAY_S)
-    put(store, 6, outcome="preempted: its cluster was taken down", ended_s=NOW_S - 5.0)
+    put(store, 6, outcome=Outcome(kind=OutcomeKind.TAKEN_DOWN), ended_s=NOW_S - 5.0)
     found = store.list_spot_stays()
     assert [(stay.end_s - NOW_S, stay.is_preempted, stay.is_over) for stay in found] == [
         (-5.0, False, True),

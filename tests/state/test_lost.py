@@ -18,11 +18,12 @@ from broker.state.copies import COPIES_MAX, list_copies
 from broker.state.restoring import find_copy, reset, restore
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
-from broker.types import JobStatus, Secret, Task
+from broker.types import EventKind, JobStatus, Secret, Task
 from tests.state.test_retention import Hands
 
 CLOCK = SystemClock()
 OWNER = "0123456789ab"
+IDENTITY = 8  # the last schema without a lineage and random parts of names
 
 
 @pytest.fixture
@@ -89,9 +90,10 @@ def test_a_store_from_before_gets_its_guard_and_its_columns(tmp_path: Path) -> N
     """As the last schema without them wrote it."""
     path = tmp_path / "state.db"
     with closing(sqlite3.connect(path)) as connection:
-        for statement in (each for group in MIGRATIONS[:-1] for each in group):
+        for statement in (each for group in MIGRATIONS[:IDENTITY] for each in group):
+            assert isinstance(statement, str)
             connection.execute(statement)
-        connection.execute(f"PRAGMA user_version={len(MIGRATIONS) - 1}")
+        connection.execute(f"PRAGMA user_version={IDENTITY}")
         connection.execute(
             "INSERT INTO jobs (name, status, task, secret_names, submitted_s) "
             "VALUES ('old', 'PENDING', '{}', '[]', 1.0)"
@@ -149,7 +151,7 @@ def test_restore_brings_back_what_was_and_keeps_the_present_file(path: Path) -> 
     with closing(open_store(path)) as store:
         (job,) = store.list_jobs()
         assert job.status is JobStatus.PENDING and store.restored_s > 0 and store.salt
-        assert [event.kind for event in store.list_events()] == ["restored"]
+        assert [event.kind for event in store.list_events()] == [EventKind.RESTORED]
     assert aside is not None and sqlite3.connect(aside).execute("SELECT count(*) FROM jobs").fetchone()[0] == 2
     assert not list(path.parent.glob(".restoring-*"))
 

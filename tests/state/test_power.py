@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.state.store import Store
-from broker.types import Progress, Task
+from broker.types import EventKind, Progress, Task, make_event
 from tests.simulation.virtual import VirtualClock
 
 HEADER_BYTES, FRAME_HEADER_BYTES = 32, 24  # of SQLite's log, and before each page in it
@@ -29,7 +29,7 @@ class Recorder:
     def commit(self, step: int, *, is_durable: bool) -> None:
         with self.store.transaction(is_durable=is_durable):
             self.store.set_progress(self.job_id, Progress(step=step, total=99))
-            self.store.add_event("step", f"{step}", job_id=self.job_id)
+            self.store.add_event(make_event(EventKind.NOTE, text=f"{step}"), job_id=self.job_id)
         self.sizes.append(self.measure_log())
         self.states.append(self.read(self.store.path))
 
@@ -41,7 +41,7 @@ class Recorder:
         try:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             rows = connection.execute("SELECT id, progress FROM jobs").fetchall()
-            return (*rows, *connection.execute("SELECT id, message FROM events ORDER BY id").fetchall())
+            return (*rows, *connection.execute("SELECT id, data FROM events ORDER BY id").fetchall())
         finally:
             connection.close()
 

@@ -11,7 +11,19 @@ import pytest
 from broker.clock import SystemClock
 from broker.state.retention import split_by_month
 from broker.state.store import Store
-from broker.types import Attempt, JobStatus, Node, NodeState, Placement, Progress, Task
+from broker.types import (
+    Attempt,
+    EventKind,
+    JobStatus,
+    Node,
+    NodeState,
+    Outcome,
+    OutcomeKind,
+    Placement,
+    Progress,
+    Task,
+    make_event,
+)
 from tests.simulation.world import make_offer
 
 DAY_S = 86400.0
@@ -50,7 +62,7 @@ def run_job(
     placement = Placement(offer=make_offer("east1a"), is_spot=bool(found.id % 2), node_count=1)
     attempt = {"job_id": found.id, "number": 1, "cluster": name, "placement": placement, "started_s": begin_s}
     end_s = clock.time_s = begin_s + hours * 3600
-    store.put_attempt(Attempt(**attempt, ended_s=end_s, outcome="succeeded"))  # type: ignore[arg-type]
+    store.put_attempt(Attempt(**attempt, ended_s=end_s, outcome=Outcome(kind=OutcomeKind.SUCCEEDED)))  # type: ignore[arg-type]
     store.set_progress(found.id, Progress(step=10))
     node = Node(
         id=f"n-{found.id}", cloud="aws" if found.id % 3 else "gcp", owner="me", cluster=name, attempt=1, rank=0,
@@ -176,6 +188,6 @@ def test_events_of_pruned_jobs_leave_when_they_are_old(tmp_path: Path) -> None:
     store = Store(tmp_path / "real.db", clock=clock)
     begin_s = time.time() - 200 * DAY_S
     job_id = run_job(store, clock, begin_s=begin_s)
-    store.add_event("ended", "SUCCEEDED", job_id=job_id)
+    store.add_event(make_event(EventKind.NOTE, text="SUCCEEDED"), job_id=job_id)
     clock.time_s = SystemClock().now_s()
     assert store.compact() == 1 and not store.list_events(job_id=job_id)

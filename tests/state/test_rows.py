@@ -16,6 +16,8 @@ from broker.types import (
     Attempt,
     Cluster,
     ClusterStatus,
+    EventKind,
+    IntentEnd,
     Job,
     JobStatus,
     Node,
@@ -25,6 +27,7 @@ from broker.types import (
     Progress,
     Secret,
     Task,
+    make_event,
 )
 from tests.simulation.world import make_offer
 
@@ -222,7 +225,7 @@ def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Sto
     assert [(each.request, each.created_s) for each in opened] == [
         (request, START_S + index) for index, request in enumerate(requests)
     ]
-    store.close_intent("t1", "up")
+    store.close_intent("t1", IntentEnd.UP)
     assert [store.is_intent_open(token) for token in ("t1", "t2", "t3", "t4")] == [False, True, True, False]
     assert [each.request.token for each in store.list_open_intents("c")] == ["t2"]
     assert [each.request.token for each in store.list_open_intents()] == ["t2", "t3"]
@@ -232,8 +235,8 @@ def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Sto
 
 def test_the_first_outcome_of_an_intent_stands(store: Store) -> None:
     store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT))
-    store.close_intent("t", "up")
-    store.close_intent("t", "terminated")
+    store.close_intent("t", IntentEnd.UP)
+    store.close_intent("t", IntentEnd.TERMINATED)
     assert [row[0] for row in store._rows("SELECT outcome FROM intents")] == ["up"]
 
 
@@ -343,13 +346,13 @@ def test_a_new_leader_fences_the_old_one_and_a_command_leads_nothing(tmp_path: P
     assert old.measure_beat_age_s() == START_S
     assert (old.lead(), new.lead()) == (1, 2)
     with pytest.raises(FencedError):
-        old.add_event("x", "late")
+        old.add_event(make_event(EventKind.NOTE, text="late"))
     with pytest.raises(FencedError):
         old.beat()
     with pytest.raises(FencedError):
         old.is_intent_open("t")
-    new.add_event("x", "in time")
-    command.add_event("x", "by a user")
+    new.add_event(make_event(EventKind.NOTE, text="in time"))
+    command.add_event(make_event(EventKind.NOTE, text="by a user"))
     assert [event.message for event in command.list_events()] == ["in time", "by a user"]
     clock.time_s += 5.0
     assert command.measure_beat_age_s() == 5.0
@@ -360,7 +363,7 @@ def test_a_new_leader_fences_the_old_one_and_a_command_leads_nothing(tmp_path: P
     with pytest.raises(FencedError):
         old.lead()
     assert command.lead() == 3
-    new.add_event("x", "who resigned is a command again")
+    new.add_event(make_event(EventKind.NOTE, text="who resigned is a command again"))
 
 
 # -- the store itself -----------------------------------------------------------------------------------------------
@@ -392,7 +395,7 @@ def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) ->
     store.put_cluster(replace(make_cluster("coming"), status=ClusterStatus.INIT))
     for token in ("t1", "t2"):
         store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT))
-    store.close_intent("t1", "up")
+    store.close_intent("t1", IntentEnd.UP)
     store.forget_half_done(attempts_skipped=100)
     assert [cluster.name for cluster in store.list_clusters()] == ["up"]
     assert store.list_tokens("c") == {"t1"}
@@ -403,20 +406,20 @@ def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) ->
 
 
 def test_events_are_chosen_by_job_by_cluster_and_by_what_was_read_already(store: Store, clock: Hands) -> None:
-    store.add_event("a", "one", job_id=1)
+    store.add_event(make_event(EventKind.NOTE, text="one"), job_id=1)
     clock.time_s += 1.0
-    store.add_event("b", "two", cluster="c")
-    store.add_event("b", "three", job_id=1, cluster="c")
+    store.add_event(make_event(EventKind.NOTE, text="two"), cluster="c")
+    store.add_event(make_event(EventKind.NOTE, text="three"), job_id=1, cluster="c")
     assert [event.message for event in store.list_events(job_id=1)] == ["one", "three"]
     assert [event.message for event in store.list_events(cluster="c")] == ["two", "three"]
     assert [event.message for event in store.list_events(job_id=1, cluster="c")] == ["three"]
     first, *others = store.list_events()
-    assert (first.kind, first.time_s, first.job_id, first.cluster) == ("a", START_S, 1, None)
+    assert (first.kind, first.time_s, first.job_id, first.cluster) == (EventKind.NOTE, START_S, 1, None)
     assert store.list_events(after=first.id) == others
 
 
 def test_nobody_may_delete_an_event_of_the_last_weeks(store: Store, clock: Hands) -> None:
     clock.time_s = time.time() - 80 * 86400
-    store.add_event("a", "some weeks ago")
+    store.add_event(make_event(EventKind.NOTE, text="some weeks ago"))
     with pytest.raises(sqlite3.IntegrityError):
         sqlite3.connect(store.path).execute("DELETE FROM events")

@@ -11,7 +11,20 @@ import pytest
 from broker.clock import SystemClock
 from broker.errors import StateError
 from broker.state.store import Store
-from broker.types import Attempt, JobStatus, Node, NodeRequest, NodeState, Placement, Progress, Secret, Task
+from broker.types import (
+    Attempt,
+    EventKind,
+    IntentEnd,
+    JobStatus,
+    Node,
+    NodeRequest,
+    NodeState,
+    Placement,
+    Progress,
+    Secret,
+    Task,
+    make_event,
+)
 from tests.simulation.world import make_offer
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -34,7 +47,7 @@ def test_a_terminal_job_never_changes(store: Store) -> None:
 def test_even_raw_sql_cannot_change_a_terminal_job_or_an_event(store: Store) -> None:
     job = store.add_job("train", Task())
     store.set_job_status(job.id, JobStatus.FAILED, "code 1")
-    store.add_event("ended", "FAILED", job_id=job.id)
+    store.add_event(make_event(EventKind.NOTE, text="FAILED"), job_id=job.id)
     connection = sqlite3.connect(store.path)
     for sql in ("UPDATE jobs SET status = 'RUNNING'", "UPDATE events SET kind = 'x'", "DELETE FROM events"):
         with pytest.raises(sqlite3.IntegrityError):
@@ -78,7 +91,7 @@ def test_a_file_that_is_no_database_is_a_state_error(tmp_path: Path) -> None:
 
 def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
     with pytest.raises(ValueError), store.transaction():
-        store.add_event("a", "first")
+        store.add_event(make_event(EventKind.NOTE, text="first"))
         raise ValueError
     assert not store.list_events()
 
@@ -88,7 +101,7 @@ def test_an_intent_stays_open_until_closed_and_its_first_outcome_stands(store: S
     store.put_intent(request)
     store.put_intent(request)
     assert [intent.request for intent in store.list_open_intents()] == [request]
-    store.close_intent("t", "up")
+    store.close_intent("t", IntentEnd.UP)
     assert not store.list_open_intents("c")
     assert store.list_tokens("c") == {"t"}
 
@@ -168,13 +181,13 @@ def test_compaction_forgets_old_stories_and_keeps_bills_and_live_jobs(tmp_path: 
     store = Store(tmp_path / "state.db", clock=clock)
     ended, live = store.add_job("ended", Task()), store.add_job("live", Task())
     for job in (ended, live):
-        store.add_event("told", "long ago", job_id=job.id)
+        store.add_event(make_event(EventKind.NOTE, text="long ago"), job_id=job.id)
     store.set_job_status(ended.id, JobStatus.SUCCEEDED)
     store.record_node(
         Node(id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, usd_hour=1.0)
     )
     clock.time_s += 100 * 86400
-    store.add_event("told", "today", job_id=ended.id)
+    store.add_event(make_event(EventKind.NOTE, text="today"), job_id=ended.id)
     store.compact()
     assert [event.message for event in store.list_events(job_id=ended.id)] == ["today"]
     assert [event.message for event in store.list_events(job_id=live.id)] == ["long ago"]

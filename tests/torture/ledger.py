@@ -76,8 +76,12 @@ def _read(connection: sqlite3.Connection) -> View:
         return int(connection.execute(f"SELECT count(*) FROM {sql}").fetchone()[0])
 
     attempts: dict[int, list[dict[str, Any]]] = {}
-    for row in connection.execute("SELECT job_id, number, body FROM attempts ORDER BY job_id, number"):
-        attempts.setdefault(row["job_id"], []).append({**json.loads(row["body"]), "number": row["number"]})
+    sql = "SELECT job_id, number, body, outcome_kind FROM attempts ORDER BY job_id, number"
+    for row in connection.execute(sql):
+        kind = row["outcome_kind"]
+        attempts.setdefault(row["job_id"], []).append(
+            {**json.loads(row["body"]), "number": row["number"], "outcome": kind}
+        )
     jobs = {
         row["id"]: JobRow(
             id=row["id"],

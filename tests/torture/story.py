@@ -190,11 +190,7 @@ class Story:
             kinds=Counter(work.kind for work in self._submitter.submitted),
             statuses=Counter(job.status for job in jobs),
             attempts=sum(len(job.attempts) for job in jobs),
-            outcomes=Counter(
-                attempt.get("outcome", "").partition(":")[0].partition(" at step")[0]
-                for job in jobs
-                for attempt in job.attempts
-            ),
+            outcomes=Counter(attempt.get("outcome") or "" for job in jobs for attempt in job.attempts),
             acts=self._history.acts,
             skipped=self._bed.skipped,
             violations=self._history.violations,

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from broker.clouds.aws import tags
-from broker.types import Node, NodeState
+from broker.types import Node, NodeEnd, NodeState
 
 # A machine on its way down still computes: it is neither RUNNING (nobody may count on it) nor TERMINATED yet.
 STATES = {
@@ -21,10 +21,10 @@ STATES = {
     "terminated": NodeState.TERMINATED,
 }
 REASONS = {  # EC2 user guide, "Why Amazon EC2 terminated your instance"
-    "Server.SpotInstanceTermination": "preempted",
-    "Server.SpotInstanceShutdown": "preempted",
-    "Client.UserInitiatedShutdown": "terminated",
-    "Client.InstanceInitiatedShutdown": "lease",  # or "done": only our agent switches a node off from inside
+    "Server.SpotInstanceTermination": NodeEnd.PREEMPTED,
+    "Server.SpotInstanceShutdown": NodeEnd.PREEMPTED,
+    "Client.UserInitiatedShutdown": NodeEnd.TERMINATED,
+    "Client.InstanceInitiatedShutdown": NodeEnd.LEASE,  # or DONE: only our agent switches a node off from inside
 }
 ENDED_AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 

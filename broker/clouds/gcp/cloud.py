@@ -23,7 +23,7 @@ from broker.clouds.gcp.settings import load_settings
 from broker.clouds.tape import Listener
 from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
-from broker.types import Node, NodeList, NodeRequest, NodeState
+from broker.types import Node, NodeEnd, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class GcpCloud:
         found = [(node, endings.get(NodeId.parse(node.id))) for node in still]
         judged = [replace(node, reason=ending.reason) if ending else node for node, ending in found]
         try:
-            await self.terminate_nodes([node for node in judged if node.reason == "lease" or node.is_spot])
+            await self.terminate_nodes([node for node in judged if node.reason == NodeEnd.LEASE or node.is_spot])
         except CloudError as error:
             log.warning("a node that ended itself keeps its disk for now: %s", error.message)
         return judged

@@ -12,15 +12,16 @@ from broker.clouds.gcp.names import NodeId, owner_prefix
 from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
 from broker.errors import UnknownOutcomeError
 from broker.nouns import noun
+from broker.types import NodeEnd
 
 OPERATION_S_MAX = 300.0
 # operationType -> why the machine is gone or stands still
 ENDINGS = {
-    "delete": "terminated",
-    "compute.instances.preempted": "preempted",
+    "delete": NodeEnd.TERMINATED,
+    "compute.instances.preempted": NodeEnd.PREEMPTED,
     "compute.instances.hostError": "crashed",
     "compute.instances.terminateOnHostMaintenance": "maintenance",
-    "compute.instances.guestTerminate": "lease",  # or "done": Google does not tell why
+    "compute.instances.guestTerminate": NodeEnd.LEASE,  # or DONE: Google does not tell why
 }
 
 

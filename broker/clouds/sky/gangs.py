@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.errors import InvalidRequestError
 from broker.nouns import noun
-from broker.types import Node, NodeRequest, NodeState
+from broker.types import Node, NodeEnd, NodeRequest, NodeState
 
 NAME = re.compile(r"b-(?P<owner>[0-9a-z-]+)-(?P<cloud>[a-z]+)-(?P<token>[0-9a-f]+)")
 CLUSTER_LABEL, ATTEMPT_LABEL = "broker-cluster", "broker-attempt"
@@ -164,9 +164,9 @@ def judge(gang: Gang, look: Look, *, now_s: float) -> tuple[Gang, NodeState | No
 
 def _tell_end(gang: Gang, status: str) -> str:
     if gang.is_down_asked:
-        return "terminated"
+        return NodeEnd.TERMINATED
     if gang.was_up or status == "SUCCEEDED":
-        return "preempted" if gang.is_spot else "lease"  # nothing else takes a cluster that is up
+        return NodeEnd.PREEMPTED if gang.is_spot else NodeEnd.LEASE  # nothing else takes a cluster that is up
     return "refused"
 
 

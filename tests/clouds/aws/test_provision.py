@@ -13,6 +13,7 @@ from broker.clouds.base import Cloud
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Estimate, Node, NodeRequest, NodeState, Placement, Plan, Resources, Task
+from broker.wording import describe_event
 from tests.clouds.aws.bed import OFFER, AwsBed, open_session
 from tests.clouds.contract import OWNER, count_living
 
@@ -65,7 +66,9 @@ def test_full_zone_is_passed_over_and_down_leaves_nothing(world: World, bed: Aws
 
     async def act() -> None:
         heard: list[str] = []
-        cluster = await world.provisioner().up("train", make_plan(*ZONES[:2]), on_event=heard.append, hedge=1)
+        cluster = await world.provisioner().up(
+            "train", make_plan(*ZONES[:2]), on_event=lambda event: heard.append(describe_event(event)), hedge=1
+        )
         assert cluster.placement.offer.zone == ZONES[1]
         assert any("InsufficientInstanceCapacity" in line for line in heard)
         assert [node.rank for node in cluster.nodes] == [0, 1]

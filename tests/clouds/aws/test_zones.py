@@ -12,6 +12,7 @@ import pytest
 from broker.errors import CapacityError
 from broker.provision.lifecycle import Provisioner
 from broker.types import Cluster, Estimate, Placement, Plan, Resources, Task
+from broker.wording import describe_event
 from tests.clouds.aws.bed import OFFER, AwsBed, open_session
 from tests.clouds.aws.test_provision import Dying, KilledError, World
 from tests.clouds.contract import count_living
@@ -63,7 +64,7 @@ def test_full_region_costs_one_search_and_each_of_its_zones_is_remembered(
     heard: list[str] = []
 
     async def act() -> None:
-        cluster = await up(world, make_plan(places), on_event=heard.append)
+        cluster = await up(world, make_plan(places), on_event=lambda event: heard.append(describe_event(event)))
         assert cluster.placement == places[3]
         assert list_creates(bed) == [("ec2:CreateFleet", 3), ("ec2:RunInstances", 1)]
         assert any("in us-east-1a,b,c (aws) refused" in line for line in heard)

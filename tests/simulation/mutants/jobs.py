@@ -14,7 +14,7 @@ from broker.jobs.endings import Endings
 from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
 from broker.state.database import Database
 from broker.state.jobs import JobRows
-from broker.types import Attempt, Job, JobStatus, RunStatus
+from broker.types import Attempt, Job, JobStatus, Outcome, RunStatus
 
 Patches = Sequence[Any]
 
@@ -165,9 +165,9 @@ def retry_counts_attempts_anew() -> Patches:
 def outcome_and_status_in_two_commits() -> Patches:
     """Between them, a job whose program has succeeded looks like one that lost its machines."""
 
-    def end(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: str, failure: str) -> float:
+    def end(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         self._store.put_attempt(replace(attempt, outcome=outcome))
-        return float(self.finish(job, status, failure))
+        return float(self.finish(job, status, outcome.kind, failure))
 
     return (patch.object(Endings, "end", end),)
 

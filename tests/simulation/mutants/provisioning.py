@@ -19,7 +19,7 @@ from broker.provision.tries import Asker
 from broker.state.clusters import IntentRows
 from broker.state.events import Refusal
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, Node, NodeState
+from broker.types import Cluster, ClusterStatus, IntentEnd, Node, NodeState
 from tests.simulation.world import FOREIGN
 
 Patches = Sequence[Any]
@@ -75,11 +75,11 @@ def fresh_token_on_retry() -> Patches:
             try:
                 return await one.cloud.create_nodes(one.request)
             except UnknownOutcomeError:
-                self._store.close_intent(one.request.token, "no answer")
+                self._store.close_intent(one.request.token, IntentEnd.UNCLEAR)
                 one.request = replace(one.request, token=f"{one.request.token[:24]}/{serial}")
                 self._store.put_intent(one.request)
             except CloudError as error:
-                self._store.close_intent(one.request.token, f"refused: {error.message}")
+                self._store.close_intent(one.request.token, IntentEnd.REFUSED, error.message)
                 raise
         raise TransientError("no clear answer")
 
@@ -93,7 +93,7 @@ def forget_unanswered_intent() -> Patches:
         try:
             return await one.cloud.create_nodes(one.request)
         except CloudError as error:
-            self._store.close_intent(one.request.token, f"refused: {error.message}")
+            self._store.close_intent(one.request.token, IntentEnd.REFUSED, error.message)
             raise
 
     return (patch.object(Asker, "_create", create),)
@@ -103,7 +103,7 @@ def intent_closed_before_the_record() -> Patches:
     """Two commits where one is needed: between them nobody knows the nodes."""
 
     def enter(self: Any, wanted: Any, placement: Any, nodes: Any) -> Any:
-        self._store.close_intent(nodes[0].token, "up")
+        self._store.close_intent(nodes[0].token, IntentEnd.UP)
         with patch.object(IntentRows, "is_intent_open", lambda self, token: True):
             return enter_as_usual(self, wanted, placement, nodes)
 

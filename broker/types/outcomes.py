@@ -1,0 +1,127 @@
+"""How attempts and jobs end, and what happens to them on the way: kinds with data.
+
+Code compares kinds. `broker/wording.py` alone turns them into sentences, and no code reads a sentence back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from broker.nouns import noun
+
+
+class OutcomeKind(StrEnum):
+    """How an attempt ended, or the job itself. The values are stored, and shown by `--json`."""
+
+    SUCCEEDED = "succeeded"
+    PROGRAM_FAILED = "program_failed"  # it exited with a code of its own
+    SETUP_FAILED = "setup_failed"
+    STALLED = "stalled"  # no new step within the task's stall timeout
+    GANG_BROKEN = "gang_broken"  # a rank was lost, and no program failed by itself
+    PREEMPTED = "preempted"  # a spot market took nodes, or gave notice
+    NODE_LOST = "node_lost"  # on-demand nodes are gone
+    TAKEN_DOWN = "taken_down"  # a user ended the cluster
+    LEASE_EXPIRED = "lease_expired"  # no broker renewed the nodes' lease
+    MOVED = "moved"  # the spot policy chose another place
+    LAUNCH_FAILED = "launch_failed"  # the program could not be started on its nodes
+    REFUSED = "refused"  # the task or the account is at fault: another cluster would not help
+    FILES_LOST = "files_lost"  # the program succeeded, and files that it wrote did not reach their bucket
+    BUDGET_EXCEEDED = "budget_exceeded"
+    CANCELLED = "cancelled"
+    SUPERSEDED = "superseded"  # after a restore, a newer attempt was found to run
+    GANG_INCOMPLETE = "gang_incomplete"  # after a restore, some of its nodes were missing
+    NO_OFFER = "no_offer"  # of jobs only
+    DEPENDENCY_FAILED = "dependency_failed"  # of jobs only
+    OTHER = "other"  # recorded before kinds existed, in a sentence that no kind stands for
+
+
+@noun
+class Outcome:
+    """How one attempt ended. `detail` is for people. `step`: the newest known then. `exit_code`: the program's own."""
+
+    kind: OutcomeKind
+    detail: str = ""
+    step: int | None = None
+    exit_code: int | None = None
+
+
+class IntentEnd(StrEnum):
+    """What became of nodes that a search meant to create."""
+
+    UP = "up"
+    ADOPTED = "adopted"  # after a restore
+    TERMINATED = "terminated"  # what was created is confirmed gone
+    NEVER_ASKED = "never_asked"
+    REFUSED = "refused"
+    QUOTA_EXCEEDED = "quota_exceeded"
+    UNCLEAR = "unclear"  # no clear answer, and nothing of it is left
+
+
+class EventKind(StrEnum):
+    """What happened to a job or a cluster. The values are stored, and shown by `--json`."""
+
+    # A job's attempts
+    ATTEMPT = "attempt"
+    ATTEMPT_IN_PLACE = "attempt_in_place"
+    STARTED = "started"
+    RECOVERED = "recovered"
+    ATTEMPT_LOST = "attempt_lost"
+    LEASE_EXPIRED = "lease_expired"
+    PROGRAM_RESTARTED = "program_restarted"
+    STALL_RESTARTED = "stall_restarted"
+    GANG_RESTARTED = "gang_restarted"
+    SETUP_RETRIED = "setup_retried"
+    LAUNCH_RETRIED = "launch_retried"
+    NODES_GIVEN_BACK = "nodes_given_back"
+    LAST_LINES = "last_lines"
+    ENDED = "ended"
+    # While it runs or waits
+    DECISION = "decision"
+    LATE = "late"
+    WAITING = "waiting"
+    ADVISED = "advised"
+    UNSEEN = "unseen"
+    FLUSHING = "flushing"
+    SHRUNK = "shrunk"
+    UNFIT = "unfit"
+    REPLACEMENT_FAILED = "replacement_failed"
+    ACCESS_NOT_RENEWED = "access_not_renewed"
+    # The search for nodes
+    PLACE_ASKED = "place_asked"
+    PLACE_HEDGED = "place_hedged"
+    PLACE_WHOLE = "place_whole"
+    PLACE_REFUSED = "place_refused"
+    PLACE_SKIPPED = "place_skipped"
+    REGION_SKIPPED = "region_skipped"
+    CLOUD_SKIPPED = "cloud_skipped"
+    CALL_FAILED = "call_failed"
+    CALL_UNCLEAR = "call_unclear"
+    PLACE_GIVEN_UP = "place_given_up"
+    PLACE_UNNEEDED = "place_unneeded"
+    PLACE_RETURNED = "place_returned"
+    LAST_PLACES = "last_places"
+    # Clusters and nodes
+    UP = "up"
+    DOWN = "down"
+    REPLACED = "replaced"
+    COLLECTED = "collected"
+    CLUSTER_ADOPTED = "cluster_adopted"
+    ATTEMPT_ADOPTED = "attempt_adopted"
+    RESTORED = "restored"
+    NOTE = "note"  # a sentence recorded before kinds existed, or a row that cannot be read
+
+
+EventData = Mapping[str, object]  # JSON values
+
+
+@noun
+class Event:
+    """`data`: what `broker/wording.py` needs to put this kind into words."""
+
+    kind: EventKind
+    data: EventData
+
+
+def make_event(kind: EventKind, **data: object) -> Event:
+    return Event(kind=kind, data=data)

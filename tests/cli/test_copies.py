@@ -1,0 +1,34 @@
+"""What copying a task's buckets costs, said before a launch; what cannot be asked from here stops nothing."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.cli.copies import note_copies
+from broker.errors import InvalidRequestError
+from broker.types import StorageMount, Task
+
+CONTEXT: Any = None  # not used before the sizes are known
+
+
+def make_plans(url: str) -> list[Any]:
+    mount = StorageMount(target="/data", source=(url,), mode="COPY")
+    return [SimpleNamespace(task=Task(run="true", storage_mounts=(mount,)))]
+
+
+def test_without_the_package_the_cost_is_not_known_and_the_launch_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it is not installed
+    note_copies(CONTEXT, make_plans("s3://some-bucket/data"))
+    noted = " ".join(capsys.readouterr().err.split())
+    assert "what copying costs is not known: `s3://some-bucket` needs the package obstore" in noted
+
+
+def test_a_mount_that_no_node_can_be_given_stops_the_launch_whatever_its_name_says() -> None:
+    with pytest.raises(InvalidRequestError, match="obstore"):
+        note_copies(CONTEXT, make_plans("obstore://bucket/data"))
