@@ -27,6 +27,6 @@ def test_what_cannot_be_tried_is_refused_before_money_is_spent(shell: Shell) -> 
     assert "--spend" in shell.run("check", "local", "--live", "--spend", "0.001", code=2).stderr
     assert "`broker check`" in shell.run("check", "aws", "--live", code=2).stderr
     assert "`--live` requires a cloud" in shell.run("check", "--live", code=2).stderr
-    assert "cannot be recorded" in shell.run("check", "local", "--live", "--record", "tape.jsonl", code=2).stderr
+    assert "not supported for local" in shell.run("check", "local", "--live", "--record", "tape.jsonl", code=2).stderr
     assert not (shell.folder / "tape.jsonl").exists()
     assert shell.read_json("status")["clusters"] == []

@@ -191,6 +191,6 @@ def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
     refused = shell.run("down", "--all", "--yes", code=2)
     assert "belongs to managed job 1" in refused.stderr and "broker jobs cancel 1" in refused.stderr
     store.set_job_status(job.id, JobStatus.CANCELLED)
-    assert "is down" in shell.run("down", "--all", "--yes").stdout
+    assert "terminated" in shell.run("down", "--all", "--yes").stdout
     assert not store.list_clusters()
     store.close()

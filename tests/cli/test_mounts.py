@@ -59,9 +59,9 @@ run: cat ~/data/deep/words; ls ~/data
         shell.environment |= server.variables
         flags = [each for name, value in server.variables.items() for each in ("--env", f"{name}={value}")]
         done = shell.run("launch", shell.write("task.yaml", task), "-c", "dev", *flags)
-        assert "bucket `s3://made-for-the-test` is made: 2 of 2 files sent" in done.stderr
+        assert "created bucket `s3://made-for-the-test`: 2 of 2 files uploaded" in done.stderr
         assert "from here\n" in done.stdout and "x.tmp" not in done.stdout
         again = shell.run("launch", shell.write("task.yaml", task), "-c", "dev", *flags)
-        assert "bucket `s3://made-for-the-test`: 0 of 2 files sent" in again.stderr and "from here" in again.stdout
+        assert "bucket `s3://made-for-the-test`: 0 of 2 files uploaded" in again.stderr and "from here" in again.stdout
         wrong = shell.write("wrong.yaml", task.replace("./set", "./gone"))
         assert "a path that does not exist: `./gone`" in shell.run("launch", wrong, "-c", "other", code=2).stderr

@@ -167,6 +167,28 @@ ERRORS: dict[str, tuple[str, Sequence[str]]] = {
 }
 
 
+ADVISE_REFUSED = (
+    ("--params", "7B"),
+    ("--tokens", "1B"),
+    ("--params", "1M", "--tokens", "1B"),
+    ("--hidden", "512", "--tokens", "1B"),
+    ("--layers", "2", "--hidden", "500", "--heads", "3", "--tokens", "1B"),
+    ("--params", "7B", "--heads", "3", "--tokens", "1B"),
+    ("--params", "7B", "--tokens", "1B", "--deadline", "soon"),
+    ("--params", "7B", "--tokens", "1B", "--gpus", "H1000"),
+    ("--params", "70B", "--tokens", "1B", "--max-gpus", "1"),
+    ("--params", "70B", "--tokens", "1B", "--gpus", "H100", "--deadline", "1h", "--max-gpus", "8"),
+    ("--params", "7B", "--tokens", "20B", "--gpus", "H100", "--budget", "1"),
+    ("--tokens", "1B", "--active-params", "3B"),
+    ("--params", "7B", "--tokens", "1B", "--active-params", "8B"),
+    ("--params", "70B", "--tokens", "1B", "--active-params", "8B", "--trainer", "bundled"),
+)
+
+
+def test_advise_that_is_refused(screen: Screen, snapshot: SnapshotAssertion) -> None:
+    assert show_all(screen, *(("advise", *arguments) for arguments in ADVISE_REFUSED)) == snapshot
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_error(name: str, screen: Screen, snapshot: SnapshotAssertion) -> None:
     text, arguments = ERRORS[name]
