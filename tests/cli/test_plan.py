@@ -38,7 +38,7 @@ def test_misspelt_region_gets_its_near_miss_in_plan_and_launch() -> None:
         words = [] if command == ["plan"] else ["true"]
         shown = broker(*command, *words, "--infra", "aws/us-eest-1", "--gpus", "H100:8")
         assert shown.returncode == 3
-        assert "no region of aws is called `us-eest-1`" in shown.stderr
+        assert "unknown region `us-eest-1` in aws" in shown.stderr
         assert "hint: did you mean `us-east-1`" in shown.stderr and "drop `cloud" not in shown.stderr
 
 

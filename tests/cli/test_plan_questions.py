@@ -64,7 +64,7 @@ def test_what_if_that_fits_nothing_says_why_and_what_would(file: str) -> None:
     shown = broker("plan", file, *(word for each in changes for word in ("--what-if", each))).stdout
     below = shown[shown.index("What if:") :]
     assert "deadline=1h: deadline: " in below and "can be met" in below
-    assert "no region of aws is called `us-eest-1`" in below and "did you mean `us-east-1`" in below
+    assert "unknown region `us-eest-1` in aws" in below and "did you mean `us-east-1`" in below
     assert all(len(line) <= 80 for line in below.splitlines())
 
 
