@@ -44,7 +44,7 @@ def _fill(task: Task) -> Task:
 
 
 def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
-    """Key -> file, as SkyPilot lays them out: what one folder holds at the top; of several paths each by its name."""
+    """Map keys to files as SkyPilot does: the content of a single folder at the top, several paths each by name."""
     found: dict[str, Path] = {}
     for source in sources:
         path = Path(source).expanduser()

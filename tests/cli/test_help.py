@@ -10,7 +10,7 @@ import typer.main
 from click.testing import CliRunner
 from syrupy.assertion import SnapshotAssertion
 
-from broker.cli.commands import COMMANDS, GROUPS
+from broker.cli.commands import COMMANDS, GROUPS, PANELS
 from broker.cli.main import app
 from tests.cli.screens import TextExtension
 
@@ -40,3 +40,29 @@ def test_help(command: str, snapshot: SnapshotAssertion) -> None:
     assert done.exit_code == 0, done.output
     assert all(len(line) <= 80 for line in done.output.splitlines())
     assert done.output == snapshot
+
+
+def find_command(line: str) -> Any:
+    found: Any = ROOT
+    for name in line.split():
+        found = found.get_command(None, name)
+    return found
+
+
+def test_every_command_is_in_one_panel() -> None:
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_listing_shows_the_first_sentence_of_the_page(name: str) -> None:
+    assert find_command(name).help.split("\n")[0] == COMMANDS[name][1]
+
+
+def test_every_option_and_argument_is_a_sentence() -> None:
+    faults = []
+    for line in list_commands():
+        for each in find_command(line).params:
+            text = each.help or ""
+            if not text.endswith(".") or not (text[0].isupper() or text.startswith("vCPUs")):
+                faults.append(f"{line} {each.name}: {text!r}")
+    assert faults == []
