@@ -97,5 +97,5 @@ def _hint_cloud(cloud: str) -> Sequence[str]:
     from broker.catalog.sources.skypilot import SkyPilotSource
 
     if cloud in SkyPilotSource.clouds:
-        return [f"`broker catalog update --cloud {cloud}` adds its prices"]
+        return [f"add its prices with `broker catalog update --cloud {cloud}`"]
     return ["`broker catalog info` lists the clouds with prices"]

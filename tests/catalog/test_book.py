@@ -110,7 +110,7 @@ def test_each_price_has_its_own_date(book: Book) -> None:
 @pytest.mark.parametrize(
     ("resources", "message", "hint"),
     [
-        ("{infra: vast}", "unknown cloud `vast`", "`broker catalog update --cloud vast` adds its prices"),
+        ("{infra: vast}", "unknown cloud `vast`", "add its prices with `broker catalog update --cloud vast`"),
         ("{infra: aws/us-est-1}", "unknown region `us-est-1` in aws", "`us-east-1`"),
         ("{infra: aws/europe-west4}", "unknown region `europe-west4` in aws", "`infra: gcp/europe-west4`"),
         ("{infra: aws/us-east-1a}", "unknown region `us-east-1a` in aws", "`infra: aws/us-east-1/us-east-1a`"),

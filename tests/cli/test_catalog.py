@@ -180,7 +180,7 @@ def test_a_cloud_of_skypilots_that_the_book_does_not_have_is_added_and_planned(m
 def test_an_import_alone_is_all_that_is_planned_with(market: Market) -> None:
     done = market.import_old(0.5, "--only", more="broken,H100,8,1,1,cheap,us-east-1,,,\n")
     assert "lambda: 391 offers" in done.stdout
-    assert re.search(r"vms\.csv:393: `Price` is no number: `cheap`", done.stderr)
+    assert re.search(r"vms\.csv:393: `Price` is not a number: `cheap`", done.stderr)
     info = market.info()
     assert list(info) == ["lambda"]
     assert info["lambda"]["ondemand_as_of"] == "2026-09-21", "prices are as old as their file"
@@ -204,4 +204,4 @@ def test_a_plan_on_old_prices_says_how_to_renew_them(market: Market) -> None:
     task = market.shell.write("t.yaml", "resources: {infra: aws, accelerators: A100:8, use_spot: true}\nrun: x\n")
     done = market.shell.run("plan", task)
     assert "Prices of 2025-06-28" in done.stdout, "the date of the spot price, which is the one that is paid"
-    assert re.search(r"note: aws's spot prices are \d+ days old; `broker catalog update --cloud aws`", done.stderr)
+    assert re.search(r"note: aws's spot prices are \d+ days old; update them with `broker catalog update --cloud aws`", done.stderr)
