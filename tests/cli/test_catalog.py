@@ -204,4 +204,5 @@ def test_a_plan_on_old_prices_says_how_to_renew_them(market: Market) -> None:
     task = market.shell.write("t.yaml", "resources: {infra: aws, accelerators: A100:8, use_spot: true}\nrun: x\n")
     done = market.shell.run("plan", task)
     assert "Prices of 2025-06-28" in done.stdout, "the date of the spot price, which is the one that is paid"
-    assert re.search(r"note: aws's spot prices are \d+ days old; update them with `broker catalog update --cloud aws`", done.stderr)
+    note = r"note: aws's spot prices are \d+ days old; update them with `broker catalog update --cloud aws`"
+    assert re.search(note, done.stderr)
