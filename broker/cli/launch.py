@@ -201,7 +201,7 @@ async def _launch(
         run_id = await submit(context, cluster, task)
     if autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
         await context.gang.set_autostop(cluster, autostop)
-    await context.provisioner.finish()  # no later process may wait for the releases that are under way
+    await context.provisioner.finish()  # wait for pending releases: there may be no later process that does
     return run_id
 
 
