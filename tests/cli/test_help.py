@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +67,10 @@ def test_every_option_and_argument_is_a_sentence() -> None:
             if not text.endswith(".") or not (text[0].isupper() or text.startswith("vCPUs")):
                 faults.append(f"{line} {each.name}: {text!r}")
     assert faults == []
+
+
+def test_no_screen_is_named_like_a_test_file() -> None:
+    """syrupy takes `test_state.txt` for a snapshot of `test_state.py`, and fails a run of that file as leaving it unused."""
+    here = Path(__file__).parent
+    screens = {each.stem for each in (here / "__snapshots__").rglob("*.txt")}
+    assert screens and not screens & {each.stem for each in here.glob("*.py")}

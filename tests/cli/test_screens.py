@@ -131,7 +131,7 @@ def test_history(screen: Screen, snapshot: SnapshotAssertion, tmp_path: Path, mo
     assert f"{before}\n{screen.show('history', 'p5.48xlarge')}" == snapshot
 
 
-def test_state(screen: Screen, snapshot: SnapshotAssertion) -> None:
+def test_state_file(screen: Screen, snapshot: SnapshotAssertion) -> None:
     before = screen.show("state", "info")
     screen.open_store().close()
     assert before + show_all(screen, ("state", "info"), ("state", "drop", "jobs", "7")) == snapshot
