@@ -24,7 +24,7 @@ from broker.cli.render import (
     show_usd,
 )
 from broker.errors import RunFailedError, UsageError
-from broker.types import Cluster, ClusterStatus, RunStatus
+from broker.types import Cluster, ClusterStatus, Run, RunStatus
 
 POLL_S = 0.3
 ClusterName = Annotated[str, typer.Argument(help="Cluster name.", show_default=False, autocompletion=complete_clusters)]
@@ -108,11 +108,16 @@ def queue(cluster: ClusterName, as_json: options.AsJson = False) -> None:
         return
     now_s = context.clock.now_s()
     rows = [
-        [str(run.id), run.name or "-", run.status.value, show_duration((run.ended_s or now_s) - run.started_s),
+        [str(run.id), run.name or "-", run.accelerators or "-", run.status.value, _show_time(run, now_s),
          "-" if run.returncode is None else str(run.returncode)]
         for run in sorted(runs, key=lambda run: -run.id)
     ]  # fmt: skip
-    print_table(["ID", "NAME", "STATUS", "TIME", "EXIT CODE"], rows, right=("ID", "TIME", "EXIT CODE"))
+    print_table(["ID", "NAME", "ACCELERATORS", "STATUS", "TIME", "EXIT CODE"], rows, right=("ID", "TIME", "EXIT CODE"))
+
+
+def _show_time(run: Run, now_s: float) -> str:
+    """Show the time since submission; a run that was submitted just now may not have recorded it."""
+    return show_duration((run.ended_s or now_s) - run.started_s) if run.started_s else "-"
 
 
 def cancel(

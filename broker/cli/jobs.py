@@ -187,7 +187,10 @@ def retry(
     check_flag("--request-id", request_id, REQUEST_ID)
     context = Context()
     secrets = {name: Secret(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
-    again = retry_job(context.store, find_job(context, job), secrets=secrets, request_id=request_id)
+    again = retry_job(
+        context.store, find_job(context, job), secrets=secrets, request_id=request_id,
+        check=lambda task: _check_access(context, task),
+    )  # fmt: skip
     context.ensure_daemon()
     if as_json or output is options.Format.JSON:
         print_json(jobs_show.describe(again, 0.0))
@@ -195,6 +198,17 @@ def retry(
     print_line(f"Submitted managed job {again.id} ({again.name}), which resumes from the checkpoints of job {job}")
     if not detach:
         follow_job(context, again.id)
+
+
+def _check_access(context: Context, task: Task) -> None:
+    """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid."""
+    from broker.cli.launch import plan_launch
+    from broker.jobs.allowance import get_unattended_s
+    from broker.jobs.order import drop_limits
+
+    plan = plan_launch(context, drop_limits(task), is_dryrun=False)  # a job that is late may be retried
+    for sentence in context.grants.check([plan], allowances_s=[get_unattended_s(task)]):
+        print_note(sentence)
 
 
 @app.command()

@@ -230,9 +230,11 @@ async def submit(context: Context, cluster: Cluster, task: Task) -> int:
     """Start the task on the cluster; return the run's id. Raises UsageError for a task with nothing to run."""
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import find_checkpoint_dir, settle_tasks
+    from broker.runtime.reserving import find_reservation
 
     if task.run is None and task.setup is None:
         raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
+    find_reservation(task, cluster)  # before anything is sent: refuse what no node has
     (task,) = settle_tasks([task], find_checkpoint_url(context.config))
     run_id = context.store.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
@@ -284,6 +286,7 @@ def exec_(
     entrypoint: options.Entrypoint,
     name: options.Name = None,
     workdir: options.Workdir = None,
+    gpus: options.Gpus = None,
     env: options.Env = None,
     env_file: options.EnvFile = None,
     secret: options.Secret = None,
@@ -291,14 +294,19 @@ def exec_(
 ) -> None:
     """Run a task on a running cluster.
 
-    The task's `setup` is not run.
+    The task's `setup` is not run. A task that requests accelerators reserves them and runs beside others; any
+    other task has the whole cluster.
     """
     from dataclasses import replace
 
     context = Context()
     found = find_up(context, cluster)
-    overrides = options.Overrides(name=name, workdir=workdir, env=env or (), env_file=env_file, secret=secret or ())
+    overrides = options.Overrides(
+        name=name, workdir=workdir, gpus=gpus, env=env or (), env_file=env_file, secret=secret or ()
+    )
     one = options.read_task(entrypoint, overrides)
+    if any(each.accelerator for each in one.resources):
+        one = context.resolve(one)
     options.check_notices([one], is_launch=True)
     run_id = asyncio.run(submit(context, found, replace(one, setup=None)))
     follow_unless(context, cluster, run_id, detach=detach)

@@ -132,7 +132,9 @@ def autostop(
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
     context.check_autostop(rule, {found.placement.offer.cloud})
     asyncio.run(context.gang.set_autostop(found, rule))
-    context.store.put_cluster(replace(found, autostop=rule))
+    with context.store.transaction():
+        current = find_up(context, cluster)  # it may have been terminated, or one of its nodes replaced
+        context.store.put_cluster(replace(current, autostop=rule))
     if rule is None:
         print_line(f"disabled autostop for cluster `{cluster}`")
     else:

@@ -196,8 +196,9 @@ class JobController:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
         if list_lost_ranks(cluster.nodes):
-            if await self._lost_gang.has_left_success(job, attempt, cluster):  # a process that died had started it
-                return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+            wait_s = await self._lost_gang.conclude_success(job, attempt, cluster)
+            if wait_s is not None:  # a process that died had started it
+                return wait_s
             return self._endings.lose(attempt, f"lost while starting: {error.message}")
         now_s = self._clock.now_s()
         is_silent = watch.note_silence(now_s)
@@ -211,6 +212,8 @@ class JobController:
         cluster, watch = self._store.get_cluster(attempt.cluster), self._get_watch(attempt)
         if cluster is None and watch.has_succeeded:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+        if cluster is None and watch.unflushed:
+            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=watch.unflushed))
         if cluster is None:
             return self._endings.lose(attempt, "its cluster was taken down")
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
@@ -234,7 +237,7 @@ class JobController:
             find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
             run_id = get_run_id(attempt, cluster)
-            await self._mender.look(job, cluster, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
+            await self._mender.look(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
             return await self._look_closer(job, attempt, cluster, watch, report)
         if verdict is Verdict.LOST:
             was_attended = watch.is_attended(self._clock.now_s())
@@ -247,7 +250,8 @@ class JobController:
                 was_attended=was_attended,
                 find_kept_until_s=partial(self._keeping.find_until_s, job, attempt, cluster, report),
             )
-        return self._endings.conclude(job, attempt, verdict, self._read_end(attempt, cluster, report))
+        run = replace(self._read_end(attempt, cluster, report), unflushed=watch.unflushed)
+        return self._endings.conclude(job, attempt, verdict, run)
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(

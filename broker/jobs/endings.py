@@ -23,6 +23,7 @@ from broker.types import Attempt, Job, JobStatus
 FAILED_OUTCOME = "failed"
 STALLED_OUTCOME = "stalled"
 APART_OUTCOME = "fell apart"
+UNFLUSHED_OUTCOME = "files did not arrive"
 OVERSPENT_OUTCOME = "out of budget"
 NOT_STARTED_OUTCOME = "not started"
 REFUSED_OUTCOME = "refused"
@@ -74,6 +75,9 @@ class Endings:
 
     def _fail(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
         """The program ended with an exit code of its own: it is started again while that promises anything."""
+        if run.unflushed:  # it succeeded: nothing is gained by running it again
+            failure = f"the program succeeded, but {run.unflushed}; they are lost with the nodes, which are given back"
+            return self.end(job, attempt, JobStatus.FAILED, UNFLUSHED_OUTCOME, failure)
         recovery, steps = get_recovery(job.task), self._store.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)

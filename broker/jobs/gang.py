@@ -51,6 +51,16 @@ class GangReport(Protocol):
         """What a node says while written files are not in their bucket yet; empty where all are."""
         ...
 
+    @property
+    def unfit(self) -> Sequence[tuple[int, str]]:
+        """Ranks that were to join an elastic gang at work and whose `setup` failed, with the reason."""
+        ...
+
+    @property
+    def unflushed(self) -> str:
+        """Of a run that FAILED though its program succeeded: which written files did not arrive. Else empty."""
+        ...
+
 
 class Gang(Protocol):
     """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that

@@ -45,12 +45,15 @@ class Signs:
     unreachable_s: float = 0.0
     failed_s: float = 0.0
     nodes_min: int | None = None  # with so many left, the first among them, an elastic program goes on
+    is_unflushed: bool = False  # its program succeeded, and files that it wrote did not arrive
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
 def judge(signs: Signs) -> Verdict:
     if signs.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
+    if signs.is_unflushed:
+        return Verdict.FAILED  # whatever becomes of its nodes: a program that ended well is not run again
     if list_lost_ranks(signs.nodes) and not can_go_on(signs):
         return Verdict.LOST
     if signs.is_noticed and signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):

@@ -12,7 +12,7 @@ from broker.jobs.gang import GangReport
 from broker.jobs.judgement import Verdict, list_lost_ranks
 from broker.jobs.logs import copy_left_log
 from broker.jobs.outcomes import Outcome, Outcomes
-from broker.jobs.run_end import read_run_end
+from broker.jobs.run_end import RunEnd, read_run_end
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Node, NodeState, RunStatus
 
@@ -47,7 +47,7 @@ class LostGang:
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
             return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
-        if left and is_programs_failure(left, cluster.nodes, report.unreachable):
+        if left and (left.unflushed or is_programs_failure(left, cluster.nodes, report.unreachable)):
             run = read_run_end(self._store, self._config.logs, attempt=attempt, told=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
             return self._endings.conclude(job, attempt, verdict, run)
@@ -69,9 +69,14 @@ class LostGang:
             what = f"{what}: {left_count} of {len(cluster.nodes)} nodes are kept while it is replaced"
         return self._endings.lose(attempt, what, lost_s=lost_s, kept_until_s=kept_until_s)
 
-    async def has_left_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> bool:
+    async def conclude_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:
+        """End the job where its program succeeded, by what was left of a start that is not on record; else None."""
         left = await self._read_left(job, attempt, cluster)
-        return left is not None and left.status is RunStatus.SUCCEEDED
+        if left is not None and left.status is RunStatus.SUCCEEDED:
+            return self._endings.end(job, attempt, JobStatus.SUCCEEDED, "succeeded", "")
+        if left is not None and left.unflushed:
+            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
+        return None
 
     async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> Outcome | None:
         """Nodes that end themselves leave word beside the checkpoints: the broker may have been away."""

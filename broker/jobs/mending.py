@@ -8,9 +8,10 @@ from collections.abc import Callable
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError
 from broker.jobs.budget import Overspent, check_budget
-from broker.jobs.gang import Gang
+from broker.jobs.gang import Gang, GangReport
 from broker.jobs.judgement import list_lost_ranks
 from broker.jobs.order import get_recovery
+from broker.jobs.watch import is_due
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -19,6 +20,7 @@ from broker.types import Cluster, Job, Node
 
 RETRY_BASE_S = 15.0
 RETRY_S_MAX = 300.0
+END_AGAIN_S = 30.0  # until a node that still runs is asked to end once more
 MakeEnvs = Callable[[], dict[str, str]]
 
 
@@ -33,16 +35,28 @@ class Mender:
         self._doing: asyncio.Task[Cluster] | None = None
         self._taking_part: frozenset[str] = frozenset()
         self._told: set[str] = set()
-        self._refusals = 0
+        self._ending_s: dict[str, float] = {}  # by id of nodes that cannot take part: when their end was last asked for
+        self._refusals = 0  # in a row, of places
         self._next_try_s = 0.0
 
     async def look(
-        self, job: Job, cluster: Cluster, *, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
+        self,
+        job: Job,
+        cluster: Cluster,
+        report: GangReport,
+        *,
+        run_id: int,
+        make_envs: MakeEnvs,
+        find_lease_s: Callable[[], float],
     ) -> None:
-        """One step: tell of a loss, ask for a node, take one in. Returns soon; a node takes minutes to come."""
+        """One step: tell of a loss, ask for a node, take one in, end one that cannot take part.
+
+        Returns soon; a node takes minutes to come.
+        """
         if get_recovery(job.task).nodes_min is None:
             return
         await self._take_in(job, cluster, run_id, make_envs, find_lease_s)
+        await self._end_unfit(job, cluster, report)
         self._hear(job)
         current = self._store.get_cluster(cluster.name)  # a node may just have been replaced
         lost = list_lost_ranks(current.nodes) if current else []
@@ -62,6 +76,33 @@ class Mender:
                     check_budget=lambda: check_budget(job, self._store, self._clock),
                 )
             )
+
+    async def _end_unfit(self, job: Job, cluster: Cluster, report: GangReport) -> None:
+        """A node whose `setup` failed would idle beside the others: once it is gone it is replaced as a lost one."""
+        reasons = dict(report.unfit)
+        for node in list_live(cluster):
+            asked_s, now_s = self._ending_s.get(node.id), self._clock.now_s()
+            if node.rank not in reasons or (asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s)):
+                continue
+            if asked_s is None:
+                self._told.add(node.id)
+                wait_s = self._back_off(1 + len(self._ending_s))
+                self._tell(
+                    job,
+                    "unfit",
+                    f"{reasons[node.rank]}, on a node that replaced a lost one: it is ended, another is asked for in "
+                    f"{wait_s:.0f} s; its output is in `broker jobs logs {job.id}`, marked (rank{node.rank})",
+                )
+            self._ending_s[node.id] = now_s
+            try:
+                await self._provisioner.end_node(cluster, node)
+            except CloudError:
+                pass  # asked again
+
+    def _back_off(self, times: int) -> float:
+        wait_s = draw_backoff_s(times, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
+        self._next_try_s = self._clock.now_s() + wait_s
+        return wait_s
 
     def stop(self) -> None:
         """The attempt is over: what is on its way ends with the cluster, or is taken up for the next attempt on it."""
@@ -83,8 +124,7 @@ class Mender:
         if not isinstance(error, BrokerError | Overspent):
             raise error
         self._refusals += 1
-        wait_s = draw_backoff_s(self._refusals, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-        self._next_try_s = self._clock.now_s() + wait_s
+        wait_s = self._back_off(self._refusals)
         self._tell(job, "waiting", f"no node to replace the lost one: {error}; trying again in {wait_s:.0f} s")
 
     async def _take_in(

@@ -18,7 +18,7 @@ from broker.types import Progress, RunStatus
 @noun
 class Outcome:
     """`returncode` is None where no program ended by itself, and `failed_rank` where it is not known whose did.
-    `lease_left_s`: of the head, when the run ended."""
+    `lease_left_s`: of the head, when the run ended. `unflushed`: as in `GangReport`."""
 
     status: RunStatus
     returncode: int | None = None
@@ -26,6 +26,7 @@ class Outcome:
     lease_left_s: float | None = None
     progress: Progress | None = None
     failed_rank: int | None = None
+    unflushed: str = ""
 
 
 class Outcomes(Protocol):
@@ -63,6 +64,7 @@ def parse_outcome(content: bytes) -> Outcome | None:
         status=status,
         returncode=returncode if isinstance(returncode, int) and not isinstance(returncode, bool) else None,
         reason=str(found.get("reason") or ""),
+        unflushed=str(found.get("unflushed") or "") if status is RunStatus.FAILED else "",
         failed_rank=rank if isinstance(rank := found.get("failed_rank"), int) else None,
         lease_left_s=float(left_s) if isinstance(left_s, int | float) and not isinstance(left_s, bool) else None,
         progress=parse_progress(progress) if isinstance(progress, dict) else None,

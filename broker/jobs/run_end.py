@@ -14,7 +14,8 @@ from broker.types import Attempt, Progress
 @noun
 class RunEnd:
     """`failed_rank`: whose program was the first to end with an exit code; the last lines are of that rank. `is_whole`:
-    every node runs and answers, so that the next attempt may have them."""
+    every node runs and answers, so that the next attempt may have them. `unflushed`: the program succeeded, and this is
+    why files that it wrote did not arrive."""
 
     returncode: int | None = None
     reason: str = ""
@@ -22,6 +23,7 @@ class RunEnd:
     failed_rank: int | None = None
     last_lines: tuple[str, ...] = ()
     is_whole: bool = False
+    unflushed: str = ""
 
 
 class TellsEnd(Protocol):
@@ -33,6 +35,8 @@ class TellsEnd(Protocol):
     def reason(self) -> str: ...
     @property
     def failed_rank(self) -> int | None: ...
+    @property
+    def unflushed(self) -> str: ...
 
 
 def read_run_end(
@@ -47,4 +51,5 @@ def read_run_end(
         failed_rank=told.failed_rank,
         last_lines=tuple(lines),
         is_whole=is_whole,
+        unflushed=told.unflushed,
     )

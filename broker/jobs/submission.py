@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from broker.errors import UsageError
@@ -46,10 +46,17 @@ def _find_needs(tasks: Sequence[Task]) -> Sequence[Sequence[int]]:
     return [[index - 1] if index else [] for index in range(len(tasks))]
 
 
-def retry_job(store: Store, job: Job, *, secrets: Mapping[str, Secret], request_id: str | None = None) -> Job:
+def retry_job(
+    store: Store,
+    job: Job,
+    *,
+    secrets: Mapping[str, Secret],
+    request_id: str | None = None,
+    check: Callable[[Task], None] = lambda task: None,
+) -> Job:
     """A new job with the old one's task, checkpoints and attempt numbers; the same `request_id` makes one only.
 
-    Raises UsageError.
+    `check` gets the task with its secrets before the job is submitted; what it raises prevents that. Raises UsageError.
     """
     if known := store.find_request(request_id):
         return known
@@ -73,6 +80,7 @@ def retry_job(store: Store, job: Job, *, secrets: Mapping[str, Secret], request_
         flags = " ".join(f"--secret {name}" for name in missing)
         raise UsageError(f"job {job.id} needs its secrets again", hints=[f"`broker jobs retry {job.id} {flags}`"])
     task = replace(job.task, secrets={name: secrets[name] for name in job.task.secrets})
+    check(task)
     return store.add_job(
         job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
     )

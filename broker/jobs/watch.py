@@ -43,10 +43,12 @@ class Watch:
         self._advised: set[str] = set()
         self._unreached_since_s: dict[str, float] = {}  # by node id
         self.has_succeeded = False
+        self.unflushed = ""
 
     def hear(self, report: GangReport) -> None:
         """A success stays one: it may not be on record yet when the gang is asked again, or gone."""
         self.has_succeeded = self.has_succeeded or report.status is RunStatus.SUCCEEDED
+        self.unflushed = self.unflushed or report.unflushed
 
     def is_suspicious(self, report: GangReport) -> bool:
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
@@ -128,6 +130,7 @@ class Watch:
             misses=self._misses,
             unreachable_s=0.0 if self._silent_since_s is None else seen_s - self._silent_since_s,
             failed_s=0.0 if self._failed_since_s is None else seen_s - self._failed_since_s,
+            is_unflushed=bool(self.unflushed),
             is_noticed=report.reason == NOTICE_REASON,
             nodes_min=nodes_min,
         )

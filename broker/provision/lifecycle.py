@@ -165,15 +165,14 @@ class Provisioner:
         nodes = tuple(
             self._judge(node, listing.by_id.get(node.id), is_answering=node.id in answering) for node in cluster.nodes
         )
-        refreshed = replace(cluster, nodes=nodes)
         if nodes != cluster.nodes:
             with self._store.transaction():
                 self._failover.asker.record(nodes)
                 current = self._store.get_cluster(cluster.name)
-                # A node may have been replaced since the caller read the record.
+                # Since the caller read the record a node may have been replaced, or the cluster been taken down.
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
-                    self._store.put_cluster(refreshed)
-        return refreshed
+                    self._store.put_cluster(replace(current, nodes=nodes))
+        return replace(cluster, nodes=nodes)
 
     def can_replace_node(self, cluster: Cluster) -> bool:
         return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
@@ -196,14 +195,22 @@ class Provisioner:
         with self._collector.spare_gang(cluster.name):
             return await replace_node(self._failover.asker, self._store, wanted, rank=rank)
 
+    async def end_node(self, cluster: Cluster, node: Node) -> None:
+        """Have the cloud terminate one node of a cluster that goes on without it.
+
+        The record changes when a list shows it gone (`refresh`). Asked again it changes nothing. Raises CloudError.
+        """
+        await self._get_cloud(cluster.placement).terminate_nodes([node])
+
     async def down(self, name: str) -> None:
         """Terminate, confirm, forget: the record goes only when the cloud says every node is gone."""
-        cluster = self._store.get_cluster(name)
-        intents = self._store.list_open_intents(name)
-        if cluster is None and not intents:
-            return
-        if cluster and cluster.status is not ClusterStatus.TERMINATING:
-            self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+        with self._store.transaction():
+            cluster = self._store.get_cluster(name)
+            intents = self._store.list_open_intents(name)
+            if cluster is None and not intents:
+                return
+            if cluster and cluster.status is not ClusterStatus.TERMINATING:
+                self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
         # All at once: a place that cannot be asked must not hold up the end of nodes elsewhere.
         works = [self._bury(each.request) for each in intents]
         if cluster and cluster.nodes:
@@ -377,10 +384,12 @@ class Provisioner:
         raise TransientError(f"{cluster.name} is not {state.value} after {STOP_S_MAX:g} s")
 
     def _change_status(self, name: str, status: ClusterStatus) -> Cluster:
-        cluster = self._store.get_cluster(name)
-        assert cluster is not None, "a cluster being stopped or started keeps its record"
-        changed = replace(cluster, status=status)
-        self._store.put_cluster(changed)
+        with self._store.transaction():
+            cluster = self._store.get_cluster(name)
+            if cluster is None or cluster.status is ClusterStatus.TERMINATING:
+                raise UsageError(f"{name} was taken down while it was stopped or started")
+            changed = replace(cluster, status=status)
+            self._store.put_cluster(changed)
         return changed
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_access, agent_delivery, agent_flush, agent_lease
+    from broker.runtime import agent_access, agent_burial, agent_delivery, agent_flush, agent_lease
     from broker.runtime import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
     import agent_access
+    import agent_burial
     import agent_delivery
     import agent_files as files
     import agent_flush
@@ -150,16 +151,16 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
     ids = [int(request["run_id"])] if "run_id" in request else files.list_run_ids()
     known = set(files.list_run_ids())
     return {
-        "runs": [{**files.describe_run(run_id), "name": read_name(run_id)} for run_id in ids if run_id in known],
+        "runs": [{**files.describe_run(run_id), **read_asked(run_id)} for run_id in ids if run_id in known],
         "idle_s": measure_idle_s(),
         "is_advised": (files.STATE / "rebalance").exists(),  # by the cloud, to leave this node
         "lease_left_s": agent_lease.measure_left_s(),
     }
 
 
-def read_name(run_id: int) -> str:
+def read_asked(run_id: int) -> dict[str, str]:
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
-    return str(spec.get("name") or "")
+    return {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
 
 
 def send_log(request: dict[str, Any]) -> None:
@@ -224,7 +225,7 @@ def watch() -> None:
     flush: agent_flush.Flush | None = None
     while True:
         for run_id in files.list_run_ids():
-            bury_if_dead(run_id)
+            agent_burial.bury_if_dead(run_id)
         agent_access.forget_used()
         reason = decide_power_off()
         if reason and reason != "lease":  # written outside a run, or by one whose runner was killed
@@ -245,19 +246,6 @@ def start_notices() -> None:
         import agent_notice  # type: ignore[import-not-found]
 
         threading.Thread(target=agent_notice.watch_notices, args=(cloud,), daemon=True).start()
-
-
-def bury_if_dead(run_id: int) -> None:
-    folder = files.run_folder(run_id)
-    if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
-        return
-    lock = files.try_lock(folder / "runner.lock")
-    if lock is not None:
-        if not (folder / "outcome.json").exists():  # it may have written it between our two looks
-            import agent_run
-
-            agent_run.bury(run_id)
-        os.close(lock)
 
 
 def decide_power_off() -> str:

@@ -130,7 +130,7 @@ def describe_run(run_id: int) -> dict[str, Any]:
     """A run as its files and its runner's lock show it; a runner that vanished means FAILED."""
     folder = run_folder(run_id)
     is_live = is_locked(folder / "runner.lock")
-    report = {"id": run_id, "status": "SETTING_UP", "returncode": None, "started_s": 0.0, "ended_s": None, "reason": ""}
+    report = {"id": run_id, "status": "PENDING", "returncode": None, "started_s": 0.0, "ended_s": None, "reason": ""}
     report.update(read_json(folder / "state.json") or {})
     outcome = read_json(folder / "outcome.json")
     if outcome:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import socket
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ HOLD_S = 1800.0
 HOLD_VARIABLE = "BROKER_FLUSH_HOLD_S"  # among a task's `envs`, in seconds
 LOOK_S = 0.5
 ANSWER_S = 5.0
-EX_IOERR = 74  # sysexits.h: what a run ends with whose program succeeded, but whose files did not arrive
+RETRY_S = 60.0  # without a byte, until a mount whose rclone is dead is made again: its cache is still there
 
 
 class Pending(NamedTuple):
@@ -82,6 +83,17 @@ def find_pending(mount: dict[str, Any]) -> Pending:
     return Pending(str(mount["url"]), count, size)
 
 
+def make_retry_script() -> str:
+    """Bash that mounts again what is not mounted any more, as `setup` did; rclone then uploads what its cache holds."""
+    program = files.STATE / "node_mount.py"
+    lines = []
+    for mount in read_mounts():
+        if mount.get("mode") and mount.get("target"):  # older mounts have no mode
+            words = ["python3", str(program), str(mount["mode"]), str(mount["url"]), str(mount["target"])]
+            lines.append(" ".join(map(shlex.quote, words)))
+    return "\n".join(lines)
+
+
 class Sent(NamedTuple):
     """What a mount's rclone has sent, and how often it failed to."""
 
@@ -120,7 +132,7 @@ class Flush:
         self._hold_s, self._now_s = hold_s, now_s
         self._sent: Sent | None = None
         self._error_count = 0  # when a file arrived last
-        self._moved_s = now_s()
+        self._moved_s = self._tried_s = now_s()
         self.pending: list[Pending] = []
 
     def look(self) -> str:
@@ -137,6 +149,14 @@ class Flush:
         self._sent = sent
         return "failed" if self._now_s() - self._moved_s >= self._hold_s else "waiting"
 
+    def is_retry_due(self) -> bool:
+        """Whether nothing has arrived for a while, nor has this been asked for as long."""
+        now_s = self._now_s()
+        is_due = now_s - max(self._moved_s, self._tried_s) >= min(RETRY_S, self._hold_s / 30)
+        if is_due:
+            self._tried_s = now_s
+        return is_due
+
     def describe(self) -> str:
         """Without figures that change at every look: said once, not once a file."""
         urls = ", ".join(f"`{each.url}`" for each in self.pending)
@@ -146,7 +166,10 @@ class Flush:
         )
 
     def describe_failure(self) -> str:
+        caches = {str(mount["url"]): str(mount["cache"]) for mount in read_mounts()}
         left = ", ".join(
-            f"{each.file_count} files ({each.size_bytes / 1e9:.3f} GB) for `{each.url}`" for each in self.pending
+            f"{each.file_count} files ({each.size_bytes / 1e9:.3f} GB) for `{each.url}`, which lie in "
+            f"`{caches.get(each.url, '')}` on the node"
+            for each in self.pending
         )
         return f"written files did not arrive: {left}; nothing was uploaded for {self._hold_s / 60:.3g} min"

@@ -1,8 +1,8 @@
 """The gang's coordinator on rank 0, to which each rank (0 too) has a link. Standard library only.
 
-JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode}, log {text},
-notice {notice_s}, cancel, beat. Down: welcome, go, notice {notice_s}, kill {status, returncode, reason},
-end {status, returncode, reason}, beat.
+JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode, unflushed}, log {text},
+notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
+kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ else:
 JOIN_S = 120.0
 LEAVE_S = 5.0
 FINISH_S = 10.0  # of an elastic gang, after its head has
+EX_IOERR = 74  # sysexits.h: what a run ends with whose program succeeded, but whose files did not arrive
 SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 
 
@@ -54,9 +55,12 @@ class Coordinator:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._noticed: set[int] = set()
+        self._unfit: dict[int, Message] = {}  # newcomers whose setup failed, and what they are told of it
         self._is_going = False
+        self._turn: Message | None = None
         self._left = threading.Semaphore(0)
         self._timers: list[threading.Timer] = []
+        self._unflushed: dict[int, str] = {}  # by rank: of programs that succeeded, why their files did not arrive
         self._is_preempted = False
         self._verdict: Message | None = None
         self.failed_rank: int | None = None  # whose program or setup ended the run by an exit code of its own
@@ -98,10 +102,19 @@ class Coordinator:
             self._links[rank] = link
             self._gone.discard(rank)
             self._noticed.discard(rank)
+            self._unfit.pop(rank, None)
             link.send("welcome")
+            if self._turn:
+                link.send("turn", **self._turn)
             if self._verdict:
                 link.send("kill", **self._verdict)
         link.start()
+
+    def give_turn(self, held: Message) -> None:
+        """Tell all ranks, and those that join later, what the run has on each node: setup may begin there."""
+        with self._lock:
+            self._turn = dict(held)
+            self._tell("turn", **held)
 
     def _hear(self, rank: int, link: agent_link.Link, message: Message) -> None:
         with self._lock:
@@ -111,11 +124,11 @@ class Coordinator:
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
             elif kind == "setup" and self._is_going and message["returncode"] != 0:
-                self._noticed.add(rank)  # a newcomer that cannot take part leaves the others alone
+                self._hear_unfit(rank, message["returncode"])
             elif kind == "setup":
                 self._hear_setup(rank, message["returncode"])
             elif kind == "exit":
-                self._hear_exit(rank, message["returncode"])
+                self._hear_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
             elif kind == "notice":
                 self._hear_notice(rank, message["notice_s"])
             elif kind == "cancel":
@@ -124,9 +137,13 @@ class Coordinator:
                 self._left.release()
                 self._hear_lost(rank)
 
-    def _hear_exit(self, rank: int, returncode: int) -> None:
+    def _hear_exit(self, rank: int, returncode: int, unflushed: str) -> None:
         self._gone.add(rank)
         is_leaving = rank in self._noticed and self._can_go_on()
+        if rank in self._unfit and is_leaving:
+            self._links[rank].send("end", **self._unfit[rank])
+        if unflushed and not is_leaving:  # others may still work: it is told when all have ended
+            self._unflushed[rank], returncode = unflushed, 0
         if returncode != 0 and not is_leaving:
             self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}", rank)
         elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
@@ -134,6 +151,12 @@ class Coordinator:
             self._verdict = dict(SUCCESS)
             self._set_timer(FINISH_S, self._dismiss)
         self._finish()
+
+    def _hear_unfit(self, rank: int, returncode: int) -> None:
+        """A newcomer that cannot take part leaves the others alone; the broker ends it by its own outcome."""
+        self._noticed.add(rank)
+        reason = f"setup exited with {returncode} on rank {rank}"
+        self._unfit[rank] = {"status": "FAILED_SETUP", "returncode": returncode, "reason": reason}
 
     def _dismiss(self) -> None:
         with self._lock:
@@ -191,7 +214,13 @@ class Coordinator:
 
     def _finish(self) -> None:
         if len(self._gone) == self._num_nodes:
-            self._tell("end", **(self._verdict or SUCCESS))
+            verdict = self._verdict or SUCCESS
+            if self._unflushed and verdict["status"] == "SUCCEEDED":
+                rank, unflushed = min(self._unflushed.items())
+                reason = f"the program succeeded, but on rank {rank} {unflushed}"
+                verdict = {"status": "FAILED", "returncode": EX_IOERR, "reason": reason, "unflushed": unflushed}
+                self._verdict = verdict
+            self._tell("end", **verdict)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Rank 0 last: it is our own process, which leaves once it has heard the end."""

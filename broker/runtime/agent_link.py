@@ -36,6 +36,10 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and is_number(value, -(2**31), 2**31)
 
 
+def are_cards(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(is_whole(card) and card >= 0 for card in value))
+
+
 def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -51,6 +55,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "setup": {"returncode": is_whole},
     "exit": {"returncode": is_whole},
     "log": {"text": is_text},
+    "turn": {"cards": are_cards, "share": lambda value: is_number(value, 0, 1)},
     "notice": {"notice_s": lambda value: is_number(value, 0, SECONDS_MAX)},
     "kill": ENDING,
     "end": ENDING,

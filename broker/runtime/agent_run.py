@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.runtime import (
         agent_access,
+        agent_burial,
         agent_container,
         agent_delivery,
         agent_files,
@@ -23,10 +26,12 @@ if TYPE_CHECKING:
         agent_lease,
         agent_link,
         agent_paths,
+        agent_turn,
         agent_wire,
     )
 else:
     import agent_access
+    import agent_burial
     import agent_container
     import agent_delivery
     import agent_files
@@ -35,13 +40,13 @@ else:
     import agent_lease
     import agent_link
     import agent_paths
+    import agent_turn
     import agent_wire
 
 GRACE_S = 5.0
 TICK_S = 0.1
 END_S = 15.0  # how long to wait for the coordinator's last word
 RETURNCODE_OF_KILL = 137
-PHASES = ("setup", "run")
 
 
 class Runner:
@@ -59,6 +64,8 @@ class Runner:
         self._coordinator: agent_gang.Coordinator | None = None
         self._wake = threading.Event()
         self._is_go = False
+        self._turn: dict[str, Any] | None = None  # what the head has reserved on each node
+        self._held: dict[str, Any] | None = None
         self._notice_s: float | None = None
         self._is_notice_told = False
         self._verdict: dict[str, Any] | None = None
@@ -71,7 +78,7 @@ class Runner:
 
     def run(self) -> None:
         """Always leaves an outcome.json; the status is the gang's, `own_returncode` this node's."""
-        self._write_state("SETTING_UP")
+        self._write_state(agent_turn.PENDING)
         if self._listener is not None:
             if self._listener.getsockname()[0] in agent_link.ANY:
                 print(f"{self._spec['node_ips'][0]} is not of this machine: listening on all", file=sys.stderr)
@@ -90,12 +97,12 @@ class Runner:
                 give_up_s = float("inf")
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
-        for phase in PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
+        for phase in agent_burial.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
             self._kill_marked(phase)
         if self._coordinator:
             self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
-        outcome = {key: verdict[key] for key in ("status", "returncode", "reason")}
+        outcome = {key: verdict.get(key) for key in ("status", "returncode", "reason", "unflushed")}
         # A node whose lease is about to end may have taken the program down with it: the reader must know.
         outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
@@ -129,10 +136,12 @@ class Runner:
         kind = message["type"]
         if kind == "go":
             self._is_go = True
+        elif kind == "turn":
+            self._turn = {"cards": message["cards"], "share": message["share"]}
         elif kind == "notice":
             self._notice_s = self._notice_s or float(message["notice_s"])
         elif kind in ("kill", "end"):
-            self._verdict = self._verdict or message
+            self._verdict = message if message.get("unflushed") else self._verdict or message
             self._is_ended = self._is_ended or kind == "end"
         elif kind == "lost" and not self._is_ended:
             self._verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
@@ -141,10 +150,7 @@ class Runner:
 
     def _execute(self) -> None:
         """Our turn, setup, the gang's go, run; a verdict ends any of them."""
-        while not self._verdict and any(
-            not agent_files.is_over(other) for other in agent_files.list_run_ids() if other < self._id
-        ):
-            self._pause()
+        self._wait_turn()
         returncode = self._set_up()
         self._send("setup", returncode=returncode)
         while returncode == 0 and not self._is_go and not self._verdict:
@@ -152,10 +158,32 @@ class Runner:
         if returncode == 0 and not self._verdict:
             self._write_state("RUNNING")
             returncode = self._run_phase("run")
-        if not self._flush() and returncode == 0:
-            returncode = agent_flush.EX_IOERR
+        unflushed = self._flush()
+        if returncode == 0 and unflushed:
+            returncode = agent_gang.EX_IOERR
+            self._send("exit", returncode=returncode, unflushed=unflushed)
+        else:
+            self._send("exit", returncode=returncode)
         self._returncode = returncode
-        self._send("exit", returncode=returncode)
+
+    def _wait_turn(self) -> None:
+        """Until what the run asks for is free; on all nodes but the head, also until the head says which part that is.
+
+        A managed job has its nodes to itself, and a head of an older agent says nothing of turns.
+        """
+        is_led = int(self._spec["rank"]) > 0 and bool(self._spec.get("queue"))
+        while not self._verdict:
+            if not is_led or self._turn:
+                told = self._turn if is_led else None
+                self._held = agent_turn.take(self._id, self._spec, partial(self._write_state, "SETTING_UP"), told)
+            if self._held:
+                if self._coordinator:
+                    self._coordinator.give_turn(self._held)
+                break
+            for other in agent_files.list_run_ids():
+                if other != self._id:
+                    agent_burial.bury_if_dead(other)  # the watcher may have been killed with its runner
+            self._pause()
 
     def _set_up(self) -> int:
         """Run `setup`, unless an earlier run of the same job has done so on this node: it may not bear repetition."""
@@ -167,18 +195,21 @@ class Runner:
             agent_files.write_json(path, {"digest": digest})
         return returncode
 
-    def _flush(self) -> bool:
-        """Wait until written files lie in their buckets; whether they do. The run has not ended before: the cluster is
-        not given back, whether the program succeeded, failed, was cancelled or had notice."""
+    def _flush(self) -> str:
+        """Wait until written files lie in their buckets; return why they do not, or nothing. The run has not ended
+        before: the cluster is not given back, whether the program succeeded, failed, was cancelled or had notice."""
         flush = agent_flush.Flush(hold_s=agent_flush.read_hold_s(self._spec["envs"]))
         while (found := flush.look()) == "waiting":
             self._note_flush(flush.describe())
+            if flush.is_retry_due() and (script := agent_flush.make_retry_script()):
+                self._run_phase("flush", script)
             self._pause(agent_flush.LOOK_S)
         if found == "failed":
-            self._note_flush(flush.describe_failure())
-        elif self._flush_note:
+            self._note_flush(unflushed := flush.describe_failure())
+            return unflushed
+        if self._flush_note:
             self._note_flush("written files have arrived", is_over=True)
-        return found == "clean"
+        return ""
 
     def _note_flush(self, note: str, *, is_over: bool = False) -> None:
         if note != self._flush_note:
@@ -186,8 +217,8 @@ class Runner:
             self._write_log(f"broker: {note}\n".encode())
             self._write_state("RUNNING", flush="" if is_over else note)
 
-    def _run_phase(self, phase: str) -> int:
-        script = str(self._spec.get(phase) or "")
+    def _run_phase(self, phase: str, script: str = "") -> int:
+        script = script or str(self._spec.get(phase) or "")
         if self._verdict:
             return RETURNCODE_OF_KILL
         if not script and not (self._container and phase == "setup"):
@@ -264,7 +295,7 @@ class Runner:
     def _kill_marked(self, phase: str) -> None:
         if self._container:
             self._container.signal(self._mark(phase), signal.SIGKILL)
-        kill_marked(self._mark(phase))
+        agent_burial.kill_marked(self._mark(phase))
 
     def _pause(self, wait_s: float = TICK_S) -> None:
         """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
@@ -306,7 +337,7 @@ class Runner:
         agent_files.write_json(self._folder / "state.json", {**old, "status": status, **fields})
 
     def _mark(self, phase: str) -> str:
-        return make_mark(self._id, phase)
+        return agent_burial.make_mark(self._id, phase)
 
     def _make_env(self, phase: str) -> dict[str, str]:
         """What we set ourselves, over what the node or the container has."""
@@ -320,6 +351,7 @@ class Runner:
         if all(ip.startswith("127.") for ip in ips):
             env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
         env.update(agent_access.read_envs(self._id))  # the task's own variables win
+        env.update(agent_turn.name_cards(self._held, spec, {} if self._container else os.environ))
         env.update(spec["envs"])
         env.update(spec["secrets"])
         name, _, mark = self._mark(phase).partition("=")
@@ -329,7 +361,7 @@ class Runner:
                 "SKYPILOT_NODE_RANK": str(spec["rank"]),
                 "SKYPILOT_NODE_IPS": "\n".join(ips),
                 "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
-                "SKYPILOT_NUM_GPUS_PER_NODE": f"{float(spec['gpus_per_node']):g}",
+                "SKYPILOT_NUM_GPUS_PER_NODE": str(math.ceil(float(spec["gpus_per_node"]))),
                 "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
                 "BROKER_PROGRESS_FILE": str(self._folder / "progress.jsonl"),
                 "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
@@ -341,31 +373,6 @@ class Runner:
         if spec.get("trainers"):
             env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(self._container))
         return env
-
-
-def make_mark(run_id: int, phase: str) -> str:
-    return f"BROKER_RUN={agent_files.HOME}:{run_id}:{phase}"
-
-
-def kill_marked(mark: str) -> None:
-    for stray in agent_files.find_marked(mark):
-        try:
-            os.kill(stray, signal.SIGKILL)
-        except OSError:
-            pass
-
-
-def bury(run_id: int) -> None:
-    """The runner was killed from outside: end what it ran and write the outcome it could not."""
-    spec = agent_files.read_json(agent_files.run_folder(run_id) / "spec.json") or {}
-    container = agent_container.find_container(spec, agent_files.HOME)
-    for phase in PHASES:
-        if container:
-            container.signal(make_mark(run_id, phase), signal.SIGKILL)
-        kill_marked(make_mark(run_id, phase))
-    outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
-    outcome["lease_left_s"] = agent_lease.measure_left_s()
-    agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)
 
 
 def run(run_id: int, listener_fd: int | None) -> None:

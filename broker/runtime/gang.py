@@ -20,6 +20,7 @@ from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
@@ -27,6 +28,7 @@ AGENT_FILES = (
     "agent.py",
     "agent_access.py",
     "agent_bucket.py",
+    "agent_burial.py",
     "agent_container.py",
     "agent_delivery.py",
     "agent_files.py",
@@ -39,6 +41,7 @@ AGENT_FILES = (
     "agent_notice.py",
     "agent_paths.py",
     "agent_run.py",
+    "agent_turn.py",
     "agent_wire.py",
 )
 AGENT_FOLDER = ".broker/agent"
@@ -59,7 +62,9 @@ class GangReport:
 
     `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `failed_rank`: whose program
     ended first with an exit code of its own. `flush`: while the program has ended, but not all that it wrote lies in
-    its bucket, what a node says about that.
+    its bucket, what a node says about that. `unflushed`: of a run whose program succeeded and whose files did not
+    arrive in time, why and where they lie; it has FAILED, and no program of it did. `unfit`: ranks that were to
+    join an elastic gang at work and whose `setup` failed, with the reason.
     """
 
     status: RunStatus
@@ -72,6 +77,8 @@ class GangReport:
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
     flush: str = ""
+    unflushed: str = ""
+    unfit: tuple[tuple[int, str], ...] = ()
 
 
 class Gang:
@@ -118,8 +125,8 @@ class Gang:
         """
         nodes = sort_nodes(cluster)
         recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
-        gpus = task.resources[0].accelerator_count if task.resources[0].accelerator else 0
-        offer = cluster.placement.offer
+        is_managed = "BROKER_JOB_ID" in envs
+        reserved = None if is_managed else find_reservation(task, cluster)  # a managed job has its cluster to itself
         # What SkyPilot has put up is in the container already.
         image = None if nodes[0].handle.startswith("sky://") else find_container(task, cluster.placement)
         spec: dict[str, Any] = {
@@ -128,7 +135,7 @@ class Gang:
             "setup": task.setup,
             "run": task.run,
             # A managed job's next attempt may come to nodes that its last one has set up.
-            "setup_digest": digest_setup(task, image) if "BROKER_JOB_ID" in envs else None,
+            "setup_digest": digest_setup(task, image) if is_managed else None,
             "envs": {**task.envs, **envs},
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
             "num_nodes": len(nodes),
@@ -136,7 +143,9 @@ class Gang:
             "image": image,
             "trainers": pack_trainers().name if needs_trainers(task) else None,
             "mounts": [target for target in task.file_mounts if target.startswith("/")],
-            "gpus_per_node": offer.accelerator_count if offer.accelerator else gpus,
+            "gpus_per_node": count_gpus(task, cluster, reserved),
+            "accelerators": reserved.text if reserved else "",
+            "queue": None if is_managed else describe_turn(reserved),
             "lease_s": lease_s,
             # SkyPilot takes a whole cluster down when one of its nodes ends itself.
             "ends_together": nodes[0].handle.startswith("sky://"),
@@ -182,6 +191,8 @@ class Gang:
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
             failed_rank=speaker.get("failed_rank"),
+            unflushed=str(speaker.get("unflushed") or ""),
+            unfit=find_unfit(runs),
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 
@@ -224,6 +235,8 @@ class Gang:
                 started_s=run["started_s"],
                 ended_s=run["ended_s"],
                 returncode=run["returncode"],
+                accelerators=str(run.get("accelerators") or ""),
+                cards=tuple((run.get("held") or {}).get("cards") or ()),
             )
             for run in answer["runs"]
         ]
@@ -313,6 +326,14 @@ def pack_agent() -> tuple[str, bytes]:
 def digest_setup(task: Task, image: str | None) -> str:
     parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str], ...]:
+    """Ranks whose `setup` failed while the head's program runs, with the reason: they replaced lost ones."""
+    if not runs or not runs[0] or runs[0]["status"] != RunStatus.RUNNING:
+        return ()
+    failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
+    return tuple((rank, str(run.get("reason") or "")) for rank, run in failed)
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:

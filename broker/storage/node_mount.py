@@ -305,7 +305,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         else:
             run([own, "--implicit-dirs", *(["--only-dir", path] if path else []), bucket, place])
     elif scheme in RCLONE and shutil.which("rclone"):
-        mount_by_rclone(scheme, rest, place, CACHE_FLAGS if is_cached else ("--vfs-cache-mode", "writes"))
+        mount_by_rclone(scheme, rest, place, is_cached=is_cached)
     else:
         tools = [each for each in (None if is_cached else own, "rclone") if each]
         raise Failure(
@@ -314,8 +314,9 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         )
 
 
-def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, flags: Sequence[str]) -> None:
+def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
     """Written files stay in a cache of this mount's own until they are uploaded; the agent waits for that."""
+    mode, flags = ("MOUNT_CACHED", CACHE_FLAGS) if is_cached else ("MOUNT", ("--vfs-cache-mode", "writes"))
     name = hashlib.sha256(f"{scheme}://{rest} {place}".encode()).hexdigest()[:16]
     MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache, control = MOUNTS / name, MOUNTS / f"{name}.sock"
@@ -326,7 +327,7 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, flags: Sequence
     if scheme == "s3" and endpoint:
         os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
     # Before the mount is there: whatever is written to it is waited for.
-    about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache)}
+    about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
     about["socket"] = str(control) if remote_control else ""
     write_whole(MOUNTS / f"{name}.json", json.dumps(about))
     argv = ["rclone", "mount", RCLONE[scheme] + rest, str(place), "--daemon", "--daemon-wait", "60s", *flags]

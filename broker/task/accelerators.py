@@ -85,7 +85,7 @@ def _list_by_memory(figures: Mapping[str, AcceleratorFigures], memory: Quantity,
     return [
         name
         for name, each in figures.items()
-        if (maker is None or _find_maker(name) == maker.lower())
+        if (maker is None or find_maker(name) == maker.lower())
         and (
             each.memory_gib >= memory.value * (1 - _MEMORY_SLACK)
             if memory.is_minimum
@@ -94,7 +94,7 @@ def _list_by_memory(figures: Mapping[str, AcceleratorFigures], memory: Quantity,
     ]
 
 
-def _find_maker(name: str) -> str:
+def find_maker(name: str) -> str:
     return next((maker for start, maker in _MAKERS if name.startswith(start)), "nvidia")
 
 

@@ -206,8 +206,8 @@ ONE: dict[str, Field] = {
     "accelerators": Field(
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
-        about="NAME[:COUNT] of a node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
-        "is anything with so much memory.",
+        about="NAME[:COUNT] per node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
+        "is any accelerator with that much memory. `T4:0.5` is a fraction of one, which runs of a cluster share.",
     ),
     "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="Alias of `accelerators`."),
     "accelerator_args": Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,9 +32,11 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
         reader.warn(
             section.find_key("accelerators"), "accelerators",
             f"`accelerators`: {parts[0]} uses a node with a whole accelerator where fractions are not offered",
-            "start other runs on the same cluster with `broker exec`; none of them is held to its share",
+            "start other runs beside it with `broker exec CLUSTER TASK.yaml` while the fractions add up to at most 1; "
+            "memory is not divided",
             blocks_launch=False,
         )  # fmt: skip
+    _check_counts(reader, section, accelerators)
     images = _read_images(reader, section)
     count = (
         len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))
@@ -55,6 +58,7 @@ def _read_alternatives(
     for item in items:
         each = _apply(reader, item, base)
         own, _ = _read_accelerators(item)
+        _check_counts(reader, item, own)
         own_images = _read_images(reader, item) if item.get("image_id") is not None else images
         found.extend(_spread(each, own or accelerators, own_images))
         if len(found) > ALTERNATIVES_MAX:
@@ -180,6 +184,17 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
             name, own = read_accelerator(key)
             pairs.append((name, own if count is None else own * count))
     return list(dict.fromkeys(pairs)), isinstance(value, list)
+
+
+def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
+    """A part of one accelerator, or whole ones (SkyPilot)."""
+    for name, count in pairs:
+        if count > 1 and not count.is_integer():
+            line, column = section.find_key("accelerators")
+            reader.note(
+                line, column, f"more than one accelerator must be a whole number, not `{name}:{count:g}`",
+                f"write `{name}:{math.floor(count)}` or `{name}:{math.ceil(count)}`, or a fraction such as `{name}:0.5`",
+            )  # fmt: skip
 
 
 def _read_images(reader: Reader, section: Section) -> dict[str, str]:

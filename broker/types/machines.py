@@ -111,6 +111,7 @@ class Cluster:
 class RunStatus(StrEnum):
     """States of one execution of a task on a cluster; each node's agent reports one, the gang's is derived."""
 
+    PENDING = "PENDING"  # it waits for its turn, or for accelerators that others have
     SETTING_UP = "SETTING_UP"
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
@@ -120,12 +121,16 @@ class RunStatus(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        return self not in (RunStatus.SETTING_UP, RunStatus.RUNNING)
+        return self not in (RunStatus.PENDING, RunStatus.SETTING_UP, RunStatus.RUNNING)
 
 
 @noun
 class Run:
-    """One execution on a cluster. `id` counts from 1 within the cluster."""
+    """One execution on a cluster. `id` counts from 1 within the cluster.
+
+    `accelerators`: what it reserves of each node, such as `T4:0.5`, and `cards` which of the head's it has; empty where
+    it has the whole of each node.
+    """
 
     id: int
     cluster: str
@@ -134,3 +139,5 @@ class Run:
     started_s: float
     ended_s: float | None = None
     returncode: int | None = None
+    accelerators: str = ""
+    cards: tuple[int, ...] = ()

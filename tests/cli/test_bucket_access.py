@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
+from broker.jobs.checkpoints import settle_tasks
+from broker.state.store import Store
+from broker.task.loader import load_tasks_text
+from broker.types import JobStatus
 from tests.cli.conftest import Shell
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
@@ -54,6 +58,22 @@ def test_launch_whose_nodes_could_not_reach_the_bucket_is_refused_before_money(
         assert way in done.stderr
     assert not [action for action, _, _ in account.calls if action in LAUNCHES]
     assert shell.read_json("jobs", "queue") == [] and shell.read_json("status")["clusters"] == []
+
+
+def test_retry_is_refused_like_the_launch_where_no_credentials_can_work(
+    shell: Shell, account: Account, store: FakeStore
+) -> None:
+    (task,) = load_tasks_text(TASK, "t.yaml")
+    memory = Store(shell.home / "state.db", clock=SystemClock())
+    job = memory.add_job("train", *settle_tasks([task], None))
+    memory.set_job_status(job.id, JobStatus.FAILED, "`run` exited with code 1")
+    memory.close()
+    store.arn = "arn:aws:sts::123456789012:assumed-role/AWSReservedSSO_Developer/me"
+    store.forbidden = {"CreateUser"}
+    done = shell.run("jobs", "retry", "1", "--detach-run", code=5)
+    assert "nodes on aws would have no access to `s3://testbed/runs/" in done.stderr and "bucket_role" in done.stderr
+    assert [each["id"] for each in shell.read_json("jobs", "queue", "--all")] == [1]
+    assert not [action for action, _, _ in account.calls if action in LAUNCHES]
 
 
 def test_user_reads_what_nodes_may_do_before_the_price_is_confirmed(

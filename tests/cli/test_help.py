@@ -70,7 +70,7 @@ def test_every_option_and_argument_is_a_sentence() -> None:
 
 
 def test_no_screen_is_named_like_a_test_file() -> None:
-    """syrupy takes `test_state.txt` for a snapshot of `test_state.py`, and fails a run of that file as leaving it unused."""
+    """syrupy takes `test_state.txt` for a snapshot of `test_state.py`, and fails a run of that file: it is unused."""
     here = Path(__file__).parent
     screens = {each.stem for each in (here / "__snapshots__").rglob("*.txt")}
     assert screens and not screens & {each.stem for each in here.glob("*.py")}

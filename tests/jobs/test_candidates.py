@@ -109,6 +109,15 @@ def test_where_the_job_was_last_is_looked_at_while_nothing_runs() -> None:
     assert (running.view.current, running.view.last) == (1, None)
 
 
+@pytest.mark.parametrize(("left_hours", "own_hours", "speed"), [(5.0, 2.5, 2.0), (0.0, 2.5, 1.0), (5.0, 0.0, 1.0)])
+def test_a_place_is_as_fast_as_the_work_that_is_left_says_and_ordinary_when_none_is(
+    left_hours: float, own_hours: float, speed: float
+) -> None:
+    estimate = make_estimate("s0", breakdown=Breakdown(work_hours=own_hours))
+    [candidate] = read(make_plan(estimate, goal=replace(GOAL, work_hours=left_hours))).candidates
+    assert candidate.speed == speed and candidate.usd_work_hour > 0
+
+
 def test_what_runs_and_is_for_sale_no_more_is_a_candidate_all_the_same() -> None:
     gone = make_placement("gone")
     situation = read(make_plan(SPOTS[0]), live=attempt(gone))

@@ -15,7 +15,7 @@ import pytest
 from broker.clouds.simulated import FaultRates
 from broker.errors import TransientError
 from broker.jobs.controller import JobController
-from broker.types import Cluster, Goal, JobRecovery, JobStatus, NodeList, Progress, Resources, RunStatus, Task
+from broker.types import Attempt, Cluster, Goal, JobRecovery, JobStatus, NodeList, Progress, Resources, RunStatus, Task
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import Report, World, make_plan
 
@@ -234,3 +234,32 @@ def test_a_recovery_ends_with_the_first_step_past_what_was_restored(
     world.gang.poll = poll  # type: ignore[method-assign]
     world.clock.run(controller.step)
     assert (world.get_job().attempts[-1].resumed_s is not None) is is_resumed
+
+
+def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: World) -> None:
+    now_s = world.clock.now_s()
+    placement = make_plan(world.task).estimates[0].placement
+    lost = Attempt(
+        job_id=world.job_id, number=1, cluster="c1", placement=placement, started_s=now_s - 900.0, lost_s=now_s - 60.0
+    )
+    live = replace(lost, number=2, cluster="c2", started_s=now_s - 50.0, lost_s=None)
+    world.store.put_attempt(lost)
+    world.store.put_attempt(live)
+    world.store.set_progress(world.job_id, Progress(step=10))
+    controller, ran = world.make_controller(), list[str]()
+    world.store._connection.set_trace_callback(ran.append)
+    noted = controller._note_progress(world.get_job(), live, Progress(step=11))
+    world.store._connection.set_trace_callback(None)
+    assert noted.resumed_s == now_s and world.store.list_attempts(world.job_id)[-1] == noted
+    assert ran.count("COMMIT") == 1
+    [told] = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "recovered"]
+    assert told == "recovered: step 11 came 60.0 s after the loss"
+
+
+def test_an_attempt_is_on_record_from_when_its_nodes_are_up(world: World) -> None:
+    """Before its program is started: a daemon that dies in between goes on with it."""
+    cluster = world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
+    attempt = world.make_controller()._acquisition._record(world.get_job(), 1, cluster)
+    assert world.store.list_attempts(world.job_id) == [attempt]
+    assert (attempt.cluster, attempt.started_s, attempt.running_s) == ("c", cluster.created_s, None)
+    assert [event.kind for event in world.store.list_events(job_id=world.job_id)][-1] == "attempt"

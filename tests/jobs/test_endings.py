@@ -31,6 +31,7 @@ from broker.types import (
     Placement,
     Progress,
     Resources,
+    StorageMount,
     Task,
 )
 from tests.simulation.world import make_offer
@@ -217,9 +218,21 @@ def test_a_number_of_restarts_in_the_task_counts_instead_of_headway(tmp_path: Pa
     assert stage.job.status is JobStatus.FAILED
 
 
-@pytest.mark.parametrize(("code", "is_restarted"), [(1, False), (2, False), (137, True), (134, True)])
-def test_before_any_step_only_a_signal_is_worth_another_try(tmp_path: Path, code: int, is_restarted: bool) -> None:
-    stage = Stage(tmp_path, task=Task(run="python -m trainers.lm"))
+OURS = Task(run="python -m trainers.lm")
+BUCKET = Task(
+    run="python train.py", storage_mounts=(StorageMount(target="/ckpt", source=("s3://b",), mode="MOUNT_CACHED"),)
+)
+COPY = Task(run="python train.py", storage_mounts=(StorageMount(target="/data", source=("s3://b",), mode="COPY"),))
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "is_restarted"),
+    [(OURS, 1, False), (OURS, 2, False), (OURS, 137, True), (OURS, 134, True), (BUCKET, 137, True), (COPY, 137, False)],
+)
+def test_before_any_step_only_a_signal_of_one_that_saves_is_worth_another_try(
+    tmp_path: Path, task: Task, code: int, is_restarted: bool
+) -> None:
+    stage = Stage(tmp_path, task=task)
     stage.conclude(Verdict.FAILED, code)
     assert stage.job.status is (JobStatus.RECOVERING if is_restarted else JobStatus.FAILED)
 

@@ -21,6 +21,7 @@ class UploadingGang(SimulatedGang):
 
     flushed_s = math.inf
     failure = ""
+    is_told = True  # that the program succeeded
 
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
         report = await super().poll(cluster, run_id)
@@ -31,7 +32,8 @@ class UploadingGang(SimulatedGang):
         if now_s < self.flushed_s:
             return replace(report, status=RunStatus.RUNNING, returncode=None, flush=NOTE)
         if self.failure:
-            return replace(report, status=RunStatus.FAILED, returncode=74, flush=self.failure)
+            unflushed = self.failure if self.is_told else ""
+            return replace(report, status=RunStatus.FAILED, returncode=74, flush=self.failure, unflushed=unflushed)
         return report
 
 
@@ -83,9 +85,20 @@ def test_cancelled_cluster_is_kept_until_its_files_have_arrived(world: World) ->
 def test_files_that_did_not_arrive_are_told(world: World) -> None:
     assert isinstance(world.gang, UploadingGang)
     world.gang.failure = "written files did not arrive: 1 files (2.000 GB) for `s3://b`"
-    play(world)
-    assert world.get_job().status is JobStatus.FAILED
+    ended_s = play(world)
     assert list_notes(world)[:2] == [NOTE, world.gang.failure]
+    job = world.get_job()
+    assert job.status is JobStatus.FAILED and ended_s >= world.gang.flushed_s
+    assert len(job.attempts) == 1 and job.progress is not None and job.progress.step > 0, "it is not run again"
+    assert job.failure.startswith(f"the program succeeded, but {world.gang.failure}") and "lost" in job.failure
+    assert job.attempts[0].outcome == "files did not arrive"
+
+
+def test_the_exit_code_by_itself_is_the_programs(world: World) -> None:
+    assert isinstance(world.gang, UploadingGang)
+    world.gang.failure, world.gang.is_told = "written files did not arrive", False
+    play(world)
+    assert len(world.get_job().attempts) > 1, "a death at a later step than before is a restart"
 
 
 def test_cancelled_job_without_mounts_waits_for_nothing(tmp_path: Path) -> None:

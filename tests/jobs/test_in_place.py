@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.jobs.in_place import has_ended
-from broker.types import JobRecovery, JobStatus, Resources, RunStatus, Task
+from broker.types import Cluster, JobRecovery, JobStatus, Resources, RunStatus, Task
 from tests.simulation.test_crashes import check, run_to_end
-from tests.simulation.world import Report, World
+from tests.simulation.world import Report, World, make_plan
 
 
 def make_world(folder: Path, *, exit_codes: tuple[int, ...] = (), hangs: int = 0) -> World:
@@ -78,3 +79,23 @@ def test_a_program_has_ended_when_it_has_on_every_node_that_knows_it(
 ) -> None:
     report = Report(status=status, returncode=None, unreachable=(), progress=None, statuses=statuses)
     assert has_ended(report) is is_over
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(InvalidRequestError("no workdir"), False), (TransientError("x"), True)]
+)
+def test_new_nodes_are_kept_while_they_boot_and_not_where_the_files_of_the_task_are_gone(
+    tmp_path: Path, error: CloudError, is_kept: bool
+) -> None:
+    world = make_world(tmp_path)
+    controller = world.make_controller()
+
+    async def fail(cluster: Cluster, task: Task) -> None:
+        raise error
+
+    async def act() -> bool:
+        cluster = await world.make_provisioner().up("c", make_plan(world.task))
+        controller._gang.prepare = fail  # type: ignore[method-assign]
+        return await controller._in_place._prepare(world.get_job(), cluster, (1,))
+
+    assert world.clock.run(act) is is_kept

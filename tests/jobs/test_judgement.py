@@ -79,6 +79,13 @@ def test_an_exit_code_on_machines_that_stay_is_the_users_failure(status: RunStat
     assert judge(replace(failed, is_noticed=True)) is Verdict.LOST
 
 
+def test_a_program_that_ended_well_is_no_loss_whatever_becomes_of_its_nodes() -> None:
+    gone = make_nodes(NodeState.RUNNING, NodeState.TERMINATED)
+    ended = replace(CALM, status=RunStatus.FAILED, returncode=74, nodes=gone, is_unflushed=True)
+    assert judge(ended) is Verdict.FAILED and judge(replace(ended, is_unflushed=False)) is Verdict.LOST
+    assert judge(replace(ended, status=RunStatus.SETTING_UP, unreachable=(0, 1))) is Verdict.FAILED
+
+
 def test_a_notice_alone_ends_nothing() -> None:
     assert judge(replace(CALM, is_noticed=True)) is Verdict.RUNNING
 

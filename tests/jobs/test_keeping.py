@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broker.clouds.simulated import FaultRates
-from broker.jobs.keeping import PATIENCE_S_MAX, Elsewhere, is_at, measure_patience_s
-from broker.types import JobStatus, Placement
+from broker.errors import NoOfferError
+from broker.jobs.keeping import PATIENCE_S_MAX, Elsewhere, Keeping, is_at, measure_patience_s
+from broker.types import Attempt, Cluster, ClusterStatus, Job, JobStatus, NodeState, Placement, Plan, RunStatus
 from tests.jobs.test_mending import take_nodes
 from tests.simulation.test_crashes import check, drive
-from tests.simulation.world import World, make_offer
+from tests.simulation.world import Report, World, make_offer
+from tests.state.test_rows import NODE
 
 GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_count=4)
 
@@ -47,6 +50,45 @@ def test_a_place_is_known_by_its_zone_also_among_several() -> None:
     assert is_at(replace(west, offer=make_offer("west1a"), other_zones=()), west)
     assert is_at(west, replace(west, offer=replace(west.offer, zone="west1b"), other_zones=()))
     assert not is_at(GANG, west) and not is_at(GANG, replace(GANG, is_spot=False))
+
+
+@pytest.mark.parametrize(
+    ("states", "is_kept"),
+    [
+        ((NodeState.TERMINATED, NodeState.TERMINATED, NodeState.RUNNING), True),
+        ((NodeState.TERMINATED, NodeState.STOPPED, NodeState.RUNNING), False),  # one of the lost still exists
+        ((NodeState.TERMINATED, NodeState.RUNNING, NodeState.PENDING), False),
+        ((NodeState.TERMINATED, NodeState.TERMINATED, NodeState.TERMINATED), False),
+        ((NodeState.RUNNING, NodeState.RUNNING, NodeState.RUNNING), False),
+    ],
+)
+def test_survivors_are_kept_where_all_others_are_confirmed_gone(
+    tmp_path: Path, states: tuple[NodeState, ...], is_kept: bool
+) -> None:
+    world = World(tmp_path)
+    placement = replace(GANG, node_count=len(states))
+    nodes = tuple(replace(NODE, id=f"n{rank}", rank=rank, state=state) for rank, state in enumerate(states))
+    cluster = Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
+    attempt = Attempt(job_id=1, number=1, cluster="c", placement=placement, started_s=world.clock.now_s())
+    report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
+    stub: Any = Stub()
+    until_s = Keeping(world.store, stub, stub, world.clock).find_until_s(world.get_job(), attempt, cluster, report)
+    assert (until_s is not None) is is_kept
+    if until_s is not None:
+        assert until_s - world.clock.now_s() == PATIENCE_S_MAX
+
+
+class Stub:
+    """A place where nodes can be replaced, and no other place to go to."""
+
+    def can_replace_node(self, cluster: Cluster) -> bool:
+        return True
+
+    def measure_start_s(self, cloud: str) -> float:
+        return 140.0
+
+    def plan_rest(self, job: Job) -> Plan:
+        raise NoOfferError("none")
 
 
 async def act(world: World, *losses: tuple[float, int]) -> None:

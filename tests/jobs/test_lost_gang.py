@@ -64,6 +64,7 @@ def conclude(
     was_attended: bool = False,
     goal: Goal | None = None,
     world: World | None = None,
+    is_starting: bool = False,
 ) -> tuple[Job, World]:
     world = world or World(folder)
     job = world.get_job()
@@ -75,6 +76,9 @@ def conclude(
     cluster = Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
     config = Config(home=folder, owner=OWNER)
     gang = LostGang(world.store, config, Endings(job.id, world.store, world.clock), left)
+    if is_starting:
+        asyncio.run(gang.conclude_success(job, attempt, cluster))
+        return world.get_job(), world
     asyncio.run(gang.conclude(job, attempt, cluster, SILENT, is_noticed=False, was_attended=was_attended))
     return world.get_job(), world
 
@@ -111,6 +115,28 @@ def test_failure_counts_as_the_programs_where_all_nodes_ended_themselves(
 ) -> None:
     job, _ = conclude(tmp_path, Left(FAILED), *reasons)
     assert (job.status, job.failure) == (JobStatus.FAILED, "`run` exited with code 3")
+
+
+@pytest.mark.parametrize("reasons", [("done", "done"), ("done", "preempted")])
+def test_a_program_that_ended_well_is_not_run_again_for_files_that_did_not_arrive(
+    tmp_path: Path, reasons: tuple[str, ...]
+) -> None:
+    left = replace(FAILED, returncode=74, unflushed="written files did not arrive: 1 files", lease_left_s=1.0)
+    job, _ = conclude(tmp_path, Left(left), *reasons)
+    assert job.status is JobStatus.FAILED
+    assert job.failure.startswith("the program succeeded, but written files did not arrive: 1 files")
+
+
+def test_a_start_that_is_not_on_record_may_have_come_to_its_end(tmp_path: Path) -> None:
+    unflushed = replace(FAILED, returncode=74, unflushed="written files did not arrive")
+    for name, left, expected in (
+        ("a", Outcome(status=RunStatus.SUCCEEDED, returncode=0), JobStatus.SUCCEEDED),
+        ("b", unflushed, JobStatus.FAILED),
+        ("c", FAILED, JobStatus.PENDING),  # what its nodes came to decides
+    ):
+        (tmp_path / name).mkdir()
+        job, _ = conclude(tmp_path / name, Left(left), "done", "done", is_starting=True)
+        assert job.status is expected, name
 
 
 def test_failed_setup_is_told_as_such(tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ def test_broker_reads_what_the_agent_wrote(
     place = f"{scheme}://{BUCKET}/runs/me-job-1"
     variables = {**login, "BROKER_CHECKPOINT_DIR": place, "BROKER_ATTEMPT": "1"}
     progress = {"step": 40, "total": 40, "loss": 2.5}
-    left = {"status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "lease_left_s": 7200.0}
+    left = {
+        "status": "FAILED", "returncode": 3, "reason": "rank 1 exited with 3", "failed_rank": 1, "lease_left_s": 7200.0,
+        "unflushed": "x",
+    }  # fmt: skip
     assert leave_outcome({**left, "progress": progress}, variables) == f"{place}/outcomes/1.json"
     (tmp_path / "log").write_bytes(b"one\ntwo\n")
     assert leave_log(tmp_path / "log", variables) == f"{place}/logs/1.log"
@@ -53,7 +56,9 @@ def test_broker_reads_what_the_agent_wrote(
         status=RunStatus.FAILED,
         returncode=3,
         reason="rank 1 exited with 3",
+        failed_rank=1,
         lease_left_s=7200.0,
+        unflushed="x",
         progress=Progress(step=40, total=40, loss=2.5),
     )
     assert asyncio.run(bucket.read_log(place, 1)) == b"one\ntwo\n"
@@ -91,6 +96,7 @@ def test_rubbish_in_the_bucket_is_no_outcome(found: bytes) -> None:
     [
         ({"returncode": True, "lease_left_s": True, "progress": []}, Outcome(status=RunStatus.SUCCEEDED)),
         ({"returncode": "0", "lease_left_s": "9", "reason": None}, Outcome(status=RunStatus.SUCCEEDED)),
+        ({"failed_rank": "1"}, Outcome(status=RunStatus.SUCCEEDED)),
         ({"returncode": 0, "lease_left_s": 9}, Outcome(status=RunStatus.SUCCEEDED, returncode=0, lease_left_s=9.0)),
     ],
 )

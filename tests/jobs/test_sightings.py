@@ -38,6 +38,11 @@ def test_a_place_that_is_refused_again_was_never_open() -> None:
     assert look(asked_again, 1e5 + 660, is_open=False)[PLACE].since_s == known[PLACE].since_s
 
 
+def test_a_place_that_was_open_and_is_refused_may_have_closed_a_while_ago() -> None:
+    found = look(look({}, 1e5, is_open=True), 2e5, is_open=False)[PLACE]
+    assert (found.is_open, found.since_s, found.met_s) == (False, 2e5 - MET_S, 2e5)
+
+
 def test_where_nodes_run_the_place_is_watched_from_their_start() -> None:
     known = look({}, 1e5, is_open=True)
     here = look(known, 1e5 + 900, is_open=True, attempts=(attempt(1e5 + 300),))

@@ -21,7 +21,7 @@ PLAYS_S = 5.0
 KILLS = 16  # plays with a kill at a deed, over all scenes that enter the function
 START_S = 10.0  # to start Python and import what tests need, on a slow day
 SLOWDOWN = 4.0  # a mutant may take this much longer than its tests did
-SURE_S = 0.5  # a test that takes longer runs real processes: its failure is confirmed by another
+SURE_S = 0.5  # a test that takes longer runs real processes: its failure is confirmed by another run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,24 @@ class Judge:
             return "", "", 0.0
         ended = self._run_pytest([each.name for each in tests], sum(each.cpu_s for each in tests))
         by, where = read_pytest(ended)
-        failed = next((each for each in tests if by == "test" and each.name in where), None)
-        if failed and failed.cpu_s > SURE_S:
-            again = self._run_pytest([failed.name], failed.cpu_s)
-            if not read_pytest(again)[0]:
-                print(f"not confirmed: {where}", file=sys.stderr, flush=True)
-                rest = tests[tests.index(failed) + 1 :]
-                by, where, took_s = self._run_tests(rest)
-                return by, where, ended.cpu_s + again.cpu_s + took_s
-        return by, where, ended.cpu_s
+        told = next((each for each in tests if by == "test" and each.name in where), None)
+        if told and told.cpu_s <= SURE_S:
+            told = None
+        if by == "limit":
+            told = find_unfinished(tests, ended.output)
+        if told is None:
+            return by, where, ended.cpu_s
+        again = self._run_pytest([told.name], told.cpu_s)
+        by, where = read_pytest(again)
+        if by:
+            return by, f"{where} {told.name}" if by == "limit" else where, ended.cpu_s + again.cpu_s
+        print(f"not confirmed: {told.name}", file=sys.stderr, flush=True)
+        by, where, took_s = self._run_tests(tests[tests.index(told) + 1 :])
+        return by, where, ended.cpu_s + again.cpu_s + took_s
 
     def _run_pytest(self, names: Sequence[str], took_s: float) -> Ended:
         file = self._write("tests.txt", names)
-        command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider", f"@{file}"]
+        command = [sys.executable, "-m", "pytest", "-x", "-vv", "--tb=line", "-p", "no:cacheprovider", f"@{file}"]
         return self._run(command, took_s)
 
     def _run_plays(self, plays: Sequence[tuple[str, float]]) -> tuple[str, str, float]:
@@ -143,6 +148,12 @@ def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, floa
         for deed in range(1, play.deeds + 1)
     ]
     return random.sample(points, min(KILLS, len(points)))
+
+
+def find_unfinished(tests: Sequence[Reached], output: str) -> Reached | None:
+    """The test that was under way when a limit ended them all: the processor time of what it left running is not in
+    the record of any, so only a run of its own tells whether the mutant or their sum was too much."""
+    return next((each for each in reversed(tests) if f"{each.name} " in output.rpartition("\n")[2]), None)
 
 
 def read_pytest(ended: Ended) -> tuple[str, str]:

@@ -22,21 +22,23 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", ".hypothesis", ".pytest_cache")
 # Added to each program of ours: the functions it enters, each once, however and wherever the process ends.
 RECORDER = """
 import os as _reach_os, sys as _reach_sys, threading as _reach_threading
-def _reach(frame, event, argument, seen=set()):
-    code = frame.f_code
-    if code not in seen:
-        seen.add(code)
-        if {mark!r} in code.co_filename or "/.broker/agent/" in code.co_filename:
-            line = code.co_filename + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
-            try:
-                file = _reach_os.open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
-                _reach_os.write(file, line.encode())
-                _reach_os.close(file)
-            except OSError:
-                seen.discard(code)
-_reach.seen = _reach.__defaults__[0]
-_reach_sys.settrace(_reach)
-_reach_threading.settrace(_reach)
+if not hasattr(_reach_sys, "_reach"):  # a test may load agent modules beside broker: one recorder a process
+    def _reach(frame, event, argument, seen=set()):
+        code = frame.f_code
+        if code not in seen:
+            seen.add(code)
+            if {mark!r} in code.co_filename or "/agent/agent" in code.co_filename:
+                line = code.co_filename + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
+                try:
+                    file = _reach_os.open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
+                    _reach_os.write(file, line.encode())
+                    _reach_os.close(file)
+                except OSError:
+                    seen.discard(code)
+    _reach.seen = _reach.__defaults__[0]
+    _reach_sys._reach = _reach
+    _reach_sys.settrace(_reach)
+    _reach_threading.settrace(_reach)
 """
 AGENT = ("agent.py", "agent_run.py")
 

@@ -29,6 +29,23 @@ def test_a_pace_is_learned():
 """
 
 
+LIMITS = """
+import subprocess, sys, time
+
+def test_that_leaves_a_process_at_work():
+    subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+
+def test_that_is_quick():
+    end_s = time.process_time() + 3
+    while time.process_time() < end_s:
+        pass
+
+def test_that_hangs():
+    while True:
+        pass
+"""
+
+
 @pytest.fixture(scope="module")
 def shadow() -> Iterator[Shadow]:
     with make_shadow() as made:
@@ -108,6 +125,49 @@ def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
         code = "from broker.provision.patience import learn; learn(None, 1.0)"
         subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
         assert "broker/provision/patience.py learn" in Reader(log).read()
+
+
+def test_what_is_entered_is_recorded_anew_for_each_test_though_a_test_loads_agent_modules(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from tests.mutation.reach import Reader
+import broker
+reader = Reader(Path(sys.argv[1]))
+sys.path.insert(0, str(Path(broker.__file__).parent / "runtime"))
+reader.begin()
+import agent
+import agent_notice
+agent_notice.parse_time_s("2026-01-01T00:00:00Z")
+reader.begin()
+agent_notice.parse_time_s("2026-01-01T00:00:00Z")
+print(*reader.read())
+"""
+    with make_shadow() as shadow:
+        log = shadow.record_reach()
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(log)],
+            env=shadow.make_environment(), cwd=tmp_path, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.stdout.strip() == "broker/runtime/agent_notice.py parse_time_s"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
+    shadow: Shadow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests that leave processes running take more time together than their records say."""
+    monkeypatch.setattr("tests.mutation.judge.START_S", 5.0)
+    file = "tests/mutation/probes.py"
+    names = ("test_that_leaves_a_process_at_work", "test_that_is_quick", "test_that_hangs")
+    (shadow.folder / file).write_text(LIMITS)
+    tests = [Reached(name=f"{file}::{name}", cpu_s=0.0, functions=frozenset()) for name in names]
+    judge = Judge(shadow, Survey(tests=tests, plays=[]))
+    assert judge._run_tests(tests[:2])[0] == "", "alone, each ends in time"
+    by, where, _ = judge._run_tests(tests)
+    assert (by, where) == ("limit", f"tests {file}::test_that_hangs")
+    (shadow.folder / file).write_text(PROBES)
 
 
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from broker.clouds.simulated import SimulatedCloud
 from broker.errors import AuthError
 from broker.provision.access import RENEW_EVERY_S, WAIT_S_MAX, AccessRenewer
@@ -31,9 +33,10 @@ class Fortress(SimulatedCloud):
         return answer
 
 
-def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer() -> None:
+def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     clock = VirtualClock()
-    cloud = Fortress(clock, True, False)
+    cloud = Fortress(clock, True, False, False)
     renewer = AccessRenewer({"cloud": cloud}, clock=clock)
 
     async def act() -> None:
@@ -41,8 +44,12 @@ def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer() ->
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 1
         await clock.sleep(RENEW_EVERY_S)
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 2
+        await clock.sleep(RENEW_EVERY_S)
+        assert await renewer.renew(NODE) is False and len(cloud.asked) == 3
 
     clock.run(act)
+    told = [record.message for record in caplog.records if "is allowed from this machine" in record.message]
+    assert told == ["ssh to c is allowed from this machine's present address"], "told when a rule has changed"
 
 
 def test_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall_change_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from broker.errors import AccountError, AuthError, BrokerError, TransientError
 from broker.provision.nodes import MISSING
-from broker.types import ClusterStatus, JobStatus, Node, NodeState
+from broker.types import ClusterStatus, JobStatus, Node, NodeRequest, NodeState
 from tests.simulation.world import OWNER, World, make_plan
 
 STEPS = 3000
@@ -331,3 +331,16 @@ def test_a_node_that_was_only_missing_counts_as_alive_until_terminate_is_accepte
         assert not world.list_live_nodes()
 
     play(world, scenario)
+
+
+def test_an_intent_is_ended_in_the_account_that_was_noted_after_it_was_read(world: World) -> None:
+    """The account of a create call under way came later than its request was read; another login confirms nothing."""
+    placement = make_plan(world.task).estimates[0].placement
+    request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
+    world.store.put_intent(request)
+    world.store.note_intent_account("t", "account-1")
+    world.cloud.account = "account-2"
+    launcher = world.make_provisioner()._failover.asker
+    with pytest.raises(AccountError):
+        world.clock.run(lambda: launcher.bury(world.cloud, request))
+    assert world.store.is_intent_open("t")

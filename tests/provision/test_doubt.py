@@ -130,8 +130,8 @@ def test_place_that_was_spared_has_its_turn_when_the_doubt_is_over(tmp_path: Pat
         return await create(request)
 
     world.cloud.create_nodes = answer  # type: ignore[method-assign]
-    assert search.up(*EAST, *WEST, "north1a").placement.offer.zone == "east1b"
-    assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"]
+    assert search.up(*EAST, "east1c", *WEST, "north1a").placement.offer.zone == "east1b"
+    assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"], "the better of the two that were spared"
 
 
 def test_one_search_asks_no_place_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

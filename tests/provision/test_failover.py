@@ -194,6 +194,24 @@ def test_where_every_region_is_forbidden_the_refusal_itself_is_told(world: World
     assert asked == ["east1a", "west1a"] and not world.store.list_open_intents()
 
 
+def test_a_region_that_is_full_beside_a_forbidden_one_is_worth_another_launch(world: World) -> None:
+    asked = refuse_regions(world, "east1")
+    world.cloud.full_zones["west1a"] = world.clock.now_s() + 1e6
+    with pytest.raises(CapacityError) as caught:
+        up(world)
+    assert asked == ["east1a", "west1a"]
+    assert "explicit deny in east1" in str(caught.value.details) and "west1a" in str(caught.value.details)
+
+
+def test_the_time_that_a_gang_took_is_told(world: World) -> None:
+    told: list[str] = []
+    start_s = world.clock.now_s()
+    world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), on_event=told.append))
+    [text] = [line for line in told if "is whole after" in line]
+    took_s = float(text.split("is whole after ")[1].removesuffix(" s"))
+    assert 0.0 < took_s <= world.clock.now_s() - start_s
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])
 def test_what_is_taken_down_while_it_fails_over_does_not_come_up_later(world: World, after_s: float) -> None:
     """`down` says that all is gone: the command that still brings the name up may not begin anywhere else."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -307,6 +308,34 @@ def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing
         assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
     assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up", "down"]
     assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+
+
+def test_a_look_that_began_before_a_cluster_was_taken_down_does_not_bring_it_back(stage: Stage) -> None:
+    """The record would say UP again: a node would be replaced in it, and lost when the end is confirmed."""
+    seen = stage.up()
+    stage.world.store.put_cluster(replace(seen, status=ClusterStatus.TERMINATING))
+    stage.cloud.preempt([seen.nodes[1].id])
+    stage.run(lambda: stage.world.clock.sleep(1.0))
+    refreshed = stage.run(lambda: stage.provisioner.refresh(seen))
+    assert [node.state for node in refreshed.nodes] == [NodeState.RUNNING, NodeState.TERMINATED]
+    assert stage.get().status is ClusterStatus.TERMINATING and stage.get().nodes == refreshed.nodes
+
+
+@pytest.mark.parametrize("verb", ["stop", "start"])
+def test_a_cluster_that_is_taken_down_while_it_stops_or_starts_stays_so(stage: Stage, verb: str) -> None:
+    stage.up()
+    if verb == "start":
+        stage.run(lambda: stage.provisioner.stop("c"))
+
+    async def act() -> None:
+        doing = asyncio.ensure_future(getattr(stage.provisioner, verb)("c"))
+        await stage.world.clock.sleep(5.0)
+        stage.world.store.put_cluster(replace(stage.get(), status=ClusterStatus.TERMINATING))
+        with pytest.raises(UsageError, match="was taken down"):
+            await doing
+
+    stage.run(act)
+    assert stage.get().status is ClusterStatus.TERMINATING
 
 
 def test_nodes_that_were_seen_to_end_need_no_list_of_their_region_any_more(stage: Stage) -> None:

@@ -29,6 +29,7 @@ class PaperGang:
         self.autostop: Autostop | None = None
         self.run_ids: set[int] = set()
         self.prepared_s: list[float] = []
+        self.envs: dict[str, str] = {}
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         self.prepared_s.append(self._stage.world.clock.now_s())
@@ -40,6 +41,7 @@ class PaperGang:
 
     async def start(self, cluster: Cluster, task: Task, *, run_id: int, envs: Any) -> None:
         self.run_ids.add(run_id)
+        self.envs = dict(envs)
         self.started_s = self._stage.world.clock.now_s()
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
@@ -53,12 +55,14 @@ class PaperGang:
         return self.log.encode()[offset:], len(self.log)
 
 
-def make_trial(stage: Stage, gang: PaperGang, *, plan: Plan | None = None, spend_usd_max: float = 9.0) -> Trial:
+def make_trial(
+    stage: Stage, gang: PaperGang, *, plan: Plan | None = None, spend_usd_max: float = 9.0, bucket_url: str = ""
+) -> Trial:
     used: Any = gang
     return Trial(
         NAME, plan or make_plan(stage.world.task, "east1a", node_count=1), stage.cloud, gang=used,
         provisioner=stage.provisioner, store=stage.world.store, clock=stage.world.clock, owner=OWNER,
-        spend_usd_max=spend_usd_max,
+        spend_usd_max=spend_usd_max, bucket_url=bucket_url,
     )  # fmt: skip
 
 
@@ -111,6 +115,16 @@ def test_a_node_that_boots_is_waited_for_and_one_that_never_answers_is_given_up_
     assert "`show sim-" in steps["connect"].hints[0]
     assert CONNECT_S_MAX <= steps["connect"].took_s < CONNECT_S_MAX + 10.0
     assert steps["run"].note == "`connect` failed" and steps["terminate"].outcome is StepOutcome.OK
+
+
+def test_the_command_is_told_of_the_bucket_where_one_is_named(stage: Stage, tmp_path: Path) -> None:
+    gang = PaperGang(stage)
+    assert play(stage, gang)["bucket"][0] == "skipped" and gang.envs == {}
+    told = play(stage, gang, bucket_url=f"file://{tmp_path}/bucket")
+    folder = gang.envs["BROKER_CHECKPOINT_DIR"]
+    assert folder.startswith(f"file://{tmp_path}/bucket/{OWNER}-") and gang.envs["BROKER_ATTEMPT"] == "1"
+    assert told["bucket"] == ("ok", f"{folder}: written, read, deleted from this machine")
+    assert told["bucket from the node"][0] == "skipped", "a node has no folder of this machine's"
 
 
 def test_a_node_that_ends_while_it_boots_is_not_waited_for(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -113,7 +114,7 @@ def test_a_run_is_what_its_newest_file_says(runs: Path) -> None:
     folder = make_run(runs, 1)
     lock = files.try_lock(folder / "runner.lock")
     first = files.describe_run(1)
-    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "SETTING_UP", None, None)
+    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "PENDING", None, None)
     assert (first["started_s"], first["reason"], first["progress"]) == (0.0, "", None)
     files.write_json(folder / "state.json", {"status": "RUNNING", "started_s": 5.0})
     assert (files.describe_run(1)["status"], files.describe_run(1)["started_s"]) == ("RUNNING", 5.0)
@@ -143,6 +144,20 @@ def test_a_run_whose_runner_was_killed_is_over_when_its_programs_were_ended(runs
     lock = files.try_lock(other / "runner.lock")
     assert lock is not None and not files.is_over(2)
     os.close(lock)
+
+
+def test_a_run_that_died_before_its_spec_was_whole_gets_its_outcome(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(files.__file__).parent))
+    agent_burial = importlib.import_module("agent_burial")
+    monkeypatch.setattr(agent_burial.agent_files, "RUNS", runs)
+    monkeypatch.setattr(agent_burial.agent_files, "STATE", tmp_path)
+    folder = make_run(runs, 1, state={"status": "RUNNING"})
+    (folder / "spec.json").write_text("{")
+    agent_burial.bury(1)
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert (outcome["status"], outcome["reason"]) == ("FAILED", "the runner died")
 
 
 def test_progress_is_the_newest_whole_line_that_is_an_object(tmp_path: Path) -> None:

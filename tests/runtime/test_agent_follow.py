@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import json
 import os
@@ -139,7 +140,7 @@ def test_runner_that_vanishes_is_told(start: Callable[..., Session], home: Path)
     assert lock is not None
     session = start()
     session.say({"run_id": 2})
-    assert session.hear()["status"]["runs"][0]["status"] == "SETTING_UP"
+    assert session.hear()["status"]["runs"][0]["status"] == "PENDING"
     os.close(lock)
     assert session.hear()["status"]["runs"][0]["status"] == "FAILED"
 
@@ -163,6 +164,17 @@ def test_it_ends_with_its_input(start: Callable[..., Session]) -> None:
     session.open()
     assert session.process.stdin
     session.process.stdin.close()
+    assert session.wait() == 0
+
+
+def test_it_ends_when_a_request_never_ends(start: Callable[..., Session]) -> None:
+    session = start(LINE_BYTES_MAX=1000)
+    session.open()
+    assert session.process.stdin
+    with contextlib.suppress(BrokenPipeError):
+        while session.process.poll() is None:
+            session.process.stdin.write(b"x" * 600)
+            select.select([], [], [], 0.01)
     assert session.wait() == 0
 
 

@@ -61,6 +61,18 @@ def test_signature_is_the_one_that_others_verify(bits: int) -> None:
         key.public_key().verify(agent_login.sign(text, pem), text, padding.PKCS1v15(), hashes.SHA256())
 
 
+def test_key_with_foreign_characters_is_refused() -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+    lines = (
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        .decode()
+        .splitlines()
+    )
+    assert agent_login.read_rsa_key("\n".join(lines))[0] == key.public_key().public_numbers().n
+    with pytest.raises(ValueError):
+        agent_login.read_rsa_key("\n".join([lines[0], "!!!!", *lines[1:]]))
+
+
 @given(st.binary(max_size=40))
 def test_damaged_keys_are_told_apart(content: bytes) -> None:
     """Whatever the file holds, it is an error of the two kinds that the caller turns into a line."""

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -479,5 +479,78 @@ def test_node_that_talks_rubbish_is_polled(line: bytes) -> None:
         await settle()
         assert await desk.poll() == (RunStatus.RUNNING, ())
         assert desk.node.calls == 1
+
+    asyncio.run(act())
+
+
+def test_call_that_fails_says_whether_the_agent_or_the_session_failed() -> None:
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        assert desk.gang._channels
+        channel = desk.gang._channels.find(desk.cluster.nodes[0])
+        assert channel
+        asked = asyncio.ensure_future(channel.call("log", {}))
+        await settle()
+        desk.node.say({"id": 1, "error": "KeyError: 'run_id'"})
+        with pytest.raises(TransientError, match="failed at `log`: KeyError"):
+            await asked
+        asked = asyncio.ensure_future(channel.call("log", {}))
+        await settle()
+        desk.node.feeds[-1].feed_eof()
+        with pytest.raises(TransientError, match="the session with node `n` ended"):
+            await asked
+        with pytest.raises(TransientError, match="no session"):
+            await channel.call("log", {})
+
+    asyncio.run(act())
+
+
+def test_news_are_waited_for_only_when_every_node_has_a_channel() -> None:
+    """Else a node without one would not be looked at before another has news."""
+
+    async def act() -> None:
+        desk = Desk()
+        first = desk.cluster.nodes[0]
+        nodes = [first, replace(first, id="m", rank=1)]
+        kept = channels.Channels(desk.node, ["agent"], clock=desk.clock)
+        assert not await kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0)
+        await settle()
+        say = json.dumps({"status": describe("RUNNING"), "log_bytes": 0}).encode() + b"\n"
+        desk.node.feeds[0].feed_data(say)
+        await settle()
+        assert not await asyncio.wait_for(kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0), 60)
+        desk.node.feeds[1].feed_data(say)
+        await settle()
+        assert await asyncio.wait_for(kept.wait_news(nodes, 1, wake=asyncio.Event(), timeout_s=3600.0), 60)
+
+    asyncio.run(act())
+
+
+def test_nodes_are_told_of_a_slower_pace_once_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(Unheard, "write", lambda self, data: written.append(data))
+
+    async def act() -> None:
+        desk = Desk()
+        await desk.open()
+        monkeypatch.setattr(channels, "CHANNELS_PER_PACE_S", 0.25)
+        for _ in range(3):
+            await desk.rest()
+
+    asyncio.run(act())
+    paces = [message["pace_s"] for message in map(json.loads, written) if "pace_s" in message]
+    assert paces == [1.0, 4.0]
+
+
+def test_wait_without_a_channel_is_short_and_never_longer_than_asked_for() -> None:
+    async def act() -> None:
+        desk = Desk()
+        desk.node.is_old = True
+        begun_s = desk.clock.s
+        await desk.rest(timeout_s=5.0)
+        assert desk.clock.s - begun_s == pytest.approx(0.5)
+        await desk.rest(timeout_s=0.1)
+        assert desk.clock.s - begun_s == pytest.approx(0.6)
 
     asyncio.run(act())

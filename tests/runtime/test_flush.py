@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import os
+import signal
 import socketserver
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from local_gang import Rig, make_task, wait_for
+from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.runtime import agent
 from broker.runtime.gang import GangReport
@@ -171,6 +173,40 @@ def test_run_whose_files_do_not_arrive_has_failed_and_says_so(rig: Rig, tmp_path
         assert (report.status, report.returncode) == (RunStatus.FAILED, 74)
         assert report.flush.startswith("written files did not arrive: 1 files (0.000 GB) for `s3://bucket/out`")
         assert report.flush in await rig.read_log(cluster)
+        assert report.unflushed == report.flush and report.failed_rank is None
+        assert report.reason == f"the program succeeded, but on rank 0 {report.flush}"
+        (cache,) = (home_of(rig) / ".broker/mounts").glob("*/vfs")
+        assert f"lie in `{cache.parent}` on the node" in report.unflushed
+
+    asyncio.run(act())
+
+
+def test_a_programs_own_exit_code_is_not_taken_for_files_that_did_not_arrive(rig: Rig, tmp_path: Path) -> None:
+    task = make_writing_task(tmp_path, "rclone put ~/out a one; exit 74", BROKER_FLUSH_HOLD_S="0.5")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, task)
+        report = await rig.finish(cluster)
+        assert (report.status, report.returncode, report.unflushed) == (RunStatus.FAILED, 74, "")
+        assert report.failed_rank == 0
+
+    asyncio.run(act())
+
+
+def test_a_mount_whose_rclone_was_killed_is_made_again_and_uploads_what_it_holds(rig: Rig, tmp_path: Path) -> None:
+    task = make_writing_task(tmp_path, "rclone put ~/out a one; touch ~/wrote", BROKER_FLUSH_HOLD_S="60")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        await rig.start(cluster, task)
+        await wait_for_flush(rig, cluster)
+        for pid in processes_of(cluster.nodes[0]):
+            if "serve" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                os.kill(pid, signal.SIGKILL)
+        (home_of(rig) / "gate").touch()
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        assert (home_of(rig) / "fake_bucket/a").read_text() == "one"
 
     asyncio.run(act())
 

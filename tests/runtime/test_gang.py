@@ -4,12 +4,13 @@ import asyncio
 import os
 import signal
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from local_gang import Rig, make_task, processes_of, wait_for
 
-from broker.types import Autostop, NodeState, RunStatus, Secret
+from broker.types import Autostop, Cluster, JobRecovery, NodeState, Resources, RunStatus, Secret
 
 CATCHER = """
 trap 'echo caught; [ -e "$BROKER_PREEMPTION_FILE" ] && echo noticed; touch ~/../caught-$SKYPILOT_NODE_RANK; exit 3' TERM
@@ -190,6 +191,37 @@ def test_runner_killed_from_outside_is_a_failure(rig: Rig) -> None:
         report = await rig.finish(cluster)
         assert (report.status, report.reason) == (RunStatus.FAILED, "the runner died")
         await wait_for(lambda: not any("5434" in cmdline(pid) for pid in processes_of(cluster.nodes[0])))
+
+    asyncio.run(act())
+
+
+def test_a_newcomer_whose_setup_fails_is_told_and_the_others_work(rig: Rig, tmp_path: Path) -> None:
+    fit = tmp_path / "fit"
+    fit.touch()
+    recovery = (Resources(job_recovery=JobRecovery(nodes_min=1)),)
+    task = replace(make_task("sleep 1000", setup=f"[ -e {fit} ] || exit 3", num_nodes=2), resources=recovery)
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        await rig.start(cluster, task)
+        await wait_for(lambda: is_running(cluster))
+        await rig.cloud.preempt_nodes([cluster.nodes[1].id], notice_s=0)
+        fit.unlink()
+        (new,) = (await rig.make_cluster()).nodes
+        changed = replace(cluster, nodes=(cluster.nodes[0], replace(new, rank=1)))
+
+        async def has_joined() -> bool:
+            """The head takes the rank once it has missed the old node."""
+            await rig.start(changed, task)
+            return bool((await rig.gang.poll(changed, 1)).unfit)
+
+        await wait_for(has_joined)
+        report = await rig.gang.poll(changed, 1)
+        assert report.unfit == ((1, "setup exited with 3 on rank 1"),) and report.status is RunStatus.RUNNING
+        assert report.statuses == (RunStatus.RUNNING, RunStatus.FAILED_SETUP)
+
+    async def is_running(cluster: Cluster) -> bool:
+        return (await rig.gang.poll(cluster, 1)).statuses == (RunStatus.RUNNING, RunStatus.RUNNING)
 
     asyncio.run(act())
 

@@ -41,11 +41,15 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-KINDS = st.sampled_from(["hello", "setup", "exit", "log", "notice", "cancel", "beat", "lost", "go", "kill", "end", "x"])
+KINDS = st.sampled_from(
+    ["hello", "setup", "exit", "log", "notice", "cancel", "beat", "lost", "turn", "go", "kill", "end", "x"]
+)
 NEARLY = st.builds(
     lambda kind, fields: {"type": kind, **fields},
     KINDS,
-    st.dictionaries(st.sampled_from(["rank", "returncode", "text", "notice_s", "status", "reason"]), VALUES),
+    st.dictionaries(
+        st.sampled_from(["rank", "returncode", "text", "notice_s", "status", "reason", "unflushed", "cards"]), VALUES
+    ),
 )
 LINES = st.lists((VALUES | NEARLY).map(lambda value: json.dumps(value).encode() + b"\n"), max_size=6).map(b"".join)
 PAYLOADS = st.binary(max_size=300) | LINES | st.builds(bytes.__add__, LINES, st.binary(max_size=30))
@@ -87,6 +91,9 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
         {"type": "hello", "rank": "0"},
         {"type": "kill", "status": [], "returncode": 0, "reason": ""},
         {"type": "end", "status": "SUCCEEDED", "returncode": 0},
+        {"type": "turn", "cards": [-1], "share": 1},
+        {"type": "turn", "cards": [0], "share": 2},
+        {"type": "turn", "cards": "0", "share": 1},
     ],
     ids=str,
 )
@@ -126,15 +133,33 @@ def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
         await_kind(told, "go")
         lost.close()
         await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
-        newcomer, _ = gang.join(2)
+        newcomer, told = gang.join(2)
         newcomer.send("setup", returncode=1)
         newcomer.send("exit", returncode=1)
+        end = await_kind(told, "end")
+        assert (end["status"], end["reason"]) == ("FAILED_SETUP", "setup exited with 1 on rank 2")
         await_that(lambda: 2 in gang.coordinator._gone, "the newcomer's exit is not heard")
         assert gang.coordinator._verdict is None
         again, told = gang.join(2)
         again.send("setup", returncode=0)
         await_kind(told, "go")
         assert heard.empty() or heard.get()["type"] == "go"
+
+
+def test_a_rank_whose_files_did_not_arrive_ends_no_program_and_fails_the_run_at_its_end() -> None:
+    with open_gang() as gang:
+        (head, heard), (early, _), (late, told) = (gang.join(rank) for rank in range(3))
+        for link in (head, early, late):
+            link.send("setup", returncode=0)
+        await_kind(told, "go")
+        early.send("exit", returncode=74, unflushed="written files did not arrive")
+        await_that(lambda: 1 in gang.coordinator._gone, "its exit is not heard")
+        assert gang.coordinator._verdict is None, "the others still work"
+        late.send("exit", returncode=0)
+        head.send("exit", returncode=0)
+        end = await_kind(heard, "end")
+        assert (end["status"], end["returncode"], end["unflushed"]) == ("FAILED", 74, "written files did not arrive")
+        assert end["reason"] == "the program succeeded, but on rank 1 written files did not arrive"
 
 
 def test_rank_that_is_taken_is_not_given_again() -> None:

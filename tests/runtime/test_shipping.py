@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from local_gang import Rig, make_task
 
+from broker.errors import StateError
 from broker.runtime import shipping
 from broker.types import RunStatus
 
@@ -127,3 +128,10 @@ def test_damaged_archive_leaves_nothing_and_a_whole_one_is_kept(tmp_path: Path) 
     assert (folder / "trainers/lm.py").read_bytes() == (
         Path(shipping.__file__).parents[2] / "trainers/lm.py"
     ).read_bytes()
+
+
+def test_a_broker_without_its_trainers_says_what_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StateError, match="trainers are not installed") as caught:
+        shipping.pack_trainers.__wrapped__()
+    assert caught.value.hints

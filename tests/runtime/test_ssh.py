@@ -116,6 +116,20 @@ def test_host_that_never_comes_up_is_told_from_one_that_went_away(sshd: Sshd, ke
     assert caught.value.node_id == sshd.node.id
 
 
+def test_host_that_boots_is_tried_again_at_growing_pauses_up_to_a_second(sshd: Sshd, keys: Keys) -> None:
+    pauses: list[float] = []
+
+    class Noting(JumpingClock):
+        async def sleep(self, duration_s: float) -> None:
+            pauses.append(duration_s)
+            await super().sleep(duration_s)
+
+    with pytest.raises(UnreachedError):
+        asyncio.run(SshTransport(keys, clock=Noting(), patience_s=8).run(sshd.node, ["true"], timeout_s=30))
+    tries = [pause for pause in pauses if pause <= 1.0]
+    assert tries[:2] == pytest.approx([0.1, 0.15]) and tries == sorted(tries) and tries[-1] == 1.0
+
+
 def test_stranger_with_another_host_key_learns_nothing(tmp_path: Path, keys: Keys) -> None:
     other = Keys(tmp_path / "other").ensure("c", "token-1")
     sshd = Sshd(tmp_path / "sshd", keys, host_key=other.folder / HOST)

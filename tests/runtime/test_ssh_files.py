@@ -10,7 +10,7 @@ from typing import IO
 import pytest
 
 from broker.runtime.base import Completed
-from broker.runtime.transports.ssh_files import Remote, list_remote
+from broker.runtime.transports.ssh_files import Remote, list_remote, put_files
 from broker.types import Node, NodeState
 
 NODE = Node(id="n", cloud="aws", owner="o", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
@@ -48,3 +48,22 @@ def test_a_file_is_listed_by_itself(tmp_path: Path) -> None:
 def test_what_is_not_there_has_no_files(tmp_path: Path, *, is_folder: bool) -> None:
     found = look(tmp_path / "missing", is_folder=is_folder)
     assert (found.is_folder, found.files) == (False, {})
+
+
+def test_a_link_to_nothing_is_sent_as_a_link_though_the_node_has_a_file_there(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / "link").symlink_to("nothing")
+    (target / "link").write_text("a file")
+    asyncio.run(put_files(There(), NODE, source, str(target), remote_shell="ssh", destination="host"))
+    assert (target / "link").is_symlink()
+
+
+class There(Here):
+    """Takes what is sent, too."""
+
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
+        data = stdin if isinstance(stdin, bytes) else stdin.read()
+        done = subprocess.run(["sh", "-c", command], input=data, capture_output=True, check=True)
+        return Completed(returncode=0, stdout=done.stdout, stderr=done.stderr)

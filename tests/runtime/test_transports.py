@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_gang import Rig, wait_for
@@ -14,11 +15,12 @@ from sshd import REASON, SSHD, Sshd
 from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
-from broker.runtime.base import Transport
+from broker.runtime.base import Completed, Shell, Transport
 from broker.runtime.keys import Keys
+from broker.runtime.transports.routed import RoutedTransport
 from broker.runtime.transports.sky import SkyTransport
 from broker.runtime.transports.ssh import SshTransport
-from broker.types import Node
+from broker.types import Node, NodeState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,3 +185,26 @@ def test_local_node_takes_nothing_outside_its_home(rig: Rig, tmp_path: Path) -> 
                 await rig.transport.put(node, tmp_path / "a", outside)
 
     asyncio.run(act())
+
+
+class Calling:
+    """A way to nodes that carries calls only."""
+
+    async def run(self, node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        raise AssertionError("not asked")
+
+    async def put(self, node: Node, source: Path, target: str) -> None:
+        raise AssertionError("not asked")
+
+    async def open_shell(self, node: Node) -> Shell:
+        raise AssertionError("not asked")
+
+
+def test_a_way_that_keeps_no_sessions_says_so() -> None:
+    node = Node(
+        id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t",
+        address="", handle="x://c/0",
+    )  # fmt: skip
+    routed = RoutedTransport({"x": Calling})
+    with pytest.raises(TransientError, match="the way to node `n` keeps no sessions"):
+        asyncio.run(routed.open_stream(node, ["true"]))

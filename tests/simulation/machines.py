@@ -39,6 +39,7 @@ class Program:
     break_at: int = 7
     breaks: int = 0
     deaths: tuple[tuple[int, int], ...] = ()
+    unfit: int = 0  # so many nodes that join an elastic gang at work fail in `setup`, the first ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Member:
     rank: int
     id: str
     joined_s: float
+    is_unfit: bool = False  # its `setup` failed: it has no part in the work
 
 
 @dataclass(kw_only=True)
@@ -85,6 +87,8 @@ class Report:
     reason: str = ""
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
+    unflushed: str = ""
+    unfit: tuple[tuple[int, str], ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     flush: str = ""
 
@@ -171,10 +175,21 @@ class MachineGang:
                 time_s=self._loop.time() + skew_s,
             )
         reason = "rank 1 is lost" if status is RunStatus.FAILED and code is None else ""
-        rank = len(run.members) - 1 if code else None
         return Report(
-            status=status, returncode=code, unreachable=silent, progress=progress, reason=reason, failed_rank=rank
+            status=status,
+            returncode=code,
+            unreachable=silent,
+            progress=progress,
+            reason=reason,
+            failed_rank=len(run.members) - 1 if code else None,
+            unfit=self._list_unfit(cluster, run, silent) if status is RunStatus.RUNNING else (),
         )
+
+    def _list_unfit(self, cluster: Cluster, run: MachineRun, silent: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
+        """Of the nodes that the broker asked and that answered."""
+        unfit = {each.id for each in run.members if each.is_unfit}
+        ranks = (node.rank for node in list_live(cluster.nodes) if node.id in unfit and node.rank not in silent)
+        return tuple((rank, f"setup exited with 3 on rank {rank}") for rank in ranks)
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         await self._clock.sleep(0.05)
@@ -255,7 +270,9 @@ class MachineGang:
         ends = {node.id: node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None}
         for end_s in sorted(ends.values()):
             left = {
-                each.rank for each in run.members if each.joined_s <= end_s and not ends.get(each.id, math.inf) <= end_s
+                each.rank
+                for each in run.members
+                if each.joined_s <= end_s and not ends.get(each.id, math.inf) <= end_s and not each.is_unfit
             }
             is_elastic = run.nodes_min is not None and end_s >= begun_s
             if not is_elastic or 0 not in left or len(left) < (run.nodes_min or 0):
@@ -346,7 +363,9 @@ class MachineGang:
         """Nodes that have taken the place of lost ones; a program that has ended takes in none."""
         for node in list_live(cluster.nodes):
             if node.id not in run.ids and self.is_working(run):
-                run.members.append(Member(rank=node.rank, id=node.id, joined_s=self._loop.time()))
+                others = (each for old in self.runs_by_job[run.job] for each in old.members if each.is_unfit)
+                is_unfit = sum(1 for _ in others) < run.program.unfit
+                run.members.append(Member(rank=node.rank, id=node.id, joined_s=self._loop.time(), is_unfit=is_unfit))
 
     def _renew(self, cluster: Cluster, lease_s: float | None) -> None:
         run = self.find_run(cluster.name)

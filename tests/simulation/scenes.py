@@ -50,6 +50,7 @@ def make_job(
     exit_codes: tuple[int, ...] = (),
     hangs: int = 0,
     breaks: int = 0,
+    unfit: int = 0,
     deaths: tuple[tuple[int, int], ...] = (),
     budget_usd: float | None = None,
     recovery: JobRecovery = JobRecovery(),
@@ -70,7 +71,14 @@ def make_job(
         unattended_s=unattended_s,
     )
     program = Program(
-        steps=steps, setup_s=0.5, exit_codes=exit_codes, hang_at=6, hangs=hangs, breaks=breaks, deaths=deaths
+        steps=steps,
+        setup_s=0.5,
+        exit_codes=exit_codes,
+        hang_at=6,
+        hangs=hangs,
+        breaks=breaks,
+        deaths=deaths,
+        unfit=unfit,
     )
     return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge, needs=needs)
 
@@ -511,6 +519,12 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
     Scene(name="elastic", mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)), acts=((7.0, preempt),)),
+    Scene(
+        name="elastic, setup fails on a node that replaces a lost one",
+        mix=make_mix(make_job(nodes=3, steps=90, recovery=ELASTIC, unfit=1)),
+        acts=((7.0, preempt),),
+        machines=5,
+    ),
     Scene(
         name="elastic, taken down while a node is on its way",
         mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)),

@@ -81,6 +81,8 @@ class Report:
     advised: tuple[int, ...] = ()
     failed_rank: int | None = None
     flush: str = ""
+    unflushed: str = ""
+    unfit: tuple[tuple[int, str], ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     run_id: int = 1
 

@@ -13,6 +13,7 @@ import pytest
 from broker.clock import SystemClock
 from broker.config import load_config
 from broker.errors import StateError
+from broker.state import restoring
 from broker.state.copies import COPIES_MAX, list_copies
 from broker.state.restoring import find_copy, reset, restore
 from broker.state.schema import MIGRATIONS
@@ -65,6 +66,15 @@ def test_the_error_names_the_newest_copy_and_its_date(path: Path) -> None:
     import time
 
     assert time.strftime("%Y-%m-%d", time.localtime(copy.time_s)) in caught.value.hints[0]
+
+
+def test_a_copy_that_is_damaged_is_refused_with_what_is_wrong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_store(path)) as store:
+        copy = store.copy()
+    monkeypatch.setattr(restoring, "check_integrity", lambda database: ["row 7 missing from index"])
+    with pytest.raises(StateError, match="cannot be used: row 7 missing from index"):
+        restore(path, copy, clock=CLOCK, owner=OWNER)
+    open_store(path).close()  # the present file stays in its place
 
 
 def test_another_database_in_its_place_is_refused(path: Path, tmp_path: Path) -> None:

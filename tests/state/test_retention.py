@@ -106,6 +106,16 @@ def test_old_jobs_stay_while_a_younger_one_needs_or_resumes_them(store: Store, c
     assert store.get_job(gone) is None and not store.list_attempts(gone) and not store.list_steps(gone)
 
 
+@pytest.mark.parametrize("damaged", ["[1", "7", '["a"]', "[[1]]", ""])
+def test_a_damaged_row_keeps_nothing_else_from_being_pruned(store: Store, clock: Hands, damaged: str) -> None:
+    gone = run_job(store, clock, begin_s=NOW_S - 200 * DAY_S)
+    young = run_job(store, clock, begin_s=NOW_S - 2 * DAY_S)
+    store._execute("UPDATE jobs SET needs = ? WHERE id = ?", (damaged, young))
+    clock.time_s = NOW_S
+    assert store.compact() == 1 and store.get_job(gone) is None
+    assert store.list_live_job_ids() == [] and store.count_jobs() == 1
+
+
 def test_jobs_that_still_have_machines_or_run_stay_however_old(store: Store, clock: Hands) -> None:
     old_s = NOW_S - 200 * DAY_S
     billed, opened = run_job(store, clock, begin_s=old_s), run_job(store, clock, begin_s=old_s)

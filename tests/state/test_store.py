@@ -179,3 +179,8 @@ def test_compaction_forgets_old_stories_and_keeps_bills_and_live_jobs(tmp_path: 
     assert [event.message for event in store.list_events(job_id=ended.id)] == ["today"]
     assert [event.message for event in store.list_events(job_id=live.id)] == ["long ago"]
     assert len(store.list_bills()) == 1
+
+
+def test_a_command_waits_a_minute_for_the_transaction_of_another(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    assert [tuple(row) for row in store._rows("PRAGMA busy_timeout")] == [(60_000,)]

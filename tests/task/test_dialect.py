@@ -7,6 +7,7 @@ import pytest
 from broker.errors import TaskError
 from broker.task.accelerators import resolve_accelerators
 from broker.task.loader import load_tasks_text
+from broker.task.override import override_resources
 from broker.types import AcceleratorFigures, Autostop, DataSet, JobRecovery, Quantity, Resources, Task
 
 FIGURES = {
@@ -151,6 +152,19 @@ def test_a_part_of_a_card_is_noted_to_take_a_whole_one() -> None:
     assert [(each.field, each.blocks_launch) for each in task.notices] == [("accelerators", False)]
     assert "broker exec" in (task.notices[0].hint or "")
     assert not load("resources: {accelerators: 'T4:1'}").notices
+
+
+@pytest.mark.parametrize("text", ["'T4:1.5'", "{T4: 1.5}", "[H100, 'T4:1.5']", "{'T4:3': 0.5}"])
+def test_more_than_one_accelerator_is_a_whole_number_of_them(text: str) -> None:
+    with pytest.raises(TaskError) as refused:
+        load(f"resources: {{accelerators: {text}}}")
+    (issue,) = refused.value.issues
+    assert "`T4:1.5`" in issue.message and (issue.line, issue.column) == (2, 13)
+    assert "`T4:1` or `T4:2`" in (issue.hint or "") and "`T4:0.5`" in (issue.hint or "")
+    with pytest.raises(TaskError, match=r"T4:1\.5"):
+        load(f"resources: {{any_of: [{{accelerators: {text}}}, {{cpus: 4}}]}}")
+    with pytest.raises(TaskError, match=r"T4:1\.5"):
+        override_resources(load(""), accelerators="T4:1.5")
 
 
 def test_a_tpu_node_is_planned_as_a_tpu_vm_and_refused_at_launch() -> None:

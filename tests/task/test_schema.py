@@ -100,7 +100,13 @@ def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
     try:
         (task,) = load_tasks_text(json.dumps({"resources": value, "run": "x"}), "x.yaml")
     except TaskError as error:
-        known = ("`memory` per vCPU requires `cpus`", "`ports` must be", "not valid YAML", "duplicate key")
+        known = (
+            "`memory` per vCPU requires `cpus`",
+            "`ports` must be",
+            "more than one accelerator",
+            "not valid YAML",
+            "duplicate key",
+        )
         assert all(issue.message.startswith(known) for issue in error.issues), value
     else:
         assert task.resources
