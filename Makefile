@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow test-sky testbed mutation torture lint audit fuzz format bench bench-peer clean help
+.PHONY: run test test-slow test-sky testbed mutation torture lint audit fuzz format docs bench bench-peer clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -52,6 +52,10 @@ fuzz: $(INSTALLED) ## every fuzz target for MINUTES (10), from seed SEED (1)
 format: $(INSTALLED) ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED) ## the documentation as a site in build/site; a warning is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED) ## how fast plans are made, as ratios in one run
 	$(BIN)/python -m tests.bench.bench_plan

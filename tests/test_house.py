@@ -213,6 +213,9 @@ def test_top_level_holds_what_the_readme_names() -> None:
         "Makefile",
         "LICENSE",
         "SECURITY.md",
+        "CONTRIBUTING.md",
+        "CODE_OF_CONDUCT.md",
+        "mkdocs.yml",
     }
     made_here = {"build", "dist"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - made_here

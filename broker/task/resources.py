@@ -193,7 +193,7 @@ def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
             line, column = section.find_key("accelerators")
             reader.note(
                 line, column, f"more than one accelerator must be a whole number, not `{name}:{count:g}`",
-                f"write `{name}:{math.floor(count)}`, `{name}:{math.ceil(count)}` or a fraction like `{name}:0.5`",
+                f"use `{name}:{math.floor(count)}` or `{name}:{math.ceil(count)}`, or a fraction: `{name}:0.5`",
             )  # fmt: skip
 
 
