@@ -53,7 +53,7 @@ def read_task(task: TaskLike) -> Task:
     else:
         found = load_tasks(Path(task))
     if len(found) > 1:
-        raise UsageError(f"{len(found)} tasks are a pipeline, and one was expected", hints=["plan them one by one"])
+        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one by one"])
     return found[0]
 
 
@@ -68,7 +68,7 @@ def _write_yaml(task: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(task, indent=1, default=str, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"the mapping is no task: {error}") from None
+        raise UsageError(f"invalid task: {error}") from None
     return re.sub("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -107,8 +107,8 @@ class Market:
         unpriced = self._list_unpriced(task)
         if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
             raise NotImportedError(
-                f"the price book has no offers of {', '.join(sorted(unpriced))} yet, so places there cannot be ranked",
-                hints=["`broker catalog import DIR` takes in what it offers you; docs/CATALOG.md says what DIR holds"],
+                f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
+                hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
             )
         task = self.resolve(task)
         try:

@@ -1,9 +1,8 @@
 """Paths and settings. Precedence: flag > environment > `config.toml` > default; the CLI passes flags in.
 
-BROKER_HOME names the state folder (default `~/.broker`, mode 0700); everything broker remembers lies below it.
-BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, names the bucket for tasks that say none themselves;
-`unattended` there sets how long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes
-are granted no access to buckets.
+BROKER_HOME names the state folder (default `~/.broker`, mode 0700), which holds everything broker remembers.
+BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, is the default checkpoint location; `unattended` sets how
+long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes get no grants to buckets.
 """
 
 from __future__ import annotations
@@ -81,16 +80,16 @@ def load_config(home: Path | None = None) -> Config:
         owner = read_owner(identity)
     except OSError as error:
         raise StateError(
-            f"{error.filename or folder} cannot be used: {error.strerror or error}",
-            hints=("Check the state folder and its disk, or set `BROKER_HOME` to another folder.",),
+            f"cannot use {error.filename or folder}: {error.strerror or error}",
+            hints=("check the state folder and its disk, or set `BROKER_HOME` to another folder",),
         ) from error
     known = read_guarded_owner(folder)
     if owner is None or (known and known != owner):
-        what = f"{owner}, and the state file belongs to {known}" if owner else "missing, empty or damaged"
+        what = f"{owner}, but the state file belongs to {known}" if owner else "missing, empty or damaged"
         raise StateError(
-            f"the id of this installation in {identity} is {what}",
-            details=("Machines are found by this id: under another one, those that run would be lost.",),
-            hints=("`broker state restore --owner` writes the id that the state file knows",),
+            f"the ID of this installation in {identity} is {what}",
+            details=("Nodes are found by this ID; with another one, running nodes would be lost.",),
+            hints=("restore the ID from the state file: `broker state restore --owner`",),
         )
     return Config(home=folder, owner=owner)
 
@@ -145,7 +144,7 @@ def find_checkpoint_url(config: Config) -> str | None:
     if text is None:
         return None
     if not re.fullmatch(CHECKPOINT_URL, str(text)):
-        raise UsageError(f"{source} is `{text}`", hints=("It is a bucket, as `s3://BUCKET/FOLDER`, or a folder.",))
+        raise UsageError(f"{source} must be a bucket such as `s3://BUCKET/FOLDER`, or an absolute folder, not `{text}`")
     return str(text)
 
 
@@ -158,9 +157,7 @@ def has_own_bucket_access(config: Config) -> bool:
     """Whether nodes are said to reach their buckets without a grant: `bucket_access = "own"` in `config.toml`."""
     value = _read_settings(config.home / SETTINGS).get("bucket_access", "granted")
     if value not in ("granted", "own"):
-        raise UsageError(
-            f"{config.home / SETTINGS}: `bucket_access` is `{value}`", hints=('It is `"granted"` or `"own"`.',)
-        )
+        raise UsageError(f'{config.home / SETTINGS}: `bucket_access` must be `"granted"` or `"own"`, not `{value}`')
     return value == "own"
 
 
@@ -169,7 +166,7 @@ def read_keep_days(config: Config) -> float:
     value = _read_settings(config.home / SETTINGS).get("keep_days", KEEP_DAYS)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 36500:
         raise UsageError(
-            f"{config.home / SETTINGS}: `keep_days` is `{value}`", hints=("It is a number of days from 1 to 36500.",)
+            f"{config.home / SETTINGS}: `keep_days` must be a number of days from 1 to 36500, not `{value}`"
         )
     return float(value)
 
@@ -185,12 +182,14 @@ def _read_settings(path: Path) -> dict[str, object]:
         raise UsageError(f"{path}: {error}") from error
     except OSError as error:
         raise StateError(
-            f"{path} cannot be read: {error.strerror or error}",
-            hints=("Make it a file that you can read, or remove it.",),
+            f"cannot read {path}: {error.strerror or error}",
+            hints=("make it a readable file, or remove it",),
         ) from error
     unknown = sorted(set(found) - set(SETTING_NAMES))
     if unknown:
-        raise UsageError(f"{path}: unknown setting `{unknown[0]}`", hints=(f"known: {', '.join(SETTING_NAMES)}",))
+        raise UsageError(
+            f"{path}: unknown setting `{unknown[0]}`", hints=(f"known settings: {', '.join(SETTING_NAMES)}",)
+        )
     return found
 
 

@@ -1,28 +1,28 @@
 """The error tree. An error carries what happened, why, and hints as data; the CLI alone renders it.
 
 BrokerError                     exit code
-├── TaskError                   2   the task file is wrong: one issue or many, each with file:line:column
-├── UsageError                  2   the command makes no sense here (no such cluster, wrong state, bad option)
-├── NoOfferError                3   nothing for sale fits; says which filter took what
-│   ├── NotImportedError            the price book has no offers yet of a cloud that the user has to import
-│   └── UnknownNameError            the price book has no such cloud, region, zone, machine or accelerator
+├── TaskError                   2   invalid task file: one or more issues, each with file:line:column
+├── UsageError                  2   invalid command (unknown cluster, wrong state, bad option)
+├── NoOfferError                3   no offer fits; lists what each filter removed
+│   ├── NotImportedError            the catalog has no offers of a cloud that the user has to import
+│   └── UnknownNameError            unknown cloud, region, zone, instance type or accelerator
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   ├── FencedError                 another daemon has taken over; this one must stop
-│   └── DamagedRowError             one row of the state file cannot be read; the others can
-├── SourceError                 1   a price source gave no answer, or none that can be believed
+│   └── DamagedRowError             one row of the state file is unreadable; the others are fine
+├── SourceError                 1   a price source gave no answer, or an implausible one
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
-└── CloudError                  5   a cloud said no
-    ├── CapacityError               try elsewhere; `scope` says how far away
-    ├── QuotaError                  do not ask there again
-    ├── AuthError                   stop; the hint says what to log in to
+└── CloudError                  5   cloud provider error
+    ├── CapacityError               try elsewhere; outside `scope`
+    ├── QuotaError                  do not retry there
+    ├── AuthError                   stop; the hint says how to log in
     │   ├── AccountError                logged in to another account than the one that holds the nodes
-    │   └── DeniedError                 a policy or a missing permission forbids it there; `scope` says how far
+    │   └── DeniedError                 forbidden by a policy or a missing permission, within `scope`
     ├── ThrottledError              back off, then retry
-    ├── InvalidRequestError         stop: asking again gives the same answer
-    │   └── MissingPackageError         an optional package is not installed; the hint says how to install it
+     ├── InvalidRequestError         stop: a retry gives the same answer
+     │   └── MissingPackageError         an optional package is not installed; the hint says how to install it
     ├── TransientError              retry
-    │   └── UnreachedError          a machine that has never answered: it may still boot
-    └── UnknownOutcomeError         the call may have worked: look before trying again
+    │   └── UnreachedError          a node that has never responded: it may still be booting
+    └── UnknownOutcomeError         the call may have succeeded: check before retrying
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ Scope = Literal["zone", "region", "cloud"]
 
 
 class BrokerError(Exception):
-    """Something a user can act on. `hints` are complete sentences or commands, most useful first; `details` are lines
-    that say more of why."""
+    """An error that a user can act on.
+
+    `hints` say what to do next, most useful first; `details` are lines that explain why.
+    """
 
     exit_code: ClassVar[int] = 1
 
@@ -50,7 +52,7 @@ class BrokerError(Exception):
 
 @noun
 class Issue:
-    """One fault in a task file. Lines and columns count from 1; 0 means the whole file."""
+    """One issue in a task file. Lines and columns count from 1; 0 means the whole file."""
 
     file: str
     line: int
@@ -61,7 +63,7 @@ class Issue:
 
 
 class TaskError(BrokerError):
-    """All faults found in a task file, reported at once."""
+    """All issues of a task file, reported at once."""
 
     exit_code = 2
 
@@ -80,7 +82,7 @@ class NoOfferError(BrokerError):
 
 
 class NotImportedError(NoOfferError):
-    """Raised before any offer is looked at: what fits there is not known, so a plan shows it without failing."""
+    """Raised before any offer is considered: what fits is unknown, so a plan reports it without failing."""
 
 
 class UnknownNameError(NoOfferError):
@@ -102,8 +104,8 @@ class DamagedRowError(StateError):
         super().__init__(
             f"row `{key}` of `{table}` in the state file is damaged: {why}",
             hints=(
-                f"`broker state restore` goes back to the newest copy; "
-                f"`broker state drop {table} '{key}'` removes the row",
+                f"restore the newest copy with `broker state restore`, "
+                f"or delete the row with `broker state drop {table} '{key}'`",
             ),
         )
         self.table = table
@@ -147,8 +149,7 @@ class AccountError(AuthError):
 
 
 class DeniedError(AuthError):
-    """Final where it was said: by an organisation's policy, an explicit deny, or for want of a permission. Places
-    outside `scope` may still allow it."""
+    """Denied by an organisation's policy, an explicit deny, or a missing permission; final within `scope`."""
 
     def __init__(
         self, message: str, *, scope: Scope = "region", hints: Sequence[str] = (), details: Sequence[str] = ()
@@ -174,7 +175,7 @@ class TransientError(CloudError):
 
 
 class UnreachedError(TransientError):
-    """`node_id` names the machine."""
+    """`node_id` names the node."""
 
     def __init__(self, message: str, *, node_id: str) -> None:
         super().__init__(message)

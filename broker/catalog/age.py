@@ -55,7 +55,7 @@ def warn_of_age(placement: Placement, now_s: float) -> str | None:
         return None
     model = "spot" if placement.is_spot else "on-demand"
     days = measure_age_days(as_of, now_s)
-    return f"{cloud}'s {model} prices are {days} days old; `broker catalog update --cloud {cloud}` fetches today's"
+    return f"{cloud}'s {model} prices are {days} days old; update them with `broker catalog update --cloud {cloud}`"
 
 
 def warn_of_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
@@ -71,7 +71,7 @@ def warn_of_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str |
             parts.append(f"{model} of {', '.join(found)}")
     clouds = sorted({cloud for _, cloud in days})
     only = f" --cloud {clouds[0]}" if len(clouds) == 1 else ""
-    return f"old prices: {'; '.join(parts)}\n`broker catalog update{only}` fetches today's" if parts else None
+    return f"old prices: {'; '.join(parts)}\nupdate them with `broker catalog update{only}`" if parts else None
 
 
 def measure_age_days(as_of: str, now_s: float) -> int:

@@ -39,7 +39,7 @@ def import_catalog(
     """
     files = sorted(folder.glob("*/vms.csv"))
     if not files:
-        raise UsageError(f"{folder} holds no catalog", hints=["it should have files such as `aws/vms.csv`"])
+        raise UsageError(f"no catalog in {folder}", hints=["the folder must contain files such as `aws/vms.csv`"])
     read: list[tuple[CloudFacts, list[Offer]]] = []
     faults: list[Fault] = []
     for file in files:

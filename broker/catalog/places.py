@@ -48,16 +48,16 @@ class Places:
         known = self._list("SELECT DISTINCT instance_type FROM types") if known is None else known
         if not _has(known, name):
             rows = self._list("SELECT DISTINCT cloud FROM types WHERE instance_type = ?1 COLLATE NOCASE", name)
-            raise _explain(f"instance type{of_cloud}", name, known, [f"{cloud} sells it" for cloud in sorted(rows)])
+            raise _explain(f"instance type{of_cloud}", name, known, [f"available on {cloud}" for cloud in sorted(rows)])
 
     def check_cloud(self, name: str) -> None:
         """Raises UnknownNameError for a cloud without prices."""
         self.check(Resources(cloud=name))
 
     def explain_accelerator(self, name: str) -> UnknownNameError:
-        """What to raise for an accelerator that is not in the book."""
+        """Make the error for an unknown accelerator."""
         known = self._list("SELECT name FROM accelerators UNION SELECT accelerator FROM types WHERE accelerator != ''")
-        return _explain("accelerator", name, known, ["`broker gpus` lists all"])
+        return _explain("accelerator", name, known, ["list all with `broker gpus`"])
 
     def _locate(self, name: str) -> Sequence[str]:
         """Where a region or zone of this name is, and how to write it."""
@@ -88,12 +88,14 @@ def _explain(word: str, name: str, known: Iterable[str], more: Sequence[str] = (
     near = sorted(close, key=lambda each: (-difflib.SequenceMatcher(None, each, name.lower()).ratio(), each))
     near = near[:NEAR_COUNT]
     hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
-    return UnknownNameError(f"no {word} is called `{name}`", hints=[*hints, *more])
+    kind, _, place = word.partition(" of ")
+    where = f" in {place}" if place else ""
+    return UnknownNameError(f"unknown {kind} `{name}`{where}", hints=[*hints, *more])
 
 
 def _hint_cloud(cloud: str) -> Sequence[str]:
     from broker.catalog.sources.skypilot import SkyPilotSource
 
     if cloud in SkyPilotSource.clouds:
-        return [f"`broker catalog update --cloud {cloud}` adds its prices"]
+        return [f"add its prices with `broker catalog update --cloud {cloud}`"]
     return ["`broker catalog info` lists the clouds with prices"]

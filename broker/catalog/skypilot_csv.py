@@ -45,7 +45,7 @@ def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[Fa
     reader = csv.DictReader(io.StringIO(text, newline=""))
     missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
     if missing:
-        raise SourceError(f"{file} is no SkyPilot catalog: it has no column {', '.join(missing)}")
+        raise SourceError(f"{file} is not a SkyPilot catalog: missing column {', '.join(missing)}")
     machines: list[Offer] = []
     parts: list[Offer] = []
     faults: list[Fault] = []
@@ -95,7 +95,7 @@ def _read_number(row: Mapping[str, str], column: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError(f"`{column}` is no number: `{text}`") from None
+        raise ValueError(f"`{column}` is not a number: `{text}`") from None
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"`{column}` makes no sense: `{text}`")
     return number

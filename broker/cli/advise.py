@@ -1,4 +1,4 @@
-"""`broker advise`: from the size of a model and its data to machines, strategy, days and dollars."""
+"""`broker advise`: recommend GPUs and parallelism for a model, with time and cost."""
 
 from __future__ import annotations
 
@@ -22,56 +22,76 @@ if TYPE_CHECKING:
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 BATCH_SLACK = 0.05
-FIELD_WORTH = 1.1  # a program that is faster by less is not mentioned
+FIELD_WORTH = 1.1  # least speedup of another program worth a note
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def advise(
-    params: Annotated[str | None, typer.Option("--params", help="Parameters, such as 7B or 350M.")] = None,
-    tokens: Annotated[str, typer.Option("--tokens", help="Tokens to train on, such as 20B.")] = "",
-    seq: Annotated[int, typer.Option("--seq", min=16, help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[
-        str | None, typer.Option("--batch", help="Tokens of a step, such as 2M; by size if not given.")
+    params: Annotated[
+        str | None, typer.Option("--params", metavar="N", help="Number of parameters, e.g. 7B or 350M.")
     ] = None,
-    deadline: Annotated[str | None, typer.Option("--deadline", help="Time there is, such as 5d or 36h.")] = None,
-    budget: Annotated[float | None, typer.Option("--budget", help="USD there are.")] = None,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Arithmetic.")] = "bf16",
-    gpus: Annotated[str | None, typer.Option("--gpus", help="Only these: NAME[,NAME].")] = None,
-    infra: Annotated[str | None, typer.Option("--infra", help="Only here: CLOUD[/REGION[/ZONE]].")] = None,
-    max_gpus: Annotated[int, typer.Option("--max-gpus", min=1, help="The most GPUs in all.")] = 512,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Number of training tokens, e.g. 20B.")] = "",
+    seq: Annotated[int, typer.Option("--seq", metavar="N", min=16, help="Sequence length in tokens.")] = 4096,
+    batch: Annotated[
+        str | None, typer.Option("--batch", metavar="N", help="Batch size in tokens, e.g. 2M (default: by model size).")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", metavar="TIME", help="Finish within this time, e.g. 5d or 36h.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Maximum total cost, in USD.")] = None,
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Compute precision.")] = "bf16",
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="NAME[,...]", help="Consider only these GPUs.")] = None,
+    infra: Annotated[
+        str | None, typer.Option("--infra", metavar="CLOUD[/REGION[/ZONE]]", help="Consider only this location.")
+    ] = None,
+    max_gpus: Annotated[int, typer.Option("--max-gpus", metavar="N", min=1, help="Maximum number of GPUs.")] = 512,
     spot: Annotated[
-        bool | None, typer.Option("--spot/--no-spot", help="Only spot, or none; both if not given.")
+        bool | None, typer.Option("--spot/--no-spot", help="Consider only spot, or only on-demand (default: both).")
     ] = None,
     active_params: Annotated[
-        str | None, typer.Option("--active-params", help="Of a mixture of experts: those that a token passes.")
+        str | None,
+        typer.Option("--active-params", metavar="N", help="Active parameters per token, for a mixture of experts."),
     ] = None,
     trainer: Annotated[
         Literal["bundled", "megatron"] | None,
-        typer.Option("--trainer", help="What runs it: `trainers.lm`, or a program with all of Megatron-LM's layouts."),
+        typer.Option("--trainer", help="Training program: `trainers.lm`, or one with all of Megatron-LM's layouts."),
     ] = None,
-    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Transformer blocks.")] = None,
-    hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Width; takes --layers with it.")] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", min=1, help="Number of transformer blocks.")
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option("--hidden", metavar="N", min=1, help="Model width; requires --layers.")
+    ] = None,
     heads: Annotated[
-        int | None, typer.Option("--heads", min=1, help="Attention heads; width / 128 if not given.")
+        int | None,
+        typer.Option("--heads", metavar="N", min=1, help="Number of attention heads (default: width / 128)."),
     ] = None,
-    vocab: Annotated[int | None, typer.Option("--vocab", min=1, help="Size of the vocabulary.")] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many rows to show.")] = 8,
+    vocab: Annotated[int | None, typer.Option("--vocab", metavar="N", min=1, help="Vocabulary size.")] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")] = 8,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Memory and time of the first, and what is assumed.")
+        bool, typer.Option("--explain", help="Break down memory and time of the first option, with assumptions.")
     ] = False,
-    yaml: Annotated[Path | None, typer.Option("--yaml", help="Write the task file here.")] = None,
+    yaml: Annotated[Path | None, typer.Option("--yaml", metavar="FILE", help="Write the task to a file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say how to train a model of a given size: GPUs, strategy, days and dollars; starts nothing."""
+    """Recommend GPUs and parallelism for a model, with time and cost.
+
+    Nothing is started.
+    """
     from broker.optimizer.advise import Wish, make_advice
     from broker.optimizer.advise_task import write_task
     from broker.optimizer.layout import Training
 
     if not tokens:
-        raise UsageError("`--tokens` is missing", hints=["`broker advise --params 7B --tokens 140B`: 20 a parameter"])
+        raise UsageError(
+            "`--tokens` is required",
+            hints=["for example 20 per parameter: `broker advise --params 7B --tokens 140B`"],
+        )
     shape = read_shape(params, layers, hidden, heads, vocab, active=active_params)
     if shape.idle_parameters and trainer == "bundled":
-        raise UsageError("the bundled trainer has no mixture of experts", hints=["leave out `--trainer bundled`"])
+        raise UsageError(
+            "the bundled trainer does not support a mixture of experts", hints=["drop `--trainer bundled`"]
+        )
     step_tokens = read_amount(batch, "--batch") if batch else choose_batch(shape.parameters)
     training = Training(
         shape=shape, tokens=read_amount(tokens, "--tokens"), sequence=seq, dtype=dtype,
@@ -103,29 +123,32 @@ def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yam
 
         show_layout(wish.training, advice.options[0])
     if yaml is not None:
-        print_note(f"Wrote {yaml}; `broker plan {yaml}` prices it again, `broker jobs launch {yaml}` runs it")
+        print_note(f"wrote {yaml}; plan it with `broker plan {yaml}`, run it with `broker jobs launch {yaml}`")
     else:
         print_line(f"\n{text}")
 
 
 def read_amount(text: str, flag: str) -> float:
-    """`7B`, `350M`, `1.5T`, `4e9`. Raises UsageError."""
+    """Read an amount: `7B`, `350M`, `1.5T`, `4e9`. Raises UsageError."""
     found = _AMOUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
     value = float(found[1]) * _SCALE[found[2].lower()] if found else 0.0
     if not 0 < value < 1e18:
         raise UsageError(
-            f"`{flag} {text}` is no amount", hints=[f"`{flag} 7B`; K, M, B and T are thousands to trillions"]
+            f"invalid amount `{text}` for `{flag}`",
+            hints=[f"for example `{flag} 7B`; K, M, B and T are thousands to trillions"],
         )
     return value
 
 
 def read_hours(text: str) -> float:
-    """A duration as task files write it; a bare number is hours. Raises UsageError."""
+    """Read a duration as in a task file; a bare number is hours. Raises UsageError."""
     from broker.task.measures import Duration
 
     measure = Duration(bare_unit="h")
     if not re.fullmatch(measure.pattern, text):
-        raise UsageError(f"`--deadline {text}` is not {measure.expected}", hints=["`--deadline 5d`"])
+        raise UsageError(
+            f"`--deadline` must be {measure.expected}, not `{text}`", hints=["for example `--deadline 5d`"]
+        )
     return measure.convert(text) / 3600
 
 
@@ -138,16 +161,22 @@ def read_shape(
     *,
     active: str | None = None,
 ) -> ModelShape:
-    """As given by `--layers` and `--hidden`, else by the rule from `--params`; with `active`, those are the parameters
-    that the shape has, and all others lie in experts. Raises UsageError."""
+    """Read the shape from `--layers` and `--hidden`, else derive it from `--params`.
+
+    With `active`, the shape has the active parameters and experts hold the others. Raises UsageError.
+    """
     if active is not None:
         if params is None:
-            raise UsageError("`--active-params` needs `--params`", hints=["`--params 671B --active-params 37B`"])
+            raise UsageError(
+                "`--active-params` requires `--params`", hints=["for example `--params 671B --active-params 37B`"]
+            )
         total, own = read_amount(params, "--params"), read_amount(active, "--active-params")
         if own >= total:
             raise UsageError(
-                f"`--active-params {active}` is not less than `--params {params}`",
-                hints=["`--params 671B --active-params 37B`; a model without experts has no `--active-params`"],
+                f"`--active-params` must be less than `--params`: {active} is not less than {params}",
+                hints=[
+                    "for example `--params 671B --active-params 37B`; a model without experts has no active parameters"
+                ],
             )
         shape = read_shape(active, layers, hidden, heads, vocab)
         return replace(shape, idle_parameters=total - own)
@@ -155,24 +184,29 @@ def read_shape(
 
     if hidden is not None:
         if layers is None:
-            raise UsageError("`--hidden` needs `--layers`", hints=["`--layers 32 --hidden 4096`"])
+            raise UsageError("`--hidden` requires `--layers`", hints=["for example `--layers 32 --hidden 4096`"])
         count = heads or max(1, hidden // HEAD_WIDTH)
         if hidden % count:
-            raise UsageError(f"`--hidden {hidden}` is not a multiple of {count} heads", hints=["pass `--heads`"])
+            raise UsageError(f"`--hidden` must be a multiple of {count} heads, not {hidden}", hints=["pass `--heads`"])
         return ModelShape(layers=layers, width=hidden, heads=count, vocabulary=vocab or VOCABULARY)
     if params is None:
-        raise UsageError("`--params` is missing", hints=["`--params 7B`, or `--layers 32 --hidden 4096`"])
+        raise UsageError(
+            "the size of the model is required", hints=["pass `--params 7B`, or `--layers 32 --hidden 4096`"]
+        )
     if heads is not None:
-        raise UsageError("`--heads` needs `--layers` and `--hidden`", hints=["`--layers 32 --hidden 4096 --heads 32`"])
+        raise UsageError(
+            "`--heads` requires `--layers` and `--hidden`",
+            hints=["for example `--layers 32 --hidden 4096 --heads 32`"],
+        )
     try:
         return guess_shape(read_amount(params, "--params"), vocabulary=vocab or VOCABULARY, layers=layers)
     except ValueError as error:
-        raise UsageError(str(error), hints=["give its shape: `--layers 4 --hidden 256`"]) from None
+        raise UsageError(str(error), hints=["pass the shape instead: `--layers 4 --hidden 256`"]) from None
 
 
 def choose_batch(parameters: float) -> float:
-    """Tokens of a step, about as GPT-3 (Brown 2020, table 2.1) and, from 20 billion parameters on, Llama 2,
-    from 150 on Llama 3 405B (Dubey 2024, table 4)."""
+    """Choose the batch size in tokens, about as GPT-3 (Brown 2020, table 2.1), Llama 2 from 20 billion parameters, and
+    Llama 3 405B from 150 billion (Dubey 2024, table 4)."""
     for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21), (150e9, 22)):
         if parameters <= limit:
             return 2.0**power
@@ -180,8 +214,10 @@ def choose_batch(parameters: float) -> float:
 
 
 def round_batch(sequences: float) -> int:
-    """The multiple of the largest power of two that is within `BATCH_SLACK`: `--batch 4M` at 4,096 is 1,024 sequences,
-    for 977 can hardly be divided by ranks or micro-batches, and so would be slower than a smaller batch."""
+    """Round to a multiple of the largest power of two within `BATCH_SLACK`.
+
+    `--batch 4M` at 4,096 is 1,024 sequences: 977 hardly divide by ranks or micro-batches, so it would be slower.
+    """
     for power in range(24, 0, -1):
         unit = 1 << power
         rounded = round(sequences / unit) * unit
@@ -191,7 +227,7 @@ def round_batch(sequences: float) -> int:
 
 
 def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
-    """What the price book has of the cards that would do."""
+    """Find the catalog's offers of suitable GPUs."""
     from broker.optimizer.advise import can_train
     from broker.task.override import override_resources
     from broker.types import Resources, Task
@@ -202,7 +238,7 @@ def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
 
 
 def show_advice(wish: Wish, advice: Advice, top: int) -> None:
-    """What is trained, the table, and what is faster."""
+    """Print the training run, the table of options, and faster ones."""
     from broker.optimizer.amounts import show_amount
 
     training, shape = wish.training, wish.training.shape
@@ -218,43 +254,43 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
     print_line()
     _print_options(advice.options[:top])
     if len(advice.options) > top:
-        print_line(f"... and {len(advice.options) - top} more, `--top` shows them")
+        print_line(f"... and {len(advice.options) - top} more; show them with `--top`")
     if advice.faster:
-        print_line("\nSooner, for more:")
+        print_line("\nFaster, at a higher cost:")
         _print_options(advice.faster[:5])
     if wish.deadline_hours is None:
-        print_line("\nNo `--deadline`: nothing over 30 days is listed")
+        print_line("\nWithout `--deadline`, options over 30 days are not listed")
     if any(each.layout.recompute == "full" for each in (*advice.options[:top], *advice.faster[:5])):
-        print_line("* activations are computed again in the backward pass")
-    print_line(f"Prices of {advice.prices_as_of}; times and dollars are estimates, spot risk included")
+        print_line("* recomputes activations in the backward pass")
+    print_line(f"Prices of {advice.prices_as_of}; times and costs are estimates that include spot risk")
     _tell_limits(wish, advice.options[0], (*advice.options[:top], *advice.faster[:5]))
 
 
 def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
-    """What the table takes for granted: a trainer that does it, and a zone with so many spot machines."""
+    """Note the limits of the table: the trainer's layouts, the batch, and spot capacity in one zone."""
     from broker.optimizer.advise import SPOT_GANG_GPUS, find_better_batch, find_field_speedup
     from broker.optimizer.amounts import show_amount
 
     if wish.training.trainer == "megatron":
         print_note(
-            "note: these layouts need a program such as Megatron-LM: the bundled trainer has no sequence, context or "
-            "expert parallelism, interleaved stages or sharded optimizer states beside them"
+            "note: these layouts require a program such as Megatron-LM: the bundled trainer has no sequence, context "
+            "or expert parallelism, no interleaved stages, and no sharded optimizer states combined with them"
         )
     else:
         speedup = find_field_speedup(wish.training, first.layout)
         if speedup >= FIELD_WORTH:
             print_note(
                 f"note: the bundled trainer limits this: a program such as Megatron-LM is about {speedup:.1f} "
-                f"times as fast on the first option's {first.gpu_count:,} GPUs; `--trainer megatron` costs that"
+                f"times as fast on the first option's {first.gpu_count:,} GPUs; estimate it with `--trainer megatron`"
             )
     if better := find_better_batch(wish.training, first.layout):
         tokens = show_amount(better[0] * wish.training.sequence)
-        print_note(f"note: with `--batch {tokens}` the first option's GPUs are {better[1] - 1:.0%} faster a token")
+        print_note(f"note: with `--batch {tokens}` the first option's GPUs are {better[1] - 1:.0%} faster per token")
     largest = max((each.gpu_count for each in shown if each.estimate.placement.is_spot), default=0)
     if largest > SPOT_GANG_GPUS:
         print_note(
-            f"note: a spot gang of {largest:,} GPUs in one zone is rarely granted, and one preemption stops all of "
-            "it: `--no-spot`, a reservation, or a smaller `--max-gpus` is what such runs use"
+            f"note: {largest:,} spot GPUs in one zone are rarely available, and one preemption stops all of "
+            "them: consider `--no-spot`, a reservation, or a smaller `--max-gpus`"
         )
 
 
@@ -276,7 +312,7 @@ def _print_options(found: tuple[Option, ...]) -> None:
 
 
 def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str, object]:
-    """As data. Memory in bytes, times in hours and seconds a step."""
+    """Return the advice, JSON-ready: memory in bytes, times in hours, and in seconds per step."""
     training: Training = wish.training
     return {
         "training": {**plain(training), "parameters": training.shape.parameters, "steps": training.steps},

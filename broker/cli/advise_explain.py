@@ -1,4 +1,4 @@
-"""The breakdown below `broker advise --explain`: where the memory and the time of the first option go."""
+"""`broker advise --explain`: break down the memory and time of the first option."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from broker.optimizer.roofline import PRODUCT_EFFICIENCY, PRODUCT_EFFICIENCY_ELS
 
 
 def show_layout(training: Training, option: Option) -> None:
-    """Memory a GPU, time of a step, the way from a step to the days, and the assumptions."""
+    """Print memory per GPU, time per step, time for the whole run, and the assumptions."""
     layout, shape = option.layout, option.layout.sharding
     print_line(f"\nFirst option: {layout.strategy} on {option.gpu_count} x {layout.hardware.figures.name}")
     more = f" x context {shape.context}" if shape.context > 1 else ""
     experts = f", experts over {shape.expert} ranks" if shape.expert > 1 else ""
-    chunks = f", {shape.interleave} chunks a stage" if shape.interleave > 1 else ""
+    chunks = f", {shape.interleave} chunks per stage" if shape.interleave > 1 else ""
     print_line(
         f"  tensor {shape.tensor}{more} x pipeline {shape.pipeline} x data {shape.data}, ZeRO stage {shape.zero}"
         f"{chunks}{experts}"
@@ -23,16 +23,16 @@ def show_layout(training: Training, option: Option) -> None:
     _show_memory(training, option)
     _show_time(training, option)
     efficiency = PRODUCT_EFFICIENCY.get(layout.hardware.figures.name, PRODUCT_EFFICIENCY_ELSE)
-    print_line("\nAssumed")
+    print_line("\nAssumptions")
     print_line(f"  large matrix products reach {efficiency:.0%} of {layout.hardware.figures.name}'s peak")
-    print_line(f"  {layout.hardware.link_gbs:.0f} GB/s between GPUs of a node, one way")
+    print_line(f"  {layout.hardware.link_gbs:.0f} GB/s between GPUs of a node, in each direction")
     print_line(f"  {layout.hardware.network_gbs * 8:,.0f} Gbit/s between nodes")
-    print_line("  attention does not keep its scores (flash attention)")
+    print_line("  attention does not store its scores (flash attention)")
 
 
 def _show_memory(training: Training, option: Option) -> None:
     memory, card = option.layout.memory, option.layout.hardware.figures.memory_gib
-    print_line("\nMemory of the fullest GPU, GiB")
+    print_line("\nMemory of the most loaded GPU, GiB")
     parts = [
         ("weights", memory.weights),
         ("gradients", memory.gradients),
@@ -54,7 +54,7 @@ def _show_memory(training: Training, option: Option) -> None:
 
 def _show_time(training: Training, option: Option) -> None:
     step = option.layout.step
-    print_line("\nTime of a step")
+    print_line("\nTime per step")
     parts = [
         ("matrix products", step.compute_s),
         ("element-wise kernels", step.memory_s),
@@ -71,11 +71,11 @@ def _show_time(training: Training, option: Option) -> None:
     estimate = option.estimate
     tokens = training.batch * training.sequence / step.total_s
     print_line(f"  {tokens:,.0f} tokens/s, MFU {option.layout.mfu:.0%}")
-    print_line("\nFrom steps to days")
+    print_line("\nTime for the whole run")
     print_line(f"  {training.steps:,.0f} steps                {show_hours(option.work_hours / OVERHEAD)}")
     print_line(f"  x {OVERHEAD:g}, evaluation and stalls  {show_hours(option.work_hours)}")
     print_line(f"  {estimate.expected_preemptions or 0:.1f} preemptions expected    {show_hours(option.hours)}")
     if estimate.checkpoint_every_s:
         print_line(f"  a checkpoint every {show_duration(estimate.checkpoint_every_s)}")
     if estimate.deadline_chance is not None:
-        print_line(f"  chance of the deadline {estimate.deadline_chance:.3f}")
+        print_line(f"  deadline chance {estimate.deadline_chance:.3f}")

@@ -1,11 +1,11 @@
-"""One axis of a picture: from values to places between 0 and 1, and round figures to label it with."""
+"""One axis of a plot: map values to positions between 0 and 1, and choose round tick values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-LOGARITHMIC_FROM = 8.0  # where the largest value is so many times the least, equal ratios get equal room
+LOGARITHMIC_FROM = 8.0  # ratio of largest to smallest value from which the axis is logarithmic
 
 
 class Axis:
@@ -14,7 +14,7 @@ class Axis:
         self.is_logarithmic = self.low > 0 and self.high / self.low >= LOGARITHMIC_FROM
 
     def place(self, value: float) -> float:
-        """0 at the least value, 1 at the largest."""
+        """Return 0 at the smallest value, 1 at the largest."""
         if self.high <= self.low:
             return 0.5
         if self.is_logarithmic:
@@ -22,7 +22,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def list_ticks(self) -> list[float]:
-        """Round figures inside the axis: 1, 2 and 5 times powers of ten where it is logarithmic, else equal steps."""
+        """List round values on the axis: 1, 2 and 5 times powers of ten where logarithmic, else equal steps."""
         if self.high <= self.low:
             return [self.low]
         if self.is_logarithmic:

@@ -1,4 +1,4 @@
-"""`broker catalog`: how old the price book is, its refresh from live sources, and other catalogs in its place."""
+"""`broker catalog`: inspect the price catalog, refresh it from live sources, import another, or reset it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from broker.catalog.sources.base import Get
 
 app = typer.Typer(
-    help="The price book: its age, its refresh, other catalogs",
+    help="Inspect, refresh, import or reset the price catalog.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -30,12 +30,12 @@ app = typer.Typer(
 )
 FAULTS_SHOWN = 5
 PAGES_A_NOTE = 100
-URL_VARIABLE = "BROKER_PRICES_URL_"  # and the source's name in capitals: where else to ask, such as a mirror
+URL_VARIABLE = "BROKER_PRICES_URL_"  # with the source's name in capitals: another URL, such as a mirror
 
 
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
-    """Show how many offers each cloud has, how old they are and where from."""
+    """Show the number, age and source of each cloud's offers."""
     from broker.catalog.age import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
 
     context = Context()
@@ -57,10 +57,10 @@ def info(as_json: options.AsJson = False) -> None:
         ],
         right=("OFFERS", "~"),
     )  # fmt: skip
-    print_line(f"{sum(counts.values()):,} offers; ~ is the share whose on-demand price is an estimate")
+    print_line(f"{sum(counts.values()):,} offers; ~ is the share with an estimated on-demand price")
     if any(row["is_ondemand_stale"] or row["is_spot_stale"] for row in rows):
-        print_line(f"! is older than {ONDEMAND_DAYS_MAX} days, spot {SPOT_DAYS_MAX}")
-        print_note("`broker catalog update` fetches today's prices")
+        print_line(f"! marks prices older than {ONDEMAND_DAYS_MAX} days (spot: {SPOT_DAYS_MAX})")
+        print_note("fetch current prices with `broker catalog update`")
 
 
 def _show_date(row: Mapping[str, Any], model: str) -> str:
@@ -69,18 +69,23 @@ def _show_date(row: Mapping[str, Any], model: str) -> str:
 
 @app.command()
 def update(
-    cloud: Annotated[list[str] | None, typer.Option("--cloud", help="This cloud only; may be repeated.")] = None,
-    source: Annotated[str | None, typer.Option("--source", help="From this source only.")] = None,
+    cloud: Annotated[
+        list[str] | None, typer.Option("--cloud", metavar="CLOUD", help="Update only this cloud. Repeatable.")
+    ] = None,
+    source: Annotated[str | None, typer.Option("--source", metavar="NAME", help="Use only this price source.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Fetch today's prices; a cloud that gives no believable answer keeps its old ones."""
+    """Fetch current prices from live sources.
+
+    A cloud without a plausible answer keeps its prices; the exit code is then 1.
+    """
     from broker.catalog.fetching import HttpGet
     from broker.catalog.refresh import load_sources, refresh_book
     from broker.catalog.sources import SOURCES
 
     context = Context()
     if source is not None and source not in SOURCES:
-        raise UsageError(f"there is no price source `{source}`", hints=[f"there is {', '.join(SOURCES)}"])
+        raise UsageError(f"unknown price source `{source}`", hints=[f"known sources: {', '.join(SOURCES)}"])
     urls = {name: url for name in SOURCES if (url := os.getenv(f"{URL_VARIABLE}{name.upper()}"))}
     sources = {name: each for name, each in load_sources(urls).items() if source in (None, name)}
     wanted = [each.lower() for each in cloud or ()] or [
@@ -94,7 +99,7 @@ def update(
             sources=sources,
             get=_count_pages(HttpGet(lambda wait_s: asyncio.run(context.clock.sleep(wait_s))), bar),
             now_s=context.clock.now_s(),
-            on_cloud=lambda name, where: print_note(f"{name}: asking {where} ..."),
+            on_cloud=lambda name, where: print_note(f"{name}: querying {where} ..."),
         )
     if as_json:
         print_json(plain(list(reports)))
@@ -103,15 +108,15 @@ def update(
             if each.error is None:
                 print_line(f"{each.cloud}: {each.offers:,} offers from {each.source}, {each.changed:,} prices changed")
             else:
-                print_line(f"{each.cloud}: keeps its old prices: {each.error}")
+                print_line(f"{each.cloud}: not updated: {each.error}")
     failed = [each for each in reports if each.error is not None]
     if failed:
         hints = list(dict.fromkeys(hint for each in failed for hint in each.hints))
-        raise SourceError(f"{len(failed)} of {len(reports)} clouds could not be refreshed", hints=hints)
+        raise SourceError(f"could not update {len(failed)} of {len(reports)} clouds", hints=hints)
 
 
 def _count_pages(get: Get, bar: Bar) -> Get:
-    """Count on the bar, and in a pipe say so now and then: Azure's list has more than a thousand pages."""
+    """Count pages on the progress bar, or every hundred in a pipe: Azure's list has more than a thousand."""
     asked, is_drawn = 0, is_drawing(sys.stderr)
 
     def count(url: str, *, query: Mapping[str, str] | None = None) -> bytes:
@@ -127,11 +132,11 @@ def _count_pages(get: Get, bar: Bar) -> Get:
 
 @app.command(name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A folder of CLOUD/vms.csv files.", show_default=False)],
-    only: Annotated[bool, typer.Option("--only", help="Plan with these clouds alone.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Folder of CLOUD/vms.csv files.", show_default=False)],
+    only: Annotated[bool, typer.Option("--only", help="Remove all other clouds from the catalog.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Take a SkyPilot catalog (versions 5 to 8) into the book."""
+    """Import a SkyPilot catalog (versions 5 to 8)."""
     from broker.catalog.importing import import_catalog
 
     context = Context()
@@ -152,12 +157,12 @@ def import_(
 
 @app.command()
 def reset() -> None:
-    """Go back to the prices that ship with broker."""
+    """Reset to the prices that ship with broker."""
     from broker.catalog.opening import name_live_book
 
     live = name_live_book(find_cache())
     if live.exists():
         live.unlink()
-        print_line("Back to the shipped prices")
+        print_line("Reset to the shipped prices")
     else:
-        sys.stdout.write("The shipped prices are in use already\n")
+        print_line("The shipped prices are already in use")

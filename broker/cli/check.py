@@ -1,4 +1,4 @@
-"""`broker check`: which clouds can be used, and how to enable the others."""
+"""`broker check`: check which clouds are usable and how to enable the others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from broker.cli.render import print_json, print_line, print_table, print_wrapped
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.findings import CanGlance, InspectsTypes
 from broker.errors import AuthError, CloudError, UsageError
+from broker.task.reading import suggest
 
 if TYPE_CHECKING:
     from broker.clouds.findings import Finding, Inspector
@@ -27,40 +28,52 @@ LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud
 
 
 def check(
-    cloud: Annotated[str | None, typer.Argument(help="Look at this cloud only, and closely.")] = None,
+    cloud: Annotated[str | None, typer.Argument(help="Check one cloud in detail.")] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="CLOUD", help="Print the permissions that a cloud's login needs, as a file.")
+        str | None,
+        typer.Option(
+            metavar="CLOUD", help="Print the permissions that a cloud's credentials require, as a policy file."
+        ),
     ] = None,
     types: Annotated[
         bool,
-        typer.Option("--types", help="Which accelerators would start today on this cloud, and why others would not."),
+        typer.Option("--types", help="List accelerators that would start now on this cloud, and why others would not."),
     ] = False,
     live: Annotated[
-        bool, typer.Option("--live", help="Launch one cheap node there, try all that jobs need, and end it.")
+        bool, typer.Option("--live", help="Launch one cheap node, test everything that jobs require, and terminate it.")
     ] = False,
-    spend: Annotated[float, typer.Option("--spend", min=0, help="With --live: USD that it may cost.")] = 1.0,
+    spend: Annotated[
+        float, typer.Option("--spend", metavar="USD", min=0, help="With --live: maximum cost in USD.")
+    ] = 1.0,
     bucket: Annotated[
-        str | None, typer.Option(metavar="URL", help="With --live: a bucket that nodes should be able to write to.")
+        str | None, typer.Option(metavar="URL", help="With --live: bucket that nodes must be able to write to.")
     ] = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="With --live: NAME[:COUNT] instead of 2 vCPUs.")] = None,
-    on_demand: Annotated[bool, typer.Option("--on-demand", help="With --live: not spot, and try stop and start.")] = (
-        False
-    ),
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="NAME[:COUNT]", help="With --live: accelerators, instead of 2 vCPUs."),
+    ] = None,
+    on_demand: Annotated[
+        bool, typer.Option("--on-demand", help="With --live: use on-demand, and test stop and start.")
+    ] = (False),
     record: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --live: keep requests and answers, without private data."),
+        typer.Option(metavar="FILE", help="With --live: record requests and responses, without private data."),
     ] = None,
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say which clouds can be used and how to enable the others. With a cloud: exit code 5 where something is wrong."""
+    """Check which clouds are usable and how to enable the others.
+
+    With a cloud: exit code 5 where a required check fails.
+    """
     context = Context()
     if live:
         from broker.cli.check_live import check_live
 
         if cloud is None:
             raise UsageError(
-                "`--live` requires a cloud", hints=["`broker check aws --live`; `local` rehearses it here"]
+                "`--live` requires a cloud",
+                hints=["name one: `broker check aws --live`; `local` rehearses on this machine"],
             )
         check_live(
             context, cloud, spend_usd_max=spend, bucket=bucket, record=record, gpus=gpus, on_demand=on_demand,
@@ -81,7 +94,7 @@ def _show_all(context: Context, *, as_json: bool) -> None:
     asked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
     unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]
     answers = asyncio.run(_ask_all([*asked, *unlisted], context))
-    rows = [("local", True, "this machine, pretend prices")]
+    rows = [("local", True, "this machine, simulated prices")]
     for name in listed:
         if name in answers:
             rows.append((name, *answers[name]))
@@ -92,12 +105,12 @@ def _show_all(context: Context, *, as_json: bool) -> None:
         print_json([{"cloud": name, "can_launch": can, "note": note} for name, can, note in rows])
         return
     print_table(["CLOUD", "LAUNCH", "NOTE"], [[name, "yes" if can else "no", note] for name, can, note in rows])
-    print_line("`broker check CLOUD` looks closely and says what to do")
-    print_line("Every cloud listed can be planned on: `broker plan`, `broker launch --dryrun`")
+    print_line("Check one cloud in detail with `broker check CLOUD`")
+    print_line("Plans include every listed cloud: `broker plan`, `broker launch --dryrun`")
 
 
 async def _ask_all(names: Sequence[str], context: Context) -> Mapping[str, tuple[bool, str]]:
-    """Those behind SkyPilot one after the other, as the first one's answer serves all; the others meanwhile."""
+    """Check clouds concurrently, but those behind SkyPilot in sequence: the first answer serves all of them."""
     behind = [name for name in names if _can_glance(name)]
 
     async def ask_behind() -> list[tuple[bool, str]]:
@@ -134,11 +147,11 @@ def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
 
 def _show_types(context: Context, name: str | None, *, as_json: bool) -> None:
     if name is None:
-        raise UsageError("`--types` needs a cloud", hints=("`broker check aws --types`",))
+        raise UsageError("`--types` requires a cloud", hints=("name one: `broker check aws --types`",))
     inspector = _find_inspector(name)
     if not isinstance(inspector, InspectsTypes):
         raise UsageError(
-            f"`{name}` does not say which types would start", hints=("`broker check aws --types` and `gcp` do",)
+            f"`--types` is not supported for `{name}`", hints=("supported: `broker check aws --types`, and `gcp`",)
         )
     offers = context.book.list_offers(name)
     findings = asyncio.run(inspector.inspect_types(context.config, clock=context.clock, offers=offers))
@@ -156,8 +169,8 @@ def _show_types(context: Context, name: str | None, *, as_json: bool) -> None:
             alike.setdefault(each.why, []).append(each.accelerator)
     for why, accelerators in alike.items():
         print_wrapped(f"{why} ({', '.join(accelerators)})", indent=2)
-    print_line("Each with its smallest machine; capacity is known only when a node is created.")
-    print_line("`--json` has the command that asks for more quota")
+    print_line("Listed with the smallest machine; capacity is known only when a node is created.")
+    print_line("The command that requests more quota is in `--json`")
 
 
 def _name_ways(ways: Sequence[str]) -> str:
@@ -165,18 +178,21 @@ def _name_ways(ways: Sequence[str]) -> str:
 
 
 def _show_finding(finding: Finding) -> None:
-    """Commands stay on one line, to be copied."""
+    """Print a finding; the command stays on one line, to be copied."""
     word = "ok" if finding.is_ok else "wrong" if finding.is_needed else "none"
     print_wrapped(f"{word:5}  {finding.name}: {finding.note}", indent=7)
     if finding.command:
-        print_line(f"       mend: {finding.command}")
+        print_line(f"       fix: {finding.command}")
 
 
 def _find_inspector(name: str) -> Inspector:
     if name not in CHECKS:
-        raise UsageError(f"there is nothing to check at `{name}`", hints=(f"There is {', '.join(sorted(CHECKS))}.",))
+        near = suggest(name, CHECKS)
+        raise UsageError(f"unknown cloud `{name}`", hints=(near or f"known clouds: {', '.join(sorted(CHECKS))}",))
     if name in EXTRAS and not _is_installed(EXTRAS[name]):
-        raise UsageError(f"`{name}` needs its library", hints=(f"Install `intercloud-broker[{name}]`.",))
+        raise UsageError(
+            f"`{name}` requires its library", hints=(f"install it: `pip install 'intercloud-broker[{name}]'`",)
+        )
     module, _, maker = CHECKS[name].partition(":")
     found = importlib.import_module(module)
     inspector: Inspector = getattr(found, maker)(name) if maker else found
@@ -188,7 +204,7 @@ def _can_glance(name: str) -> bool:
 
 
 def _explain(name: str) -> str:
-    """Why nothing can be launched there."""
+    """Explain why a cloud cannot launch nodes."""
     if name not in CLOUDS:
         return "no adapter yet"
     if name in EXTRAS and not _is_installed(EXTRAS[name]):

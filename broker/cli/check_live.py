@@ -1,4 +1,4 @@
-"""`broker check CLOUD --live`: a guided first launch on a real account, with a spending limit."""
+"""`broker check CLOUD --live`: test a first launch on a real account, with a spending limit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from broker.jobs.checkpoints import BUCKET_SCHEMES
 from broker.provision.trial import MARK, PROGRAM, Step, StepOutcome, Trial, choose_places
 from broker.types import Plan
 
-PLACES = 3  # the cheapest ones: spot may be full in one zone
-HOURS = 0.25  # that a trial takes at most as a rule, for the price that is shown
+PLACES = 3  # the cheapest ones: spot may be unavailable in one zone
+HOURS = 0.25  # upper estimate of a trial's duration, for the price shown
 SPEND_USD = 1.0
-OWNER = "0123456789ab"  # stands for the installation's id in recordings
+OWNER = "0123456789ab"  # replaces the installation's id in recordings
 
 
 def check_live(
@@ -38,10 +38,12 @@ def check_live(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Play the steps of one node's life, and show each with its answer and cost. Exit code 5 where one fails."""
+    """Run the steps of one node's life, and show each with its result and cost. Exit code 5 where one fails."""
     cloud = context.clouds.get(name.partition("/")[0])
     if cloud is None:
-        raise UsageError(f"nothing can be launched on `{name}`", hints=["`broker check` says what is missing there"])
+        raise UsageError(
+            f"`{name}` is not set up to launch nodes", hints=[f"see what is missing: `broker check {name}`"]
+        )
     plan = _plan(context, name, gpus=gpus, is_spot=not on_demand)
     plan = _give_bucket(context, plan, bucket)
     _agree(plan, spend_usd_max, yes=yes)
@@ -64,15 +66,15 @@ def check_live(
     else:
         _sum_up(steps[-1].spent_usd, [step.name for step in steps if step.outcome is StepOutcome.FAILED])
     if tape:
-        print_note(f"{tape.count} requests and answers are in {record}; read it before you pass it on")
+        print_note(f"recorded {tape.count} requests and responses in {record}; review it before sharing")
     if any(step.outcome is StepOutcome.FAILED for step in steps):
         raise typer.Exit(CloudError.exit_code)
 
 
 def _give_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
-    """The plan of a task with its checkpoints there, so that the node gets access as those of a job do.
+    """Set the bucket as the checkpoint location, so that the node gets access as a job's nodes do.
 
-    Raises AuthError, InvalidRequestError before anything is paid where it could have none.
+    Raises AuthError, InvalidRequestError before anything is paid where access cannot be granted.
     """
     if not bucket or not bucket.startswith(BUCKET_SCHEMES):
         return plan
@@ -83,7 +85,7 @@ def _give_bucket(context: Context, plan: Plan, bucket: str | None) -> Plan:
 
 
 def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> Plan:
-    """The cheapest places of one node; 2 vCPUs where no GPU is asked for, which every account may have."""
+    """Plan the cheapest locations for one node; without GPUs, 2 vCPUs, which every account may launch."""
     overrides = options.Overrides(
         name=MARK, infra=infra, gpus=gpus, cpus=None if gpus else "2+", num_nodes=1, use_spot=is_spot
     )
@@ -91,23 +93,23 @@ def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> P
     try:
         return choose_places(context.plan(task, usable_clouds=frozenset(context.clouds)), PLACES)
     except NoOfferError as error:
-        hints = ["`--on-demand` asks for a machine that is not spot", *error.hints] if is_spot else error.hints
+        hints = ["try an on-demand instance: `--on-demand`", *error.hints] if is_spot else error.hints
         raise NoOfferError(error.message, hints=hints) from None
 
 
 def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
-    """Raises UsageError where a quarter of an hour at the dearest of the places costs more than may be spent."""
+    """Ask before launching. Raises UsageError where 15 minutes in the most expensive location exceed the limit."""
     usd_hour = max(each.placement.usd_hour for each in plan.estimates)
     offer, is_spot = plan.choice.placement.offer, plan.choice.placement.is_spot
     likely_usd = usd_hour * HOURS
     if likely_usd > spend_usd_max:
         raise UsageError(
             f"15 minutes of {offer.instance_type} cost {show_usd(likely_usd)} USD, the limit is {spend_usd_max:.2f}",
-            hints=[f"`--spend {likely_usd:.2f}` allows it"],
+            hints=[f"raise the limit: `--spend {likely_usd:.2f}`"],
         )
     print_note(
-        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {show_usd(usd_hour)} USD/h for some\n"
-        f"minutes, ended when {spend_usd_max:.2f} USD are spent; clouds bill a minute at least, and disks"
+        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {show_usd(usd_hour)} USD/h for a\n"
+        f"few minutes, terminated at {spend_usd_max:.2f} USD; clouds bill at least a minute, plus disks"
     )
     if offer.cloud != "local" and not yes:
         typer.confirm("Start?", abort=True, err=True)
@@ -117,7 +119,7 @@ def _open_tape(context: Context, cloud: Cloud, record: Path | None) -> Tape | No
     if record is None:
         return None
     if not isinstance(cloud, CanObserve):
-        raise UsageError(f"what {cloud.name} is asked cannot be recorded", hints=["`--record` works for aws and gcp"])
+        raise UsageError(f"`--record` is not supported for {cloud.name}", hints=["supported: aws and gcp"])
     owner = context.config.owner
     tape = Tape(record, Scrubber({owner: OWNER, owner[:4]: OWNER[:4], **_find_private(cloud)}))
     cloud.observe(tape.hear)
@@ -125,13 +127,13 @@ def _open_tape(context: Context, cloud: Cloud, record: Path | None) -> Tape | No
 
 
 def _find_private(cloud: Cloud) -> dict[str, str]:
-    """Names that tell whose account it is: Google's projects are called after people and companies."""
+    """Find names that identify the account: Google project names contain people and companies."""
     from broker.clouds.base import HasAccounts
 
     if not isinstance(cloud, HasAccounts):
         return {}
     account = asyncio.run(cloud.find_account())
-    return {} if account.isdigit() else {account: "project-1"}  # account numbers are found by their form
+    return {} if account.isdigit() else {account: "project-1"}  # account numbers are recognised by their form
 
 
 def _show(step: Step) -> None:
@@ -142,5 +144,5 @@ def _show(step: Step) -> None:
 
 
 def _sum_up(spent_usd: float, failed: list[str]) -> None:
-    cost = f"it cost about {spent_usd:.4f} USD by the list price"
-    print_line(f"{', '.join(failed)} failed; {cost}" if failed else f"all steps went well; {cost}")
+    cost = f"cost about {spent_usd:.4f} USD at list price"
+    print_line(f"failed: {', '.join(failed)}; {cost}" if failed else f"all steps passed; {cost}")

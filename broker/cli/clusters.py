@@ -1,4 +1,4 @@
-"""What people do with a cluster that is up: status, logs, queue, cancel."""
+"""Commands on running clusters: status, logs, queue and cancel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from broker.cli import options
 from broker.cli.completion import complete_clusters
 from broker.cli.context import Context
 from broker.cli.refreshing import raise_unasked, refresh_clusters
@@ -26,40 +27,39 @@ from broker.errors import RunFailedError, UsageError
 from broker.types import Cluster, ClusterStatus, Run, RunStatus
 
 POLL_S = 0.3
-ClusterName = Annotated[
-    str, typer.Argument(help="The cluster's name.", show_default=False, autocompletion=complete_clusters)
-]
+ClusterName = Annotated[str, typer.Argument(help="Cluster name.", show_default=False, autocompletion=complete_clusters)]
 
 
 def find_up(context: Context, name: str) -> Cluster:
-    """A cluster that can take work."""
+    """Find a cluster that is up. Raises UsageError for an unknown one, and for any other state."""
     cluster = context.find_cluster(name)
     if cluster.status is ClusterStatus.STOPPED:
-        raise UsageError(f"cluster `{name}` is stopped", hints=[f"`broker start {name}`"])
+        raise UsageError(f"cluster `{name}` is stopped", hints=[f"restart it with `broker start {name}`"])
     if cluster.status is not ClusterStatus.UP:
-        raise UsageError(f"cluster `{name}` is {cluster.status.value}", hints=["`broker status`"])
+        raise UsageError(f"cluster `{name}` is {cluster.status.value}, not UP", hints=["see `broker status`"])
     return cluster
 
 
 def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> None:
-    come_back = f"`broker logs {name} {run_id}` shows its output, `broker down {name}` ends the cluster"
+    """Follow the run's output, or say how to with `detach` and after Ctrl-C."""
+    come_back = f"show its output with `broker logs {name} {run_id}`, terminate the cluster with `broker down {name}`"
     if detach:
-        print_note(f"run {run_id} is submitted; {come_back}")
+        print_note(f"submitted run {run_id}; {come_back}")
         return
     try:
         asyncio.run(_follow(context, context.find_cluster(name), run_id, is_following=True))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; the run continues. {come_back}")
+        print_note(f"\ndetached; the run continues; {come_back}")
         raise typer.Exit(130) from None
 
 
 async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> None:
-    """Print the merged log; a failed run is this command's failure."""
+    """Print the merged log of all nodes. Raises RunFailedError for a failed run."""
     offset, rest = 0, b""
     while True:
         report = await context.gang.poll(cluster, run_id)
         if report.unreachable and len(report.unreachable) == len(cluster.nodes):
-            raise UsageError(f"no node of `{cluster.name}` answers", hints=["`broker status --refresh`"])
+            raise UsageError(f"no node of cluster `{cluster.name}` responds", hints=["see `broker status --refresh`"])
         chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
@@ -71,23 +71,27 @@ async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_followi
     if rest:
         print_line(clean(rest.decode(errors="replace")))
     if report.status.is_terminal:
-        print_note(f"run {run_id} on `{cluster.name}` ended {report.status.value}")
+        print_note(f"run {run_id} on `{cluster.name}` ended with status {report.status.value}")
         if report.status is not RunStatus.SUCCEEDED:
             code = "" if report.returncode is None else f" with exit code {report.returncode}"
-            raise RunFailedError(f"run {run_id} ended {report.status.value}{code}", returncode=report.returncode or 1)
+            raise RunFailedError(
+                f"run {run_id} ended with status {report.status.value}{code}", returncode=report.returncode or 1
+            )
 
 
 def logs(
     cluster: ClusterName,
-    run_id: Annotated[int | None, typer.Argument(help="Which run; the newest without it.", show_default=False)] = None,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the run ends.")] = True,
+    run_id: Annotated[int | None, typer.Argument(help="Run ID (default: the newest).", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing until the run ends.")] = True,
 ) -> None:
-    """Show what a run prints."""
+    """Print the output of a run."""
     context = Context()
     found = find_up(context, cluster)
     wanted = run_id or context.store.newest_run_id(cluster)
     if not wanted:
-        raise UsageError(f"nothing has run on `{cluster}`", hints=[f"`broker exec {cluster} TASK.yaml`"])
+        raise UsageError(
+            f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
+        )
     try:
         asyncio.run(_follow(context, found, wanted, is_following=follow))
     except KeyboardInterrupt:
@@ -95,7 +99,7 @@ def logs(
         raise typer.Exit(130) from None
 
 
-def queue(cluster: ClusterName, as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False) -> None:
+def queue(cluster: ClusterName, as_json: options.AsJson = False) -> None:
     """List the runs of a cluster."""
     context = Context()
     runs = asyncio.run(context.gang.list_runs(find_up(context, cluster)))
@@ -112,16 +116,16 @@ def queue(cluster: ClusterName, as_json: Annotated[bool, typer.Option("--json", 
 
 
 def _show_time(run: Run, now_s: float) -> str:
-    """Since it was submitted; a run that was submitted just now may not have noted when."""
+    """Show the time since submission; a run that was submitted just now may not have recorded it."""
     return show_duration((run.ended_s or now_s) - run.started_s) if run.started_s else "-"
 
 
 def cancel(
     cluster: ClusterName,
-    run_ids: Annotated[list[int] | None, typer.Argument(help="Which runs; all live ones with --all.")] = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Every live run.")] = False,
+    run_ids: Annotated[list[int] | None, typer.Argument(help="Run IDs.")] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live runs.")] = False,
 ) -> None:
-    """End runs of a cluster."""
+    """Cancel runs on a cluster."""
     context = Context()
     found = find_up(context, cluster)
 
@@ -129,7 +133,7 @@ def cancel(
         runs = await context.gang.list_runs(found)
         live = [run.id for run in runs if not run.status.is_terminal]
         for run_id in set(run_ids or []) - {run.id for run in runs}:
-            print_note(f"there is no run {run_id} on `{cluster}`")
+            print_note(f"unknown run {run_id} on `{cluster}`")
         wanted = live if everything else [each for each in run_ids or [] if each in live]
         for run_id in wanted:
             await context.gang.cancel(found, run_id)
@@ -137,16 +141,19 @@ def cancel(
 
     ended = asyncio.run(end())
     for run_id in ended:
-        print_line(f"run {run_id} is cancelled")
+        print_line(f"cancelled run {run_id}")
     if not ended:
-        print_line("nothing to cancel")
+        print_line("no live runs to cancel")
 
 
 def status(
-    refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Ask the clouds first.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Query the clouds for current node states.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Show clusters, managed jobs and what they have cost."""
+    """Show clusters, managed jobs and their cost.
+
+    With --refresh: exit code 5 where a cloud could not be queried.
+    """
     context = Context()
     known = context.store.list_clusters(on_damage=note_damage)
     clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
@@ -180,8 +187,8 @@ def status(
         columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]
         print_table(columns, rows, right=("AGE", "USD/h", "USD"))
     else:
-        print_line("No clusters; `broker launch TASK.yaml` makes one")
+        print_line("No clusters; start one with `broker launch TASK.yaml`")
     if jobs:
-        print_line(f"{show_count(len(jobs), 'managed job')} live; `broker jobs queue` shows them")
-    print_line(f"Spent so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
+        print_line(f"{show_count(len(jobs), 'managed job')} live; see `broker jobs queue`")
+    print_line(f"Total cost so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
     raise_unasked(failures)

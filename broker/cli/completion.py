@@ -1,7 +1,7 @@
-"""Shell completion of commands and of names from the state file, without importing a command or its parser.
+"""Complete commands and names from the state file in the shell, without importing a command or its parser.
 
-Typer's own completion answers the rest (options, what stands behind an option); it imports the command for it. The
-shells call us as the scripts of `broker --show-completion` say.
+Typer's own completion handles the rest (options and their values); it imports the command. Shells call this as the
+scripts of `broker --show-completion` specify.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 VARIABLE = "_BROKER_COMPLETE"
-Item = tuple[str, str]  # what is inserted, and a word of help
+Item = tuple[str, str]  # inserted text, and help
 
-# command -> kind of name, and whether it takes several
+# command -> kind of name, and whether it accepts several
 NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
     ("exec",): ("cluster", False),
     ("logs",): ("cluster", False),
@@ -35,7 +35,7 @@ NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
 
 
 def complete() -> bool:
-    """Print suggestions where the shell asks for what this module knows; False leaves it to Typer."""
+    """Print suggestions if this module can complete the line; return False to leave it to Typer."""
     asked = os.getenv(VARIABLE, "")
     line = _read_line(asked)
     if line is None or any(mark in word for word in line for mark in "'\"\\$`"):
@@ -49,7 +49,7 @@ def complete() -> bool:
 
 
 def _read_line(asked: str) -> list[str] | None:
-    """The words behind `broker`, the last one incomplete and perhaps empty. None for another instruction."""
+    """Read the words after `broker`, the last one incomplete or empty. None for another instruction."""
     if asked not in RENDERERS:
         return None
     if asked == "complete_bash":
@@ -60,7 +60,7 @@ def _read_line(asked: str) -> list[str] | None:
 
 
 def find_items(words: Sequence[str], incomplete: str) -> list[Item] | None:
-    """What may stand at the end of these words; None where an option is involved, or a file could be meant."""
+    """Find completions for the last word; None where options or files are possible."""
     if incomplete.startswith("-") or any(word.startswith("-") for word in words):
         return None
     if not words:
@@ -78,17 +78,17 @@ def find_items(words: Sequence[str], incomplete: str) -> list[Item] | None:
 
 
 def complete_clusters(incomplete: str) -> list[str]:
-    """For arguments of commands, by way of Typer."""
+    """Complete cluster names, for arguments through Typer."""
     return [name for name in list_names("cluster") if name.startswith(incomplete)]
 
 
 def complete_jobs(incomplete: str) -> list[str]:
-    """As `complete_clusters`; names and ids."""
+    """Complete job names and ids, for arguments through Typer."""
     return [name for name in list_names("job") if name.startswith(incomplete)]
 
 
 def list_names(kind: str) -> Sequence[str]:
-    """From the state file of this installation."""
+    """List names in the state file of this installation."""
     from broker.config import find_home
     from broker.state.names import list_cluster_names, list_job_names
 
@@ -103,7 +103,7 @@ def _print_bash(items: Sequence[Item]) -> None:
 
 
 def _print_zsh(items: Sequence[Item]) -> None:
-    """A call of `_arguments`, which the shell evaluates: help has no character that is special there."""
+    """Print a call of `_arguments`, which the shell evaluates: strip characters that are special there."""
     if not items:
         sys.stdout.write("_files\n")
         return

@@ -1,4 +1,4 @@
-"""All wiring: makes the objects and joins them. Everything is made on first use, so a command pays for what it does."""
+"""Wire the application together. Each object is created on first use, so a command pays only for what it needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DAEMON = (sys.executable, "-m", "broker", "daemon")
 
 
 class Context:
-    """One command's objects."""
+    """The objects of one command."""
 
     def __init__(self, home: Path | None = None) -> None:
         self._home = home
@@ -54,7 +54,7 @@ class Context:
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
-        """Every cloud that nodes can be made on today."""
+        """Every cloud that is set up to launch nodes."""
         from broker.clouds import CLOUDS
 
         makers: dict[str, MakeCloud] = {name: load_entry(path) for name, path in CLOUDS.items()}
@@ -62,7 +62,7 @@ class Context:
         return {name: cloud for name, cloud in clouds.items() if cloud is not None}
 
     def prepare(self, plan: Plan) -> None:
-        """While somebody reads the plan, the cloud that it chose loads its library."""
+        """Load the library of the chosen cloud while the user reads the plan."""
         from broker.clouds.base import CanPrepare
 
         cloud = self.clouds.get(plan.choice.placement.offer.cloud)
@@ -78,7 +78,7 @@ class Context:
         )
 
     def _write_boot(self, request: NodeRequest) -> str:
-        """What a node of a real cloud runs at its first start; local nodes are ready as they are."""
+        """Make the script that a cloud node runs at its first boot; local nodes need none."""
         from broker.clouds.base import HandsOutHosts
         from broker.runtime.bootstrap import make_boot
         from broker.runtime.keys import HOST, LOGIN, Keys
@@ -91,7 +91,7 @@ class Context:
         live = [(intent.request.cluster, intent.request.token) for intent in self.store.list_open_intents()]
         for cluster in self.store.list_clusters():
             live += [(cluster.name, token) for token in self.store.list_tokens(cluster.name)]
-        if self.provisioner.is_adopted():  # else there may be nodes that these keys open and no record names
+        if self.provisioner.is_adopted():  # else unrecorded nodes may still need these keys
             keys.forget(but=live)
         pair = keys.ensure(request.cluster, request.token)
         login, host = pair.read(LOGIN).public, pair.read(HOST)
@@ -125,7 +125,7 @@ class Context:
 
     @cached_property
     def grants(self) -> Grants:
-        """Access of nodes to the buckets of their tasks."""
+        """Grants that give nodes access to the buckets of their tasks."""
         from broker.access.granting import Grants
 
         def find_task(cluster: Cluster) -> Task | None:
@@ -158,28 +158,28 @@ class Context:
         )
 
     def ensure_daemon(self) -> None:
-        """Start the daemon of this state folder unless one runs."""
+        """Start the daemon of this state folder unless it is running."""
         from broker.jobs.daemon import ensure_daemon
 
         if self.store.is_read_only:
-            print_note("note: the state folder cannot be written, so nothing drives its jobs from here")
+            print_note("note: the state folder is read-only, so no daemon runs its jobs from here")
             return
         ensure_daemon(self.config, self.store, DAEMON)
 
     def revive_daemon(self) -> None:
-        """For a command that only looks: where the daemon does not start, it says so and shows what is on record."""
+        """Start the daemon for a read-only command; a failure to start becomes a warning."""
         try:
             self.ensure_daemon()
         except StateError as error:
             note_damage(error)
 
     def keep_jobs_going(self) -> None:
-        """For every command that looks at jobs: while any is live, a daemon that has died is started again."""
+        """Restart a dead daemon while any job is live; every command that shows jobs calls this."""
         if self.store.list_live_job_ids():
             self.revive_daemon()
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
-        """Raises UsageError where a cluster would be ended, disks and all, by what should only stop it."""
+        """Raise UsageError where autostop would terminate nodes, with their disks, instead of stopping them."""
         from broker.clouds.base import HandsOutHosts
 
         if autostop is None or autostop.is_down:
@@ -187,27 +187,34 @@ class Context:
         for cloud in (self.clouds.get(name) for name in cloud_names):
             if isinstance(cloud, HandsOutHosts):
                 raise UsageError(
-                    f"nodes of {cloud.name} cannot stop themselves: their own shutdown ends them, and their disks",
-                    hints=["`--down` ends an idle cluster; in a task file: `autostop: {idle_minutes: 30, down: true}`"],
+                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown terminates them, disks included",
+                    hints=[
+                        "terminate idle clusters: pass `--down`, or write `autostop: {idle_minutes: 30, down: true}`"
+                    ],
                 )
 
     def find_cluster(self, name: str) -> Cluster:
-        """By name. Raises UsageError that lists the names there are."""
+        """Find a cluster by name. Raises UsageError that lists the known names."""
         cluster = self.store.get_cluster(name)
         if cluster is None:
             raise self.explain_missing(name)
         return cluster
 
     def explain_missing(self, name: str) -> UsageError:
-        """The error for a name that no cluster has, with the names there are."""
+        """Make the error for an unknown cluster, with the known names or a near miss."""
+        import difflib
+
         names = [each.name for each in self.store.list_clusters(on_damage=note_damage)]
-        hint = (
-            f"there is {', '.join(f'`{each}`' for each in names)}" if names else "`broker launch TASK.yaml` makes one"
-        )
-        return UsageError(f"there is no cluster `{name}`", hints=[hint])
+        hint = "start one with `broker launch TASK.yaml`"
+        if names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = (
+                f"did you mean `{near[0]}`?" if near else f"known clusters: {', '.join(f'`{each}`' for each in names)}"
+            )
+        return UsageError(f"unknown cluster `{name}`", hints=[hint])
 
     def resolve(self, task: Task) -> Task:
-        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        """Name the task's accelerators as in the price catalog, and add notices for unknown ones."""
         return self.market.resolve(task)
 
     @property
@@ -221,21 +228,21 @@ class Context:
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
-        """Rank placements. Raises NoOfferError with hints, each of which was tried."""
+        """Rank placements. Raises NoOfferError with hints that were verified by planning."""
         return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid, history=self.read_history())
 
     def read_history(self) -> History | None:
-        """What our own spot machines lived through; None where there is no state folder, which a plan does not make."""
+        """Read the preemption history of our own spot nodes; None without a state folder: a plan creates none."""
         path = find_home(self._home)
         try:
             return self.store.read_spot_history() if (path / "state.db").exists() else None
         except StateError:
-            return None  # a plan is worth having without it
+            return None  # a plan does not depend on it
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
     ) -> PipelinePlan:
-        """Choose among the plans of tasks that pass data on, by the price book's egress prices."""
+        """Place the tasks of a pipeline together, with the catalog's egress prices between them."""
         from broker.optimizer.dag import plan_pipeline
 
         tasks, egress = [each.task for each in plans], self.book.read_egress()
@@ -243,6 +250,6 @@ class Context:
 
 
 def load_entry(path: str) -> Any:
-    """A registry's entry: `module:attribute`."""
+    """Import a registry entry, `module:attribute`."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

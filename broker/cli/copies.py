@@ -1,4 +1,4 @@
-"""Says what bringing a task's buckets to its nodes costs, before anything is paid for."""
+"""Show the cost of copying a task's buckets to its nodes, before anything is paid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from broker.types import Plan
 
 
 def note_copies(context: Context, plans: Sequence[Plan]) -> None:
-    """One line a bucket that is copied. A bucket that is not there stops the launch; one that cannot be asked does not.
+    """Print a line for each copied bucket; a bucket that cannot be queried is only noted.
 
-    Raises InvalidRequestError for a mount that no node can be given, too.
+    Raises InvalidRequestError for a missing bucket, and for a mount that no node can have.
     """
     if not any(plan.task.storage_mounts for plan in plans):
         return
@@ -26,11 +26,11 @@ def note_copies(context: Context, plans: Sequence[Plan]) -> None:
         try:
             sizes = measure_mounts(steps)
         except (AuthError, TransientError, MissingPackageError) as error:
-            print_note(f"what copying costs is not known: {error.message}")
+            print_note(f"unknown copy cost: {error.message}")
             continue
         table = table or EgressTable.from_prices(context.book.read_egress())
         placement = plan.choice.placement
         for price in price_mounts(sizes, cloud=placement.offer.cloud, node_count=placement.node_count, table=table):
             nodes = f" to {placement.node_count} nodes" if placement.node_count > 1 else ""
-            cost = f"{show_usd(price.usd)} USD, at every start" if price.usd else "free within a cloud"
+            cost = f"{show_usd(price.usd)} USD at every start" if price.usd else "free within a cloud"
             print_note(f"copying `{price.url}`{nodes}: {price.gib:,.2f} GiB each, {cost}")

@@ -1,4 +1,4 @@
-"""`broker cost`: what was spent, failed attempts included."""
+"""`broker cost`: show spending, failed attempts included."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class By(StrEnum):
 
 
 def cost(
-    by: Annotated[By, typer.Option("--by", help="What to sum over.")] = By.JOB, as_json: options.AsJson = False
+    by: Annotated[By, typer.Option("--by", help="Group by job, cloud or day.")] = By.JOB,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Show what was spent, by job, cloud or day."""
+    """Show spending by job, cloud or day."""
     context = Context()
     store = context.store
     context.keep_jobs_going()
@@ -47,7 +48,7 @@ def cost(
         print_json({"by": by.value, "rows": rows, "usd": total_usd, "totals_only_before": pruned_before})
         return
     if not sums:
-        print_line("Nothing was spent yet")
+        print_line("Nothing has been spent yet")
         return
 
     def label(key: str) -> str:
@@ -59,13 +60,13 @@ def cost(
         [[label(key), f"{hours:.2f}", show_usd(usd)] for key, (hours, usd) in sums.items()],
         right=("NODE HOURS", "USD"),
     )
-    print_line(f"In all: {show_usd(total_usd)} USD")
+    print_line(f"Total: {show_usd(total_usd)} USD")
     if pruned_before is not None:
-        print_line(f"Of jobs that ended before {pruned_before}: totals only (`keep_days` in config.toml)")
+        print_line(f"Jobs that ended before {pruned_before} are kept as totals only (`keep_days` in config.toml)")
 
 
 def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[str, float, float]]:
-    """(key, node-hours, USD) of every bill; by day, a bill over midnight (local time) is split there."""
+    """Yield (key, node-hours, USD) of every bill; by day, split bills at midnight, local time."""
     for bill in bills:
         end_s = now_s if bill.ended_s is None else bill.ended_s
         if by is not By.DAY:
@@ -81,7 +82,7 @@ def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[s
 
 
 def list_pruned(totals: Sequence[Total], by: By) -> Iterator[tuple[str, float, float]]:
-    """(key, node-hours, USD) of what was pruned: whose job it was, and on which day, is no longer known."""
+    """Yield (key, node-hours, USD) of pruned jobs, whose names and days are no longer known."""
     for total in totals:
         key = {By.JOB: PRUNED, By.CLOUD: total.cloud, By.DAY: total.month}[by]
         yield key, total.node_hours, total.usd

@@ -1,4 +1,4 @@
-"""`broker daemon`: drives the managed jobs of a state folder. Started on demand by the commands that need it."""
+"""`broker daemon`: run the managed jobs of a state folder. Commands start it on demand."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ DESCRIPTORS = 65536
 
 
 def daemon(
-    idle: Annotated[float, typer.Option("--idle", help="Leave after so many seconds without a job.")] = 60,
+    idle: Annotated[
+        float, typer.Option("--idle", metavar="SECONDS", help="Exit after this many seconds without a job.")
+    ] = 60,
 ) -> None:
-    """Drive the managed jobs of a state folder."""
+    """Run the managed jobs of a state folder."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     context = Context()
     _allow_descriptors()
-    os.chdir(context.config.home)  # the caller's folder may go away
+    os.chdir(context.config.home)  # the caller's folder may be deleted
     asyncio.run(
         run_daemon(
             store=context.store,
@@ -38,9 +40,9 @@ def daemon(
 
 
 def _allow_descriptors() -> None:
-    """One descriptor a node is kept open; shells allow 1,024 where the system allows many more."""
+    """Raise the limit of open files: each node keeps one, and shells default to 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # the daemon works with fewer: nodes beyond them are polled
+        with contextlib.suppress(OSError, ValueError):  # with fewer, the remaining nodes are polled
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,4 +1,4 @@
-"""`broker plan --explain`: every term of the winner and the runner-up, and why what is cheaper by the hour lost."""
+"""`broker plan --explain`: every term of the two best estimates, and why cheaper hourly prices ranked lower."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def show_explanation(plan: Plan, unlimited: Plan) -> None:
     _show_terms(plan)
     losers = list_losers(plan, unlimited)
     if losers:
-        print_line("\nCheaper by the hour, and why not:")
+        print_line("\nCheaper per hour, but ranked lower:")
         for each in losers[:LOSERS_MAX]:
             print_wrapped(_say_loser(each), indent=4)
         if len(losers) > LOSERS_MAX:
-            print_line(f"... and {len(losers) - LOSERS_MAX} more kinds of machine")
+            print_line(f"... and {len(losers) - LOSERS_MAX} more instance types")
     _show_assumptions(plan)
 
 
 def _show_terms(plan: Plan) -> None:
-    """The choice and the runner-up, which differs by more than its zone."""
+    """Print the choice and the runner-up, which differs by more than its zone."""
     for number, group in enumerate(fold_zones(plan.estimates, 2), start=1):
         print_line(f"\n{number}. {describe_choice(group[0], zones=join_zones(group))}")
         terms = list_terms(plan.task, group[0])
         if number > 1 and terms == list_terms(plan.task, plan.choice):
-            print_line("  every term as above")
+            print_line("  same terms as above")
             continue
         for name, text in terms:
             print_wrapped(f"  {name:<24}{text}", indent=26)
@@ -44,7 +44,7 @@ def _say_loser(loser: Loser) -> str:
 
 
 def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
-    """(name, value) of every term of E[T] and E[$], in the order in which they add up."""
+    """List (name, value) of every term of E[T] and E[$], in the order of the sum."""
     placement, parts = estimate.placement, estimate.breakdown
     nodes = show_count(placement.node_count, "node")
     terms = [("price c", f"{show_usd(placement.usd_hour)} USD/h for {nodes}")]
@@ -54,42 +54,42 @@ def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
         terms += _list_hours(task, estimate, parts)
         terms += _list_dollars(estimate, parts)
     if estimate.deadline_chance is not None:
-        terms.append(("chance of the deadline", show_chance(estimate.deadline_chance)))
+        terms.append(("deadline chance", show_chance(estimate.deadline_chance)))
     if estimate.budget_chance is not None:
         least = "at least " if estimate.switch_after_hours is not None else ""
-        terms.append(("chance of the budget", least + show_chance(estimate.budget_chance)))
+        terms.append(("budget chance", least + show_chance(estimate.budget_chance)))
     return terms
 
 
 def _say_hazard(estimate: Estimate) -> str:
     band = estimate.placement.offer.interruption_band
     if band is None:
-        source = "assumed: no band is published"
+        source = "assumed; no interruption band is published"
     else:
-        source = f"band {'over 20' if band > 20 else f'up to {band:g}'} % a month and node"
-    return f"{estimate.preemptions_per_hour:.5f} preemptions/h of the gang ({source})"
+        source = f"interruption band {'over 20' if band > 20 else f'up to {band:g}'} % per node and month"
+    return f"{estimate.preemptions_per_hour:.5f} preemptions/h for the gang ({source})"
 
 
 def _list_hours(task: Task, estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
     spec = task.checkpoint
-    terms = [("work W", f"{show_hours(parts.work_hours)} without faults")]
+    terms = [("work W", f"{show_hours(parts.work_hours)} without failures")]
     if estimate.checkpoint_every_s:
-        origin = "as the task says" if spec.every_s else "Young/Daly"
+        origin = "from the task" if spec.every_s else "Young/Daly"
         terms.append(("interval tau", f"{show_duration(estimate.checkpoint_every_s)} ({origin})"))
         terms.append(("checkpoint stalls", f"{show_hours(parts.stall_hours)}, {show_duration(spec.stall_s)} each"))
     if estimate.placement.is_spot:
         restore_s = measure_restore_s(spec.size_gib)
         restore = f" + {show_duration(restore_s)} restore" if restore_s else ""
-        billed = f"{show_duration(parts.recovery_billed_s)} of it billed"
+        billed = f"{show_duration(parts.recovery_billed_s)} billed"
         terms += [
             ("expected preemptions", f"{estimate.expected_preemptions or 0:.2f}"),
-            ("work done again", show_hours(parts.lost_hours)),
+            ("lost work", show_hours(parts.lost_hours)),
             ("recovery R", f"{show_duration(spec.restart_s)} restart{restore}, {billed}"),
-            ("recoveries", show_hours(parts.recovery_hours)),
+            ("recovery time", show_hours(parts.recovery_hours)),
         ]
     if estimate.switch_after_hours is not None:
-        terms.append(("goes on-demand", f"once preemptions have cost {show_hours(estimate.switch_after_hours)}"))
-        terms.append(("chance of that", show_chance(parts.switch_chance or 0.0)))
+        terms.append(("switch to on-demand", f"after preemptions cost {show_hours(estimate.switch_after_hours)}"))
+        terms.append(("switch chance", show_chance(parts.switch_chance or 0.0)))
     return [*terms, ("expected time", show_hours(estimate.expected_hours))]
 
 
@@ -102,9 +102,9 @@ def _list_dollars(estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]
         billed.append(f"{show_hours(parts.ondemand_hours)} at {show_usd((offer.ondemand_usd_hour or 0) * nodes)}")
     terms = [("machines", f"{show_usd(parts.compute_usd)} USD: {' + '.join(billed)}")]
     if parts.egress_usd:
-        terms.append(("moving data", f"{show_usd(parts.egress_usd)} USD"))
+        terms.append(("data transfer", f"{show_usd(parts.egress_usd)} USD"))
     if parts.storage_usd:
-        terms.append(("keeping checkpoints", f"{show_usd(parts.storage_usd)} USD"))
+        terms.append(("checkpoint storage", f"{show_usd(parts.storage_usd)} USD"))
     return [*terms, ("expected cost", f"{show_usd(estimate.expected_usd)} USD")]
 
 
@@ -112,11 +112,11 @@ def _show_assumptions(plan: Plan) -> None:
     if plan.choice.breakdown is None:
         return
     lines = [
-        "time counts from when the gang first runs; on-demand machines are not taken away",
+        "time counts from the first start of the gang; on-demand instances are not preempted",
         *list_assumptions(plan.task, plan.choice.placement.offer.cloud),
     ]
     if plan.task.goal and plan.task.goal.budget_usd is not None:
-        lines.append("the budget holds for the expected cost; a managed job ends when it has spent it")
-    print_line("\nTaken for granted:")
+        lines.append("the budget applies to the expected cost; a managed job ends when it has spent it")
+    print_line("\nAssumptions:")
     for line in lines:
         print_wrapped(f"  - {line}", indent=4)

@@ -1,4 +1,4 @@
-"""`broker gc`: find what this installation owns and nobody needs, and end it."""
+"""`broker gc`: find and terminate orphaned cloud resources of this installation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from broker.errors import CloudError
 
 def gc(
     dry_run: Annotated[
-        bool, typer.Option("--dryrun", "--dry-run", help="Say what would be ended, and end nothing.")
+        bool, typer.Option("--dryrun", "--dry-run", help="Show what would be terminated without terminating it.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """End machines that nobody needs: left by a crash, or of clusters whose end was cut short."""
+    """Terminate orphaned cloud resources.
+
+    These are left by a crash, or by a termination that was interrupted.
+    """
     context = Context()
     context.keep_jobs_going()
     clouds = ", ".join(context.clouds)
-    with show_wait(f"looking for machines of this installation in {clouds}") as bar:
+    with show_wait(f"searching {clouds} for nodes of this installation") as bar:
         adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
         nodes, names = asyncio.run(context.provisioner.find_lost())
         if not dry_run and (nodes or names):
-            bar.describe(f"ending {show_count(len(nodes), 'node')} and {show_count(len(names), 'cluster')}")
+            bar.describe(f"terminating {show_count(len(nodes), 'node')} and {show_count(len(names), 'cluster')}")
         if not dry_run:
             asyncio.run(context.provisioner.collect())
     if not dry_run:
@@ -38,19 +41,19 @@ def gc(
             {"nodes": plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}
         )
         return
-    verb = "would be ended" if dry_run else "is ended"
+    verb = "would terminate" if dry_run else "terminated"
     for node in nodes:
-        print_line(f"node {node.id} of `{node.cluster}` in {node.cloud} {node.zone or node.region} {verb}")
+        print_line(f"{verb} node {node.id} of `{node.cluster}` in {node.cloud} {node.zone or node.region}")
     for name in adopted:
-        print_line(f"cluster `{name}` was running without a record and has one now: `broker status` shows it")
+        print_line(f"adopted cluster `{name}`, which was running without a record: see `broker status`")
     for name in names:
-        print_line(f"cluster `{name}` {verb}")
+        print_line(f"{verb} cluster `{name}`")
     if not nodes and not names and not adopted:
-        print_line("Nothing to collect: every machine of this installation belongs to a cluster")
+        print_line("Nothing to collect: every node of this installation belongs to a cluster")
 
 
 def _sweep_access(context: Context) -> None:
-    """Accounts and users that reach buckets go with the last cluster and job: until then a node may need them."""
+    """Delete bucket access accounts once no cluster or job is left: until then a node may need them."""
     if not (context.config.home / "access").is_dir() or context.store.list_clusters(on_damage=note_damage):
         return
     if any(not job.status.is_terminal for job in context.store.list_jobs(on_damage=note_damage)):
@@ -58,7 +61,7 @@ def _sweep_access(context: Context) -> None:
     try:
         count = context.grants.sweep()
     except CloudError as error:
-        print_note(f"what was made for access to buckets stays for now: {error.message}")
+        print_note(f"could not delete bucket access accounts yet: {error.message}")
         return
     if count:
-        print_note(f"{show_count(count, 'login')} made for access to buckets deleted")
+        print_note(f"deleted {show_count(count, 'bucket access account')}")

@@ -1,4 +1,4 @@
-"""`broker gpus`: accelerators with their cheapest prices."""
+"""`broker gpus`: list accelerators with their lowest prices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def gpus(
-    name: Annotated[str | None, typer.Argument(help="NAME or NAME:COUNT; without it, all.", show_default=False)] = None,
-    all_regions: Annotated[bool, typer.Option("--all-regions", help="Every region, not the cheapest only.")] = False,
-    spot: Annotated[bool, typer.Option("--spot", help="Only what is sold as spot, cheapest spot first.")] = False,
-    cloud: Annotated[str | None, typer.Option("--cloud", help="This cloud only.")] = None,
+    name: Annotated[str | None, typer.Argument(help="NAME or NAME:COUNT (default: all).", show_default=False)] = None,
+    all_regions: Annotated[
+        bool, typer.Option("--all-regions", help="Show every region, not only the cheapest.")
+    ] = False,
+    spot: Annotated[bool, typer.Option("--spot", help="Show only spot offers, cheapest first.")] = False,
+    cloud: Annotated[str | None, typer.Option("--cloud", metavar="CLOUD", help="Show only this cloud.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """List accelerators with their cheapest prices."""
+    """List accelerators with their lowest prices."""
     wanted, _, count = (name or "").partition(":")
     context = Context()
     book = context.book
@@ -39,7 +41,7 @@ def gpus(
     if as_json:
         print_json(plain(list(prices)))
         return
-    if not wanted:  # one row an accelerator: the cheapest of one unit, or of the smallest count sold
+    if not wanted:  # one row an accelerator: the cheapest single unit, or the smallest count offered
         smallest = {each.name: each.count for each in reversed(prices)}
         prices = [each for each in prices if each.count == smallest[each.name]]
         if not all_regions:
@@ -50,7 +52,7 @@ def gpus(
         for each in prices
     ]  # fmt: skip
     if not rows:
-        print_line("Nothing is sold like that; `broker gpus` lists all")
+        print_line("No match; list all accelerators with `broker gpus`")
         return
     print_table(
         ["ACCELERATOR", "COUNT", "GiB", "CLOUD", "REGION", "USD/h", "SPOT USD/h"],
@@ -58,11 +60,11 @@ def gpus(
     )  # fmt: skip
     _note_age(context, prices)
     if not wanted:
-        print_line("`broker gpus NAME[:COUNT]` shows every count and cloud of one")
+        print_line("Show every count and cloud of one accelerator with `broker gpus NAME[:COUNT]`")
 
 
 def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
-    """Say that shown prices are old, as a plan does."""
+    """Warn of outdated prices, as a plan does."""
     now_s = context.clock.now_s()
     dates = []
     for each in prices:
@@ -79,4 +81,4 @@ def _read_count(text: str) -> float | None:
     try:
         return float(text) if text else None
     except ValueError:
-        raise UsageError(f"`{text}` is no count", hints=["`broker gpus H100:8`"]) from None
+        raise UsageError(f"invalid count `{text}`", hints=["for example: `broker gpus H100:8`"]) from None

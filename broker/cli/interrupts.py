@@ -1,4 +1,4 @@
-"""Ctrl-C before a command runs: Python is importing then, and a KeyboardInterrupt within an import is a traceback."""
+"""Handle Ctrl-C during start-up: a KeyboardInterrupt within an import would print a traceback."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NOTE = "\ninterrupted\n"
 
 
 def end_on_interrupt() -> None:
-    """End the process at once when interrupted. A SIGINT that is ignored (`nohup`, a background job) stays ignored."""
+    """Exit at once when interrupted. A SIGINT that is ignored (`nohup`, a background job) stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_on_interrupt() -> None:
-    """Undo `end_on_interrupt`, for a command that has something to tidy up. Safe to call twice."""
+    """Undo `end_on_interrupt`, for a command that cleans up after itself. Safe to call twice."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

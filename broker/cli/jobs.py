@@ -1,4 +1,4 @@
-"""`broker jobs`: managed jobs, driven by the daemon. Here what changes them; `jobs_queue` and `jobs_show` tell."""
+"""`broker jobs`: submit, cancel and retry managed jobs. `jobs_queue` and `jobs_show` display them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from broker.types import Job, Plan, Task
 
 app = typer.Typer(
-    help="Managed jobs: they survive preemption and your terminal",
+    help="Run managed jobs, which recover from preemptions.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -50,10 +50,13 @@ def launch(
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The jobs as data; they are not followed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the jobs as JSON without following them.")] = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """Promise a task: it runs until it succeeds or fails by itself."""
+    """Submit a task as a managed job.
+
+    The job recovers from preemptions until it succeeds, fails or is cancelled.
+    """
     from broker.cli.copies import note_copies
     from broker.cli.launch import confirm_price, plan_launch
     from broker.cli.uploads import fill_buckets
@@ -93,7 +96,7 @@ def launch(
     confirm_price(plans, yes=yes)
     tasks = fill_buckets(tasks)
     jobs = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
-    # Told before the daemon is started: the jobs are on record, and a launch repeated for its error would be a second.
+    # Printed before the daemon starts: the jobs are recorded, and repeating the launch would submit them twice.
     if as_json:
         print_json([jobs_show.describe(each, 0.0) for each in jobs])
     else:
@@ -106,35 +109,37 @@ def launch(
 
 def _tell_submitted(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        after = f", after {' and '.join(map(str, job.needs))}" if job.needs else ""
-        print_line(f"Managed job {job.id} ({job.name}) is submitted{after}")
+        after = f", to run after {' and '.join(map(str, job.needs))}" if job.needs else ""
+        print_line(f"Submitted managed job {job.id} ({job.name}){after}")
     last = jobs[-1]
-    print_note(f"`broker jobs logs {last.id}` follows it, `broker jobs cancel {last.pipeline or last.id}` ends it")
+    print_note(
+        f"follow it with `broker jobs logs {last.id}`, cancel it with `broker jobs cancel {last.pipeline or last.id}`"
+    )
 
 
 def _check_runnable(tasks: tuple[Task, ...]) -> None:
     if idle := next((task for task in tasks if task.run is None), None):
         raise UsageError(
-            f"the task {idle.name or '(no name)'} has no `run:`, and a managed job ends when its program does",
-            hints=["give it `run:`", "`broker launch TASK.yaml` brings up a cluster without one, for development"],
+            f"task {idle.name or '(no name)'} has no `run:`; a managed job requires one, as it ends with its program",
+            hints=["add `run:` to the task", "or start a cluster without a program: `broker launch TASK.yaml`"],
         )
 
 
 @app.command()
 def cancel(
     jobs: Annotated[
-        list[str] | None, typer.Argument(help="Ids or names of jobs or pipelines.", autocompletion=complete_jobs)
+        list[str] | None, typer.Argument(help="Job IDs, or names of jobs or pipelines.", autocompletion=complete_jobs)
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Every live job.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live jobs.")] = False,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """End jobs and their machines."""
+    """Cancel jobs and terminate their clusters."""
     context = Context()
     known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     if not jobs and not everything:
-        raise UsageError("no job was named", hints=["`broker jobs cancel ID`, or `--all`"])
+        raise UsageError("no job was named", hints=["name one: `broker jobs cancel ID`, or pass `--all`"])
     missing = []
     for text in [] if everything else jobs or []:
         try:
@@ -150,16 +155,16 @@ def cancel(
         if as_json:
             told.append({"id": job.id, "name": job.name, "status": job.status.value, "is_cancelling": is_live})
         elif is_live:
-            print_line(f"Job {job.id} ({job.name}) is being cancelled")
+            print_line(f"Cancelling job {job.id} ({job.name})")
         else:
-            print_line(f"Job {job.id} ({job.name}) has ended already: {job.status.value}")
+            print_line(f"Job {job.id} ({job.name}) has already ended with status {job.status.value}")
     if wanted:
         context.ensure_daemon()
     if as_json:
         print_json(told)
     if missing:
         raise BrokerError(
-            f"{show_count(len(missing), 'name')} of no job", details=[each.message for each in missing],
+            f"could not find {show_count(len(missing), 'job')}", details=[each.message for each in missing],
             hints=missing[0].hints,
         )  # fmt: skip
 
@@ -170,10 +175,10 @@ def retry(
     secret: options.Secret = None,
     request_id: options.RequestId = None,
     detach: options.Detach = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The new job as data; it is not followed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the new job as JSON without following it.")] = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """Submit an ended job again: it goes on with its checkpoints."""
+    """Resubmit an ended job, which resumes from its checkpoints."""
     from broker.jobs.submission import retry_job
     from broker.task.allowed import REQUEST_ID
     from broker.task.checking import check_flag
@@ -190,13 +195,13 @@ def retry(
     if as_json or output is options.Format.JSON:
         print_json(jobs_show.describe(again, 0.0))
         return
-    print_line(f"Managed job {again.id} ({again.name}) goes on where job {job} ended")
+    print_line(f"Submitted managed job {again.id} ({again.name}), which resumes from the checkpoints of job {job}")
     if not detach:
         follow_job(context, again.id)
 
 
 def _check_access(context: Context, task: Task) -> None:
-    """As before a launch: whether nodes will reach the task's buckets. Raises before anything is paid."""
+    """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid."""
     from broker.cli.launch import plan_launch
     from broker.jobs.allowance import get_unattended_s
     from broker.jobs.order import drop_limits
@@ -209,18 +214,25 @@ def _check_access(context: Context, task: Task) -> None:
 @app.command()
 def wait(
     job: JobName,
-    state: Annotated[str, typer.Option("--for", help="A status, such as RUNNING or SUCCEEDED.")] = "SUCCEEDED",
-    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds; 0 waits as long as it takes.")] = 0,
+    state: Annotated[
+        str, typer.Option("--for", metavar="STATUS", help="Status to wait for, e.g. RUNNING.")
+    ] = "SUCCEEDED",
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Seconds to wait (0 = no limit).")
+    ] = 0,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """Wait until a job is in a state; it fails when the job ends in another one, or at the timeout."""
+    """Wait until a job reaches a status.
+
+    Exit code 1 when the job ends in another status, or at the timeout.
+    """
     context = Context()
     try:
         wanted = JobStatus(state.upper())
     except ValueError:
         known = ", ".join(each.value for each in JobStatus)
-        raise UsageError(f"`{state}` is no state of a job", hints=[f"the states are {known}"]) from None
+        raise UsageError(f"unknown job status `{state}`", hints=[f"known statuses: {known}"]) from None
     job_id = find_job(context, job).id
     start_s = context.clock.now_s()
     while True:
@@ -236,9 +248,11 @@ def wait(
             return
         if found.status.is_terminal:
             reason = f": {found.failure}" if found.failure else ""
-            raise BrokerError(f"job {job_id} ended {found.status.value}{reason}")
+            raise BrokerError(f"job {job_id} ended with status {found.status.value}{reason}")
         if timeout and context.clock.now_s() - start_s >= timeout:
-            raise BrokerError(f"job {job_id} is {found.status.value} after {timeout:g} s, not {wanted.value}")
+            raise BrokerError(
+                f"timed out after {timeout:g} s: job {job_id} is {found.status.value}, not {wanted.value}"
+            )
         context.ensure_daemon()
         asyncio.run(context.clock.sleep(LOOK_S))
 

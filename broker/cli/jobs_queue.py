@@ -1,4 +1,4 @@
-"""`broker jobs queue`: managed jobs as a table, pipelines as groups."""
+"""`broker jobs queue`: list managed jobs in a table, grouped by pipeline."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ NEWEST = 50
 
 
 def queue(
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Also ended jobs of long ago.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every two seconds.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Include all ended jobs, not only the newest.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list every two seconds.")] = False,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
@@ -42,7 +44,7 @@ def queue(
 
 
 def _watch(context: Context, newest: int | None, *, as_json: bool) -> None:
-    """One view that is drawn over on a terminal; one list after another in a pipe."""
+    """Redraw one view on a terminal; print one list after another in a pipe."""
     if as_json:
         while True:
             _print_jobs(context)
@@ -54,7 +56,7 @@ def _watch(context: Context, newest: int | None, *, as_json: bool) -> None:
                 _show(lines)
             else:
                 stamp = time.strftime("%H:%M:%S", time.localtime(context.clock.now_s()))
-                view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C ends", terminal.FAINT)])
+                view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C to exit", terminal.FAINT)])
             asyncio.run(context.clock.sleep(WATCH_S))
 
 
@@ -71,23 +73,23 @@ def _print_jobs(context: Context) -> None:
 
 
 def list_lines(context: Context, newest: int | None) -> list[str]:
-    """The table, and how many jobs it leaves out."""
+    """Make the table, and a line that counts the jobs it leaves out."""
     lines = context.store.list_job_lines(newest, on_damage=note_damage)
     context.keep_jobs_going()
     now_s = context.clock.now_s()
     rows = list_rows(lines, context.store.list_spend_usd(now_s=now_s), now_s)
     if not rows:
-        return ["No managed jobs; `broker jobs launch TASK.yaml` submits one"]
+        return ["No managed jobs; submit one with `broker jobs launch TASK.yaml`"]
     table = format_table(
         ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
     hidden = context.store.count_jobs() - len(lines)
-    return [*table, *([f"... and {hidden} that ended before; `--all` shows them"] if hidden else [])]
+    return [*table, *([f"... and {hidden} older; show them with `--all`"] if hidden else [])]
 
 
 def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:
-    """Newest first; a pipeline stands where its newest job would, with its jobs below it in the order they run."""
+    """List rows, newest first; a pipeline takes the position of its newest job, with its jobs in order below."""
     pipelines: dict[str, list[JobLine]] = {}
     for line in lines:
         pipelines.setdefault(line.pipeline or str(line.id), []).append(line)
@@ -120,12 +122,12 @@ def _list_pipeline_cells(group: Sequence[JobLine], spent: Mapping[int, float], n
 
 
 def sum_up(statuses: Sequence[JobStatus]) -> JobStatus:
-    """One status for a pipeline: of its live jobs the furthest, else its first failure, else the last job's."""
+    """Summarize a pipeline: the most advanced live job, else the last failure, else the last job."""
     for status in (JobStatus.RUNNING, JobStatus.RECOVERING, JobStatus.STARTING, JobStatus.CANCELLING):
         if status in statuses:
             return status
     if JobStatus.PENDING in statuses:
         return JobStatus.PENDING
     ended_badly = [each for each in statuses if each not in (JobStatus.SUCCEEDED, JobStatus.CANCELLED)]
-    others = [each for each in statuses if each is not JobStatus.SUCCEEDED]  # what needs a failed job is cancelled
+    others = [each for each in statuses if each is not JobStatus.SUCCEEDED]  # jobs after a failed one are cancelled
     return (ended_badly or others or list(statuses))[-1]

@@ -1,4 +1,4 @@
-"""Show a managed job: logs across recoveries, events, and why it is where it is. `jobs_queue` lists them."""
+"""Show a managed job: its logs across recoveries, its events and its history. `jobs_queue` lists jobs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from broker.state.events import EventRow
 
 LOOK_S = 0.3
-JobName = Annotated[str, typer.Argument(help="Job id or name.", show_default=False, autocompletion=complete_jobs)]
+JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
 
-# What each state means to the one who asks why.
+# What each status means, for `why`.
 MEANING = {
     JobStatus.PENDING: "waits: for the jobs it needs, or for a place that has room",
     JobStatus.STARTING: "is getting its machines",
@@ -76,11 +76,11 @@ def _describe_event(event: EventRow) -> dict[str, object]:
 
 def logs(
     job: JobName,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the job ends.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Each line as data on a line of its own.")] = False,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing until the job ends.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each log line as a JSON object.")] = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """Show what a job prints, across its recoveries."""
+    """Print the output of a job across its recoveries."""
     context = Context()
     found = find_job(context, job)
     as_json = as_json or output is options.Format.JSON
@@ -92,7 +92,7 @@ def logs(
 
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """List what happened to a job."""
+    """List the events of a job."""
     context = Context()
     context.keep_jobs_going()
     found = context.store.list_events(job_id=find_job(context, job).id)
@@ -104,7 +104,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Tell the story of a job: where it is, how it came there, what it cost."""
+    """Explain the status of a job: its history, recoveries and cost."""
     from broker.jobs.summary import summarize
 
     context = Context()
@@ -156,34 +156,34 @@ def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
 
 
 def find_job(context: Context, text: str) -> Job:
-    """By id, or by name: then the newest. Raises UsageError."""
+    """Find a job by ID, or the newest of a name. Raises UsageError."""
     job = context.store.get_job(int(text)) if text.isdigit() else None
     named = [] if job else [each for each in context.store.list_jobs(on_damage=note_damage) if each.name == text]
     if job is None and not named:
-        raise UsageError(f"there is no managed job `{text}`", hints=["`broker jobs queue` lists them"])
+        raise UsageError(f"unknown managed job `{text}`", hints=["list jobs with `broker jobs queue`"])
     return job or named[-1]
 
 
 def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
-    """Print the log as it grows, until the job ends; its failure is this command's."""
+    """Print the log as it grows, until the job ends. Raises RunFailedError for a failed job."""
     offset = 0
     try:
         while True:
             job = context.store.get_job(job_id)
             assert job is not None
             if not job.status.is_terminal:
-                context.ensure_daemon()  # whoever killed it, the one who waits brings it back
+                context.ensure_daemon()  # restart it if it died
             offset = _print_log(context, job_id, offset, as_json=as_json)
             if job.status.is_terminal:
                 offset = _print_log(context, job_id, offset, as_json=as_json)
                 break
             asyncio.run(context.clock.sleep(LOOK_S))
     except KeyboardInterrupt:
-        print_note(f"\ndetached; the job continues. `broker jobs logs {job_id}` reattaches")
+        print_note(f"\ndetached; the job continues; reattach with `broker jobs logs {job_id}`")
         raise typer.Exit(130) from None
-    print_note(f"Job {job_id} ended {job.status.value}{': ' + job.failure if job.failure else ''}")
+    print_note(f"Job {job_id} ended with status {job.status.value}{': ' + job.failure if job.failure else ''}")
     if job.status is not JobStatus.SUCCEEDED:
-        raise RunFailedError(f"job {job_id} ended {job.status.value}", returncode=1)
+        raise RunFailedError(f"job {job_id} ended with status {job.status.value}", returncode=1)
 
 
 def _print_log(context: Context, job_id: int, offset: int, *, as_json: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""`broker launch` brings a cluster up and runs a task on it; `broker exec` runs one on a cluster that is up."""
+"""`broker launch` starts a cluster and runs a task on it; `broker exec` runs a task on a running cluster."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan
 from broker.wording import describe_event
 
 POLL_S = 0.3
-BOOT_S_MAX = 300.0  # large GPU machines and images take minutes until somebody answers
+BOOT_S_MAX = 300.0  # large GPU machines and images take minutes to boot
 
 
 def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
-    """A plan among the clouds that can launch; a dry run plans among all."""
+    """Plan on the clouds that are set up; a dry run plans on all."""
     if is_dryrun:
         return context.plan(task)
     try:
@@ -35,19 +35,19 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
         raise
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
-        hint = f"set up here: {usable}; `--dryrun` plans on every cloud, `--infra local` runs the task on this machine"
-        enable = "`broker check` says how to enable more clouds"
+        hint = f"set up: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
+        enable = "see how to enable more clouds with `broker check`"
         raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
 
 
 def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
-    """Money is visible: nothing paid starts without a yes."""
+    """Ask before anything paid starts, unless `yes`."""
     choices = [plan.choice for plan in plans]
     text = f"{show_usd(max(each.placement.usd_hour for each in choices))} USD/h"
     if all(each.expected_usd is not None for each in choices):
-        text += f", {show_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in all"
+        text += f", {show_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
     if all(each.placement.offer.cloud == "local" for each in choices):
-        print_note(f"pretend price: {text}")
+        print_note(f"simulated price: {text}")
     elif not yes:
         typer.confirm(f"Start at {text}?", abort=True)
 
@@ -67,16 +67,27 @@ def launch(
     env: options.Env = None,
     env_file: options.EnvFile = None,
     secret: options.Secret = None,
-    idle: Annotated[int | None, typer.Option("--idle-minutes-to-autostop", "-i", min=0)] = None,
-    down: Annotated[bool, typer.Option("--down", help="Take the cluster down when it is idle.")] = False,
+    idle: Annotated[
+        int | None,
+        typer.Option(
+            "--idle-minutes-to-autostop",
+            "-i",
+            metavar="MINUTES",
+            min=0,
+            help="Stop the cluster after this many idle minutes.",
+        ),
+    ] = None,
+    down: Annotated[bool, typer.Option("--down", help="Terminate the idle cluster instead of stopping it.")] = False,
     hedge: options.Hedge = 2,
-    retry_until_up: Annotated[bool, typer.Option("--retry-until-up", "-r", help="Ask until a place gives.")] = False,
+    retry_until_up: Annotated[
+        bool, typer.Option("--retry-until-up", "-r", help="Keep retrying until capacity is available.")
+    ] = False,
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dryrun: the plan as data.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dryrun: print the plan as JSON.")] = False,
 ) -> None:
-    """Bring a cluster up and run a task on it."""
+    """Start a cluster and run a task on it."""
     context = Context()
     overrides = options.Overrides(
         name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
@@ -103,7 +114,7 @@ def launch(
     _check_cluster(context, wanted, plan, autostop, yes=yes)
     (one,) = fill_buckets([one])
     try:
-        with show_wait(f"bringing up `{wanted}`", is_told=False) as bar:
+        with show_wait(f"starting `{wanted}`", is_told=False) as bar:
             work = _launch(context, wanted, one, plan, autostop, bar, hedge=hedge, is_patient=retry_until_up)
             run_id = asyncio.run(work)
     except KeyboardInterrupt:
@@ -116,15 +127,15 @@ def launch(
 
 
 def _note_development(name: str) -> None:
-    """What to do with a cluster whose task has nothing to run."""
+    """Say how to use a cluster whose task has no `run`."""
     print_note(
-        f"the task has no `run:`, so nothing runs; `broker ssh {name}` opens a shell, "
-        f"`broker exec {name} TASK.yaml` runs a task, `broker down {name}` ends the cluster"
+        f"the task has no `run:`, so nothing runs; open a shell with `broker ssh {name}`, "
+        f"run a task with `broker exec {name} TASK.yaml`, terminate the cluster with `broker down {name}`"
     )
 
 
 def _name_cluster(task: Task, owner: str) -> str:
-    """The same for every launch of the task here; a task may be called what a cluster cannot."""
+    """Derive the cluster's name, the same for every launch of the task; adapt task names that clusters cannot have."""
     name = task.name or "broker"
     if not name[0].isalpha():
         name = f"broker-{name}"
@@ -132,11 +143,11 @@ def _name_cluster(task: Task, owner: str) -> str:
 
 
 def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop | None, *, yes: bool) -> None:
-    """That it can be called so and end so, and that its price is wanted; one that is up is paid for already."""
+    """Check the name, autostop, access and price; a cluster that is up is already paid for."""
     if not CLUSTER_NAME.admits(name):
         near = CLUSTER_NAME.suggest(name)
-        hints = [f"a cluster's name is {CLUSTER_NAME.expected}", *([near] if near else [])]
-        raise UsageError(f"`{name}` cannot be a cluster's name", hints=hints)
+        hints = [near] if near else []
+        raise UsageError(f"invalid cluster name `{name}`: it must be {CLUSTER_NAME.expected}", hints=hints)
     context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
     known = context.store.get_cluster(name)
     if known is None or known.status is not ClusterStatus.UP:
@@ -146,7 +157,7 @@ def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop |
 
 
 def check_access(context: Context, plan: Plan) -> None:
-    """Whether nodes will reach the task's buckets. Raises AuthError, InvalidRequestError before anything is paid."""
+    """Check that nodes can access the task's buckets. Raises AuthError, InvalidRequestError before anything is paid."""
     from dataclasses import replace
 
     from broker.config import find_checkpoint_url
@@ -181,54 +192,55 @@ async def _launch(
     )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(
-            f"cluster `{name}` has {show_count(len(cluster.nodes), 'node')}, the task asks for {task.num_nodes}",
-            hints=["choose another name with `-c`"],
+            f"cluster `{name}` has {show_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
+            hints=["launch a new cluster: pass another name with `-c`"],
         )
     print_note(f"cluster `{name}` is up: {show_count(len(cluster.nodes), 'node')}")
-    bar.describe(f"sending files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`")
-    task = add_mounts(task)  # before the look for something to run: mounts are made in `setup`
+    bar.describe(
+        f"uploading files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`"
+    )
+    task = add_mounts(task)  # before the check for something to run: mounts are part of `setup`
     run_id = None
     if task.run is None and task.setup is None:
         await _prepare(context, cluster, task)
     else:
         run_id = await submit(context, cluster, task)
-    if autostop or run_id is None:  # a node whose agent was never asked anything ends itself as unclaimed
+    if autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
         await context.gang.set_autostop(cluster, autostop)
-    await context.provisioner.finish()  # nobody would wait for it later: this process may be the only one
+    await context.provisioner.finish()  # wait for pending releases: there may be no later process that does
     return run_id
 
 
 def tell_what_is_left(context: Context, name: str) -> None:
-    """After Ctrl-C: what was begun and goes on costing, and the command that ends it."""
+    """After Ctrl-C, list what was started and still costs money, with the command that terminates it."""
     from broker.provision.failover import describe
 
     begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
     cluster = context.store.get_cluster(name)
     if cluster is not None and cluster.status is ClusterStatus.UP:
         lines = [f"interrupted; cluster `{name}` is up at {show_usd(cluster.placement.usd_hour)} USD/h"]
-        lines += [f"  and {describe(each)} is being given back; `broker gc` ends it" for each in begun]
-        lines.append(f"`broker down {name}` ends it, `broker exec {name} TASK.yaml` runs something on it")
+        lines += [f"  also being released: {describe(each)}; `broker gc` terminates it" for each in begun]
+        lines.append(f"terminate it with `broker down {name}`, or run a task on it with `broker exec {name} TASK.yaml`")
     elif begun:
         at_stake_usd = sum(each.usd_hour for each in begun)
-        lines = [
-            f"interrupted; this was asked for, and may cost up to {show_usd(at_stake_usd)} USD/h until it is ended:"
-        ]
+        lines = [f"interrupted; these requests may cost up to {show_usd(at_stake_usd)} USD/h until they are cancelled:"]
         lines += [f"  {describe(each)}" for each in begun]
-        lines.append(f"`broker down {name}` ends it, the same launch with `-c {name}` goes on")
+        lines.append(f"cancel them with `broker down {name}`, or continue with the same launch and `-c {name}`")
     else:
-        lines = ["interrupted; nothing was begun"]
+        lines = ["interrupted; nothing was started"]
     for line in lines:
         print_note(line)
 
 
 async def submit(context: Context, cluster: Cluster, task: Task) -> int:
+    """Start the task on the cluster; return the run's id. Raises UsageError for a task with nothing to run."""
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import find_checkpoint_dir, settle_tasks
     from broker.runtime.reserving import find_reservation
 
     if task.run is None and task.setup is None:
-        raise UsageError("the task has nothing to run", hints=["give it `run:`"])
-    find_reservation(task, cluster)  # before anything is sent: what no node has is refused
+        raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
+    find_reservation(task, cluster)  # before anything is sent: refuse what no node has
     (task,) = settle_tasks([task], find_checkpoint_url(context.config))
     run_id = context.store.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
@@ -240,7 +252,7 @@ async def submit(context: Context, cluster: Cluster, task: Task) -> int:
 
 
 async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
-    """As soon as the nodes can be reached: one that its cloud calls running may still be booting."""
+    """Prepare the nodes, retrying while they boot: clouds report nodes as running before SSH answers."""
     give_up_s = context.clock.now_s() + BOOT_S_MAX
     while True:
         try:
@@ -252,7 +264,7 @@ async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
             if lost or context.clock.now_s() >= give_up_s:
                 raise explain_unreachable(context, cluster, lost, error) from error
             print_note(
-                f"{error.message}; {'it may still boot' if isinstance(error, UnreachedError) else 'trying again'}"
+                f"{error.message}; {'it may still be booting' if isinstance(error, UnreachedError) else 'retrying'}"
             )
             await context.clock.sleep(POLL_S)
 
@@ -260,19 +272,19 @@ async def _prepare(context: Context, cluster: Cluster, task: Task) -> None:
 def explain_unreachable(
     context: Context, cluster: Cluster, lost: Sequence[Node], error: TransientError
 ) -> TransientError:
-    """What to look at, what goes on costing, and how it is ended."""
+    """Make the error for a cluster that does not answer: where to look, its cost, and how to terminate it."""
     usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
-    end = f"`broker down {cluster.name}` ends the cluster; until then it costs {show_usd(usd_hour)} USD/h"
+    end = f"terminate the cluster with `broker down {cluster.name}`; until then it costs {show_usd(usd_hour)} USD/h"
     if lost:
-        message = f"{len(lost)} of {len(cluster.nodes)} nodes ended ({lost[0].reason})"
+        message = f"{len(lost)} of {len(cluster.nodes)} nodes terminated ({lost[0].reason})"
         return TransientError(message, hints=[end, *error.hints])
     console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
     hints = [
         *([console] if console else []),
-        "a node accepts ssh from this machine's public address only: is a proxy or VPN in between?",
-        f"{end}; the same launch with `-c {cluster.name}` goes on waiting",
+        "nodes accept SSH only from this machine's public address: check for a proxy or VPN in between",
+        f"{end}; to keep waiting, repeat the launch with `-c {cluster.name}`",
     ]
-    return TransientError(f"{error.message}, for {BOOT_S_MAX / 60:g} minutes", hints=[*hints, *error.hints])
+    return TransientError(f"{error.message} for {BOOT_S_MAX / 60:g} minutes", hints=[*hints, *error.hints])
 
 
 def exec_(
@@ -286,9 +298,10 @@ def exec_(
     secret: options.Secret = None,
     detach: options.Detach = False,
 ) -> None:
-    """Run a task on a cluster that is up; its `setup` is not run again.
+    """Run a task on a running cluster.
 
-    A task that asks for accelerators reserves them and runs beside others; any other has the whole cluster.
+    The task's `setup` is not run. A task that requests accelerators reserves them and runs beside others; any
+    other task has the whole cluster.
     """
     from dataclasses import replace
 

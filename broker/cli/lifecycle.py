@@ -1,4 +1,4 @@
-"""A cluster's end and pauses: stop, start, down, autostop; and a shell on a node."""
+"""Cluster life cycle: stop, start, down and autostop; and SSH to a node."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from broker.types import Autostop, Cluster
 
 
 def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
-    """Stop a cluster's machines and keep their disks."""
+    """Stop a cluster and keep its disks."""
     context = Context()
     find_up(context, cluster)
     with show_wait(f"stopping `{cluster}`", is_told=False):
         asyncio.run(context.provisioner.stop(cluster))
-    print_line(f"cluster `{cluster}` is stopped; `broker start {cluster}` goes on")
+    print_line(f"stopped cluster `{cluster}`; restart it with `broker start {cluster}`")
 
 
 def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
-    """Start a stopped cluster again."""
+    """Restart a stopped cluster."""
     context = Context()
     rule = context.find_cluster(cluster).autostop
 
     async def go_on() -> None:
         started = await context.provisioner.start(cluster)
-        if rule:  # what the agents knew ended with their machines
+        if rule:  # the agents lost it when their machines stopped
             await context.gang.set_autostop(started, rule)
 
     with show_wait(f"starting `{cluster}`", is_told=False):
@@ -49,22 +49,22 @@ def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
 
 def down(
     clusters: Annotated[
-        list[str] | None, typer.Argument(help="Names or patterns like `dev-*`.", autocompletion=complete_clusters)
+        list[str] | None, typer.Argument(help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters)
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Every cluster.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all clusters.")] = False,
+    yes: options.Yes = False,
 ) -> None:
-    """Take clusters down for good; what was on their disks is gone."""
+    """Terminate clusters and delete their disks."""
     context = Context()
     patterns = ["*"] if everything else clusters or []
     if not patterns:
-        raise UsageError("no cluster was named", hints=["`broker down NAME`, or `--all`"])
+        raise UsageError("no cluster was named", hints=["name one: `broker down NAME`, or pass `--all`"])
     wanted, failures = select_clusters(context, patterns, is_all=everything)
     if not wanted:
         raise_failures(failures, ended_count=0)
     if wanted and not yes and sys.stdin.isatty():
-        typer.confirm(f"Take down {', '.join(each.name for each in wanted)}?", abort=True)
-    with show_wait(f"taking down {show_count(len(wanted), 'cluster')}", is_told=False):
+        typer.confirm(f"Terminate {', '.join(each.name for each in wanted)}?", abort=True)
+    with show_wait(f"terminating {show_count(len(wanted), 'cluster')}", is_told=False):
         refused = asyncio.run(_take_down(context, wanted))
     raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
 
@@ -72,30 +72,30 @@ def down(
 def select_clusters(
     context: Context, patterns: Sequence[str], *, is_all: bool
 ) -> tuple[list[Cluster], list[BrokerError]]:
-    """The clusters that match and may be taken down, and an error for each name or cluster that may not."""
+    """Select the matching clusters that may be terminated; return an error for every other name or cluster."""
     known = context.store.list_clusters(on_damage=note_damage)
     matching = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
     failures: list[BrokerError] = []
     for pattern in patterns:
         if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
             failures.append(context.explain_missing(pattern))
-    live_jobs = context.store.list_live_job_ids()  # what an ended job has left may be taken down like any other
+    live_jobs = context.store.list_live_job_ids()  # the cluster of an ended job may be terminated like any other
     for each in matching:
         if each.job_id in live_jobs:
-            hint = f"`broker jobs cancel {each.job_id}` ends the job and its cluster"
+            hint = f"cancel the job, which terminates its cluster: `broker jobs cancel {each.job_id}`"
             failures.append(UsageError(f"cluster `{each.name}` belongs to managed job {each.job_id}", hints=[hint]))
     return [each for each in matching if each.job_id not in live_jobs], failures
 
 
 async def _take_down(context: Context, clusters: Sequence[Cluster]) -> list[BrokerError]:
-    """All at once, and each for itself: a cloud that gives no answer keeps only its own clusters."""
+    """Terminate all concurrently; the failure of one cloud does not affect the clusters of others."""
 
     async def take_down(cluster: Cluster) -> BrokerError | None:
         try:
             await context.provisioner.down(cluster.name)
         except BrokerError as error:
             return error
-        print_line(f"cluster `{cluster.name}` is down")
+        print_line(f"terminated cluster `{cluster.name}`")
         return None
 
     failures = [each for each in await asyncio.gather(*(take_down(each) for each in clusters)) if each]
@@ -104,14 +104,14 @@ async def _take_down(context: Context, clusters: Sequence[Cluster]) -> list[Brok
 
 
 def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
-    """Raise the only failure where nothing else was done, or one error that names all of them."""
+    """Raise the single failure where nothing else was done, else one error that lists all of them."""
     if not failures:
         return
     if len(failures) == 1 and not ended_count:
         raise failures[0]
     is_wrong_line = not ended_count and all(isinstance(each, UsageError) for each in failures)
     raise (UsageError if is_wrong_line else BrokerError)(
-        f"{show_count(len(failures), 'cluster')} not taken down",
+        f"could not terminate {show_count(len(failures), 'cluster')}",
         details=[line for each in failures for line in (each.message, *each.details)],
         hints=list(dict.fromkeys(hint for each in failures for hint in each.hints)),
     )
@@ -119,33 +119,39 @@ def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None
 
 def autostop(
     cluster: ClusterName,
-    idle: Annotated[int, typer.Option("--idle-minutes", "-i", min=0, help="How long idle before.")] = 5,
-    down: Annotated[bool, typer.Option("--down", help="Take it down instead of stopping it.")] = False,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Let it stay up.")] = False,
+    idle: Annotated[
+        int,
+        typer.Option("--idle-minutes", "-i", metavar="MINUTES", min=0, help="Idle minutes before the cluster stops."),
+    ] = 5,
+    down: Annotated[bool, typer.Option("--down", help="Terminate the cluster instead of stopping it.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Disable autostop.")] = False,
 ) -> None:
-    """Stop a cluster by itself when it is idle."""
+    """Stop a cluster automatically when it is idle."""
     context = Context()
     found = find_up(context, cluster)
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
     context.check_autostop(rule, {found.placement.offer.cloud})
     asyncio.run(context.gang.set_autostop(found, rule))
     with context.store.transaction():
-        current = find_up(context, cluster)  # it may have been taken down, or a node of it replaced
+        current = find_up(context, cluster)  # it may have been terminated, or one of its nodes replaced
         context.store.put_cluster(replace(current, autostop=rule))
-    what = "stays up" if rule is None else f"{'goes down' if down else 'stops'} after {idle} idle minutes"
-    print_line(f"cluster `{cluster}` {what}")
+    if rule is None:
+        print_line(f"disabled autostop for cluster `{cluster}`")
+    else:
+        action = "will be terminated" if down else "will stop"
+        print_line(f"cluster `{cluster}` {action} after {idle} idle minutes")
 
 
 def ssh(
     node: Annotated[
         str,
         typer.Argument(
-            help="CLUSTER, or CLUSTER-RANK for a node other than the head.", autocompletion=complete_clusters
+            help="Cluster name, or CLUSTER-RANK for a node other than the head.", autocompletion=complete_clusters
         ),
     ],
-    command: Annotated[list[str] | None, typer.Argument(help="What to run, after `--`; a shell without it.")] = None,
+    command: Annotated[list[str] | None, typer.Argument(help="Command to run, after `--` (default: a shell).")] = None,
 ) -> None:
-    """Open a shell on a node, or run one command there."""
+    """Open a shell on a node, or run a command there."""
     context = Context()
     name, rank = node, 0
     if context.store.get_cluster(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
@@ -153,7 +159,7 @@ def ssh(
     cluster = find_up(context, name)
     wanted = next((each for each in cluster.nodes if each.rank == rank), None)
     if wanted is None:
-        raise UsageError(f"`{name}` has no node {rank}", hints=[f"its nodes are 0 to {len(cluster.nodes) - 1}"])
+        raise UsageError(f"cluster `{name}` has no node {rank}", hints=[f"valid ranks: 0 to {len(cluster.nodes) - 1}"])
     if command:
         done = asyncio.run(context.transport.run(wanted, command, timeout_s=3600))
         sys.stdout.buffer.write(done.stdout)

@@ -1,4 +1,4 @@
-"""`broker local`: what a spot market does, done to the pretend machines of this one."""
+"""`broker local`: control the local simulated cloud."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from broker.clouds.base import CanPreempt
 from broker.errors import UsageError
 
 app = typer.Typer(
-    help="The pretend cloud on this machine",
+    help="Control the local simulated cloud.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def root() -> None:
-    """The pretend cloud on this machine."""
+    """Control the local simulated cloud."""
 
 
 @app.command()
@@ -32,13 +32,15 @@ def preempt(
     cluster: Annotated[
         str,
         typer.Argument(
-            help="A cluster, or a managed job's id or name.", show_default=False, autocompletion=complete_clusters
+            help="Cluster name, or ID or name of a managed job.", show_default=False, autocompletion=complete_clusters
         ),
     ],
-    node: Annotated[int | None, typer.Option("--node", min=0, help="One rank only.")] = None,
-    notice: Annotated[float, typer.Option("--notice", min=0, help="Seconds of warning.")] = 0,
+    node: Annotated[int | None, typer.Option("--node", metavar="RANK", min=0, help="Preempt only this rank.")] = None,
+    notice: Annotated[
+        float, typer.Option("--notice", metavar="SECONDS", min=0, help="Preemption warning in seconds.")
+    ] = 0,
 ) -> None:
-    """Take nodes away, as a spot market does."""
+    """Preempt nodes, as a spot market does."""
     context = Context()
     clusters = context.store.list_clusters()
     jobs = [job for job in context.store.list_jobs() if cluster in (str(job.id), job.name)]
@@ -47,12 +49,12 @@ def preempt(
     found = found or context.find_cluster(cluster)
     cloud = context.clouds[found.placement.offer.cloud]
     if not isinstance(cloud, CanPreempt):
-        raise UsageError(f"`{found.name}` is on {cloud.name}, where only the market preempts")
+        raise UsageError(f"`{found.name}` is on {cloud.name}; only clusters on `local` can be preempted on request")
     if not found.nodes:
-        raise UsageError(f"`{found.name}` has no nodes yet", hints=["`broker status` shows when it is up"])
+        raise UsageError(f"`{found.name}` has no nodes yet", hints=["wait until `broker status` shows it as UP"])
     wanted = [each for each in found.nodes if node is None or each.rank == node]
     if not wanted:
         raise UsageError(f"`{found.name}` has no node {node}")
     asyncio.run(cloud.preempt_nodes([each.id for each in wanted], notice_s=notice))
     when = f"in {show_duration(notice)}" if notice else "now"
-    print_line(f"{len(wanted)} of {len(found.nodes)} nodes of `{found.name}` are taken away {when}")
+    print_line(f"preempting {len(wanted)} of {len(found.nodes)} nodes of `{found.name}` {when}")

@@ -1,4 +1,4 @@
-"""The door: a table of commands, each imported only when it is called; errors are rendered here and nowhere else."""
+"""The entry point: a lazy table of commands, and the only place that turns errors into text and exit codes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import typer
 from typer.core import TyperGroup
 
 from broker.cli import interrupts
-from broker.cli.commands import COMMANDS, GROUPS, HIDDEN
+from broker.cli.commands import COMMANDS, GROUPS, HIDDEN, PANELS
+
+NAME_WIDTH = max(map(len, COMMANDS))
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands from the table, and imports one when it is asked for."""
+    """List commands from the table and import a command only when it is called."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        names: Any = dict.fromkeys(COMMANDS)  # Typer suggests near misses from the keys
+        self.commands = names
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -29,13 +36,13 @@ class LazyGroup(TyperGroup):
             app: typer.Typer = module.app
         else:
             app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-            app.command(name=cmd_name, help=found[1])(getattr(module, cmd_name.replace("exec", "exec_")))
+            app.command(name=cmd_name)(getattr(module, cmd_name.replace("exec", "exec_")))
         command = typer.main.get_command(app)
         command.name = cmd_name
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command; from here on Ctrl-C is raised in it."""
+        """Import the command; from here on, Ctrl-C raises KeyboardInterrupt in it."""
         found = super().resolve_command(ctx, args)
         interrupts.raise_on_interrupt()
         return found
@@ -48,11 +55,13 @@ class LazyGroup(TyperGroup):
             raise typer.Exit(interrupts.CODE) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        """Write one section a panel, all with the same column of texts."""
+        for panel, names in PANELS.items():
+            with formatter.section(panel):
+                formatter.write_dl([(name.ljust(NAME_WIDTH), COMMANDS[name][1]) for name in names])
 
 
-# With `--install-completion` and `--show-completion`; the common cases are answered by `broker.cli.completion`.
+# Typer serves `--install-completion` and `--show-completion`; `broker.cli.completion` answers the common completions.
 app = typer.Typer(
     cls=LazyGroup, add_completion=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
@@ -69,16 +78,16 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def root(
     debug: bool = typer.Option(False, "--debug", help="Show the stack trace of an error."),
-    # Eager: answered while the line is parsed, before a command is missed.
+    # Eager: answered during parsing, before a missing command is an error.
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """Finish a training job on the cheapest machines of any cloud."""
+    """Finish training jobs on the cheapest machines of any cloud."""
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:
-    """Bytes that are no UTF-8 reach us as lone surrogates, which neither the store nor a cloud takes."""
+    """Raise UsageError for bytes that are not UTF-8: they arrive as lone surrogates, which the store cannot hold."""
     for number, text in enumerate(arguments, start=1):
         if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
             from broker.errors import UsageError
@@ -87,7 +96,7 @@ def _check_encoding(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and leave with its exit code."""
+    """Run one command and exit with its code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_encoding(given)

@@ -1,4 +1,4 @@
-"""The arguments and options that several commands share, and the task they speak of."""
+"""Define the arguments and options that several commands share, and read the task they describe."""
 
 from __future__ import annotations
 
@@ -21,37 +21,70 @@ class Format(StrEnum):
     JSON = "json"
 
 
+OVERRIDES = "overrides the task file"
 Entrypoint = Annotated[
-    list[str], typer.Argument(metavar="TASK.yaml | COMMAND...", help="A task file, or a command.", show_default=False)
+    list[str],
+    typer.Argument(metavar="TASK.yaml | COMMAND...", help="Task file, or a command to run.", show_default=False),
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", "-c", help="The cluster's name.", autocompletion=complete_clusters)
+    str | None, typer.Option("--cluster", "-c", metavar="NAME", help="Cluster name.", autocompletion=complete_clusters)
 ]
-Infra = Annotated[str | None, typer.Option("--infra", help="CLOUD[/REGION[/ZONE]] over the file's.")]
-Gpus = Annotated[str | None, typer.Option("--gpus", help="NAME[:COUNT] over the file's.")]
-Cpus = Annotated[str | None, typer.Option("--cpus", help="vCPUs of a node, such as 4 or 4+.")]
-Memory = Annotated[str | None, typer.Option("--memory", help="GiB of a node, such as 32 or 32+.")]
-InstanceType = Annotated[str | None, typer.Option("--instance-type", "-t", help="Over the file's.")]
-NumNodes = Annotated[int | None, typer.Option("--num-nodes", min=1, help="Over the file's.")]
-UseSpot = Annotated[bool | None, typer.Option("--use-spot/--no-use-spot", help="Over the file's.")]
-Workdir = Annotated[Path | None, typer.Option("--workdir", help="The folder to send, over the file's.")]
-Name = Annotated[str | None, typer.Option("--name", "-n", help="The task's name, over the file's.")]
-Env = Annotated[list[str] | None, typer.Option("--env", help="KEY=VALUE for `envs`; KEY takes this shell's value.")]
-EnvFile = Annotated[Path | None, typer.Option("--env-file", help="A file of KEY=VALUE lines for `envs`.")]
-Secret = Annotated[list[str] | None, typer.Option("--secret", help="KEY=VALUE for `secrets`; KEY as with --env.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
-Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Don't follow the run's output.")]
-Agreed = Annotated[bool, typer.Option("--yes", "-y", help="For scripts written for SkyPilot: nothing is asked here.")]
-Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan and start nothing.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As data.")]
-Output = Annotated[Format, typer.Option("--output", "-o", help="`json` is what --json gives.")]
-Hedge = Annotated[int, typer.Option("--hedge", min=1, help="Places asked at once while some are late; 1: one by one.")]
-RequestId = Annotated[str | None, typer.Option("--request-id", help="The same id submits only once.")]
+Infra = Annotated[str | None, typer.Option("--infra", metavar="CLOUD[/REGION[/ZONE]]", help=f"Location ({OVERRIDES}).")]
+Gpus = Annotated[
+    str | None, typer.Option("--gpus", metavar="NAME[:COUNT]", help=f"Accelerators per node ({OVERRIDES}).")
+]
+Cpus = Annotated[
+    str | None, typer.Option("--cpus", metavar="N[+]", help=f"vCPUs per node, e.g. 4 or 4+ ({OVERRIDES}).")
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="GIB[+]", help=f"GiB of memory per node, e.g. 32+ ({OVERRIDES}).")
+]
+InstanceType = Annotated[
+    str | None, typer.Option("--instance-type", "-t", metavar="TYPE", help=f"Instance type ({OVERRIDES}).")
+]
+NumNodes = Annotated[
+    int | None, typer.Option("--num-nodes", metavar="N", min=1, help=f"Number of nodes ({OVERRIDES}).")
+]
+UseSpot = Annotated[
+    bool | None, typer.Option("--use-spot/--no-use-spot", help=f"Use spot or on-demand instances ({OVERRIDES}).")
+]
+Workdir = Annotated[
+    Path | None, typer.Option("--workdir", metavar="FOLDER", help=f"Folder to upload to the nodes ({OVERRIDES}).")
+]
+Name = Annotated[str | None, typer.Option("--name", "-n", metavar="NAME", help=f"Task name ({OVERRIDES}).")]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env", metavar="KEY[=VALUE]",
+        help="Environment variable; KEY alone takes its value from this shell. Repeatable.",
+    ),
+]  # fmt: skip
+EnvFile = Annotated[
+    Path | None, typer.Option("--env-file", metavar="FILE", help="File of KEY=VALUE lines with environment variables.")
+]
+Secret = Annotated[
+    list[str] | None,
+    typer.Option("--secret", metavar="KEY[=VALUE]", help="Secret variable, never shown; as with --env."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt.")]
+Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Return without following the output.")]
+Agreed = Annotated[bool, typer.Option("--yes", "-y", help="Accepted for SkyPilot compatibility; has no effect.")]
+Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan without starting anything.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Output = Annotated[Format, typer.Option("--output", "-o", help="Output format; `json` is the same as --json.")]
+Hedge = Annotated[
+    int,
+    typer.Option("--hedge", metavar="N", min=1, help="Locations to try in parallel when one is slow (1 = sequential)."),
+]
+RequestId = Annotated[
+    str | None,
+    typer.Option("--request-id", metavar="ID", help="Idempotency key: submissions with the same ID create one job."),
+]
 
 
 @noun
 class Overrides:
-    """What the command line says over the file; None leaves it as it is."""
+    """Values from the command line that override the task file; None keeps the file's value."""
 
     name: str | None = None
     workdir: Path | None = None
@@ -69,7 +102,7 @@ class Overrides:
 
 
 def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, ...]:
-    """The tasks of a file, or one task made of a command. Raises TaskError or UsageError."""
+    """Read the tasks of a file, or make one task from a command. Raises TaskError or UsageError."""
     from dataclasses import replace
 
     from broker.task.allowed import SCRIPT, TASK_NAME
@@ -106,7 +139,7 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
 
 
 def _anchor(task: Task) -> Task:
-    """Paths count from the folder of this command; a daemon that reads them later stands elsewhere."""
+    """Make paths absolute: the daemon that reads them later runs in another folder."""
     from dataclasses import replace
 
     def fix(path: str) -> str:
@@ -117,29 +150,29 @@ def _anchor(task: Task) -> Task:
 
 
 def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
-    """The single task. Raises UsageError for a pipeline."""
+    """Read a single task. Raises UsageError for a pipeline."""
     tasks = read_tasks(entrypoint, overrides)
     if len(tasks) > 1:
         raise UsageError(
-            f"{entrypoint[0]} is a pipeline of {len(tasks)} tasks, and a cluster runs one",
-            hints=[f"`broker jobs launch {entrypoint[0]}` runs all of them in order"],
+            f"{entrypoint[0]} is a pipeline of {len(tasks)} tasks; this command runs a single task",
+            hints=[f"run the pipeline with `broker jobs launch {entrypoint[0]}`"],
         )
     return tasks[0]
 
 
 def check_notices(tasks: Sequence[Task], *, is_launch: bool) -> None:
-    """Says what the tasks ask for and broker does not do. Raises TaskError where a launch would run something else."""
+    """Print notes on unsupported fields. Raises TaskError where a launch would not run what the task describes."""
     for task in tasks:
         _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch)
 
 
 def check_place(task: Task, clouds: Collection[str], *, is_launch: bool) -> None:
-    """As `check_notices`, for what only the clouds on which the task may run now do not do."""
+    """Do as `check_notices`, for fields that only the clouds on which the task may run do not support."""
     _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch)
 
 
 def check_plans(plans: Sequence[Plan], *, is_launch: bool) -> None:
-    """A plan is read for its choice; a launch may go to any place of it."""
+    """Check the clouds of the choice for a plan, and of every estimate for a launch, which may use any of them."""
     for each in plans:
         estimates = each.estimates if is_launch else each.estimates[:1]
         check_place(each.task, {one.placement.offer.cloud for one in estimates}, is_launch=is_launch)
@@ -156,19 +189,19 @@ def _tell(notices: Sequence[Notice], *, is_launch: bool) -> None:
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:
-    """As SkyPilot tells them apart: one word that is, or is named like, a YAML file."""
+    """Tell a task file from a command as SkyPilot does: one word that is a file or ends like a YAML file."""
     return len(entrypoint) == 1 and (entrypoint[0].endswith((".yaml", ".yml")) or Path(entrypoint[0]).is_file())
 
 
 def write_command(words: Sequence[str]) -> str:
-    """One word is a line of shell; several keep their borders."""
+    """Join words into a shell command: a single word is a shell line, several are quoted."""
     import shlex
 
     return words[0] if len(words) == 1 else shlex.join(words)
 
 
 def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """`KEY=VALUE` flags; `KEY` alone takes the value from this shell's environment. Values are not shown in errors."""
+    """Read `KEY=VALUE` flags; `KEY` alone takes its value from the environment. Errors never show values."""
     from broker.task.allowed import ENV_NAME, ENV_VALUE
     from broker.task.checking import check_flag
 
@@ -180,7 +213,8 @@ def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
             found = os.getenv(key)
             if found is None:
                 raise UsageError(
-                    f"`{flag} {key}` has no value, and `{key}` is not set here", hints=[f"{flag} {key}=VALUE"]
+                    f"`{flag} {key}` has no value and `{key}` is not set in this shell",
+                    hints=[f"pass `{flag} {key}=VALUE`, or export `{key}`"],
                 )
             value = found
         check_flag(f"{flag} {key}", value, ENV_VALUE, is_hidden=True)
@@ -189,7 +223,7 @@ def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
 
 
 def _read_env_file(path: Path | None) -> dict[str, str]:
-    """`KEY=VALUE` lines as in a `.env` file: `export` before, quotes around and lines of `#` are allowed."""
+    """Read `KEY=VALUE` lines as in a `.env` file: `export`, quotes and comment lines are allowed."""
     if path is None:
         return {}
     try:

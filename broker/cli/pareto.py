@@ -1,4 +1,4 @@
-"""`broker plan --pareto`: cost against time, drawn in the terminal or into a file."""
+"""`broker plan --pareto`: plot cost against time in the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MARKS = "123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def show_pareto(plan: Plan, file: Path | None) -> None:
-    """The picture, and a table of the placements that no other beats in both. Raises UsageError without work."""
+    """Print the plot and a table of the Pareto-optimal placements. Raises UsageError for a task without work."""
     points = list_timed(plan.estimates)
     if not points:
         raise UsageError(
-            "`--pareto` draws cost against time, and the task doesn't say how much work it is",
-            hints=["write `goal: {work: 100h}` in the task, or pass `--what-if work=100h` to compare"],
+            "`--pareto` requires the amount of work, which the task does not specify",
+            hints=["add `goal: {work: 100h}` to the task, or compare with `--what-if work=100h`"],
         )
     frontier = find_frontier(points)[: len(MARKS)]
-    print_line("\nUSD to finish against time; marked is what no other beats in both:")
+    print_line("\nUSD to finish against time; numbers mark Pareto-optimal placements:")
     for line in draw(points, frontier):
         print_line(line)
     rows = [
@@ -38,11 +38,11 @@ def show_pareto(plan: Plan, file: Path | None) -> None:
     print_table(["#", "USD", "TIME", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL"], rows, right=("USD", "TIME"))
     if file is not None:
         write_plot(file, points, frontier, title=f"{plan.task.name or 'task'}: cost against time")
-        print_line(f"Drawn into {file}")
+        print_line(f"Wrote {file}")
 
 
 def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
-    """A character picture; cost upwards and time to the right, both logarithmic where they span much."""
+    """Draw a character plot: cost upwards, time to the right; an axis with a wide range is logarithmic."""
     from broker.cli.axes import Axis
 
     hours = Axis([each.expected_hours or 0.0 for each in points])
@@ -66,7 +66,7 @@ def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
 
 
 def write_plot(file: Path, points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> None:
-    """SVG by our own hand, PNG through matplotlib where it is installed. Raises UsageError."""
+    """Write SVG ourselves, PNG with matplotlib. Raises UsageError for another suffix or a missing library."""
     suffix = file.suffix.lower()
     try:
         if suffix == ".svg":
@@ -78,6 +78,6 @@ def write_plot(file: Path, points: Sequence[Estimate], frontier: Sequence[Estima
 
             write_png(file, points, frontier, title=title)
         else:
-            raise UsageError(f"`--plot {file}` must end in .svg or .png")
+            raise UsageError(f"`--plot` must name a .svg or .png file, not `{file}`")
     except OSError as error:
         raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None

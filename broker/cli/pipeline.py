@@ -1,4 +1,4 @@
-"""The table of a pipeline's plan: each task's choice, what moves between them, and what choosing alone would cost."""
+"""Render the plan of a pipeline: the placement of each task, data transfers, and the cost of choosing greedily."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from broker.types import PipelineEdge, PipelinePlan, PipelineStep
 
 
 def show_pipeline(plan: PipelinePlan, *, name: str | None = None) -> None:
-    """Steps in the order that they can run, transfers that cost anything to move, the total, and the greedy total."""
-    aim = "cheapest" if plan.objective == "cost" else "soonest done"
+    """Print steps in a possible order of execution, transfers that are not free, the total, and the greedy total."""
+    aim = "lowest cost" if plan.objective == "cost" else "shortest time"
     limit = f" within {show_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
     count = len(plan.steps)
     named = f" {name}" if name else ""
-    print_line(f"Pipeline{named} of {show_count(count, 'task')}: {aim} as a whole{limit}")
+    print_line(f"Pipeline{named} of {show_count(count, 'task')}: {aim} overall{limit}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],
@@ -47,33 +47,35 @@ def _list_cells(step: PipelineStep) -> list[str]:
 
 
 def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
-    egress = f", {show_usd(plan.egress_usd)} of it for moving data" if moving else ""
-    print_line(f"Total: {show_usd(plan.usd)} USD{egress}; {show_hours(plan.hours)} along the longest path")
+    egress = f", of which {show_usd(plan.egress_usd)} for data transfer" if moving else ""
+    print_line(f"Total: {show_usd(plan.usd)} USD{egress}; {show_hours(plan.hours)} on the critical path")
     greedy = f"{show_usd(plan.greedy_usd)} USD and {show_hours(plan.greedy_hours)}"
     is_same = abs(plan.greedy_usd - plan.usd) < 0.005 and abs(plan.greedy_hours - plan.hours) < 1 / 60
     print_line(
-        "Choosing task by task comes to the same" if is_same else f"Choosing task by task would come to {greedy}"
+        "Choosing each task separately costs the same"
+        if is_same
+        else f"Choosing each task separately would take {greedy}"
     )
     if not plan.is_optimal:
-        print_line(f"Not proven best: {_say_gap(plan)}")
+        print_line(f"Not proven optimal: {_say_gap(plan)}")
     as_of = min(step.estimate.placement.as_of for step in plan.steps)
     if as_of:
         print_line(f"Prices of {as_of}")
     if any(step.is_assumed for step in plan.steps):
-        print_line("~ a task without `goal: work` counts as one hour")
+        print_line("~ marks a task without `goal: work`, counted as one hour")
     if any(edge.transfer.is_assumed for edge in plan.edges):
-        print_line("~ no egress price is known for this cloud; a high one is assumed")
+        print_line("~ marks a transfer without a known egress price; a high one is assumed")
 
 
 def _say_gap(plan: PipelinePlan) -> str:
     if plan.objective == "cost":
-        return f"no choice is below {show_usd(plan.lower_bound)} USD, this one has {show_usd(plan.usd)}"
+        return f"the lower bound is {show_usd(plan.lower_bound)} USD, this plan costs {show_usd(plan.usd)}"
     if plan.lower_bound < plan.hours:
-        return f"no choice takes less than {show_hours(plan.lower_bound)}, this one takes {show_hours(plan.hours)}"
-    return "none ends sooner, but one that ends as soon may be cheaper"
+        return f"the lower bound is {show_hours(plan.lower_bound)}, this plan takes {show_hours(plan.hours)}"
+    return "no plan is faster, but an equally fast one may be cheaper"
 
 
 def describe_pipeline(plan: PipelinePlan) -> dict[str, object]:
-    """All of it as JSON-ready data."""
+    """Return the whole plan, JSON-ready."""
     data: dict[str, object] = plain(plan)
     return {**data, "egress_usd": plan.egress_usd}

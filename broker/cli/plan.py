@@ -1,4 +1,4 @@
-"""`broker plan`: where a task could run, with costs, and everything that one may ask about it."""
+"""`broker plan`: rank placements for a task, explain the ranking and compare changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["describe_plan", "plan", "show_plan"]
 
 def plan(
     task: Annotated[
-        Path | None, typer.Argument(help="The task file; without one, the options say all.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[TASK.yaml]", help="Task file. Omit it to plan from options alone.", show_default=False
+        ),
     ] = None,
     infra: options.Infra = None,
     gpus: options.Gpus = None,
@@ -32,19 +35,32 @@ def plan(
     env: options.Env = None,
     env_file: options.EnvFile = None,
     secret: options.Secret = None,
-    max_price: Annotated[float | None, typer.Option("--max-price", min=0, help="USD/h a node may cost.")] = None,
-    minimize: Annotated[Objective, typer.Option("--minimize", help="What the tasks together take least of.")] = "cost",
-    deadline_hours: Annotated[float | None, typer.Option("--deadline-hours", help="For all tasks together.")] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many rows to show.")] = 10,
-    explain: Annotated[bool, typer.Option("--explain", help="Show every term, and why cheaper hours lost.")] = False,
-    what_if: Annotated[
-        list[str] | None, typer.Option("--what-if", help="Plan again with KEY=VALUE[, ...] changed; repeatable.")
+    max_price: Annotated[
+        float | None, typer.Option("--max-price", metavar="USD", min=0, help="Maximum price per node, in USD per hour.")
     ] = None,
-    pareto: Annotated[bool, typer.Option("--pareto", help="Draw cost against time.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="With --pareto: also into FILE.svg or .png.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole ranking as data.")] = False,
+    minimize: Annotated[
+        Objective, typer.Option("--minimize", help="Objective for the whole pipeline: cost or time.")
+    ] = "cost",
+    deadline_hours: Annotated[
+        float | None,
+        typer.Option("--deadline-hours", metavar="HOURS", help="Deadline for the whole pipeline, in hours."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")] = 10,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Break down the estimate and explain why cheaper instances ranked lower."),
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="KEY=VALUE[,...]", help="Compare with a changed task. Repeatable."),
+    ] = None,
+    pareto: Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
 ) -> None:
-    """Rank where a task could run, with costs; starts nothing."""
+    """Rank placements for a task by cost, without starting anything."""
     context = Context()
     overrides = options.Overrides(
         infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type, num_nodes=num_nodes,
@@ -71,20 +87,23 @@ def plan(
 
 
 def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
-    """A file or nothing: a mistyped name must not be planned as a command."""
+    """Read the tasks of a file, or of options alone; a mistyped file name is an error, not a command."""
     if file is None:
         if overrides == options.Overrides():
-            raise UsageError("neither a task file nor what is wanted", hints=["try `broker plan --gpus H100:8`"])
+            raise UsageError(
+                "no task file and no resource options were given",
+                hints=["name a task file, or describe the node: `broker plan --gpus H100:8`"],
+            )
         return options.read_tasks([], overrides)
     if not options.is_file([str(file)]):
         from broker.task.loader import load_tasks
 
-        return load_tasks(file)  # says why it cannot be read
+        return load_tasks(file)  # raises the error that says why it cannot be read
     return options.read_tasks([str(file)], overrides)
 
 
 def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list[dict[str, object]]]:
-    """The plans, and the tasks that cannot be ranked before offers are imported; those are told on stderr."""
+    """Plan each task; return the plans, and the tasks whose cloud has no imported offers yet (noted on stderr)."""
     from broker.errors import NotImportedError
 
     plans, missing = list[Plan](), list[dict[str, object]]()

@@ -1,4 +1,4 @@
-"""The ranking as a table and as data."""
+"""Render a ranking as a table and as data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
 
 def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
-    """The ranked table, the choice and why, and the date of its prices; `now_s` lets it say that they are old."""
+    """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note."""
     task = plan.task
     print_line(f"Task {task.name or '(no name)'}: {show_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
@@ -32,7 +32,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     columns = ["#", "CLOUD", "REGION/ZONE", "INSTANCE", "ACC", "vCPU/GiB", "MODEL", "USD/h", "USD", "TIME"]
     gone = set[str]() if has_work else {"USD", "TIME"}
     if has_work and measure_width() < WIDTH_OF_ALL:
-        # Who asks for accelerators compares those, others the cores; the choice says both.
+        # Drop the column that matters less; `Each node` below has both.
         gone |= {"#", "vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) else "ACC"}
     kept = [i for i, name in enumerate(columns) if name not in gone]
     rows = [list_cells(number, group[0], join_zones(group)) for number, group in enumerate(groups, start=1)]
@@ -54,9 +54,9 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     as_of = plan.choice.placement.as_of or plan.prices_as_of
     marks = []
     if any(each.placement.offer.is_estimated and not each.placement.is_spot for each in shown):
-        marks.append("~ is an estimate")
+        marks.append("~ marks an estimate")
     if any(each.switch_after_hours is not None for each in shown):
-        marks.append("spot>od starts on spot and may end on on-demand")
+        marks.append("spot>od starts on spot and may switch to on-demand")
     print_line(", ".join([f"Prices of {as_of}", *marks]))
     if now_s is not None:
         from broker.catalog.age import warn_of_age
@@ -66,7 +66,7 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
 
 
 def fold_zones(estimates: Sequence[Estimate], top: int) -> list[list[Estimate]]:
-    """The first `top` lines of a ranking: neighbours that differ by their zone alone share one."""
+    """Group the first `top` lines of a ranking: neighbours that differ only by zone share a line."""
     groups = list[list[Estimate]]()
     for each in estimates:
         if groups and _strip_zone(each) == _strip_zone(groups[-1][0]):
@@ -84,7 +84,7 @@ def _strip_zone(estimate: Estimate) -> tuple[object, ...]:
 
 
 def join_zones(group: Sequence[Estimate]) -> str:
-    """`us-east-1a,b` and, of many, `us-east-1a +4`."""
+    """Join zones: `us-east-1a,b`, or `us-east-1a +4` for many."""
     first, *others = [each.placement.offer.zone or each.placement.offer.region for each in group]
     region = group[0].placement.offer.region
     text = ",".join([first, *(zone.removeprefix(region).lstrip("-") for zone in others)])
@@ -104,14 +104,14 @@ def list_cells(number: int, estimate: Estimate, zones: str) -> list[str]:
 
 
 def describe_machine(estimate: Estimate) -> str:
-    """`96 vCPU, 1152 GiB, 8 x A100-80GB`."""
+    """Describe a node: `96 vCPU, 1152 GiB, 8 x A100-80GB`."""
     offer = estimate.placement.offer
     accelerators = f", {offer.accelerator_count:g} x {offer.accelerator}" if offer.accelerator else ""
     return f"{offer.vcpus:g} vCPU, {offer.memory_gib:g} GiB{accelerators}"
 
 
 def describe_choice(estimate: Estimate, *, zones: str | None = None) -> str:
-    """`2 x p5.48xlarge spot in aws us-east-1a`; `zones` stands for several that are alike."""
+    """Describe a placement: `2 x p5.48xlarge spot in aws us-east-1a`; `zones` names several equal ones."""
     placement = estimate.placement
     offer = placement.offer
     place = f"{offer.cloud} {zones or offer.zone or offer.region}"
@@ -131,7 +131,7 @@ def _say_chances(estimate: Estimate) -> str:
 
 
 def describe_plan(plan: Plan, top: int) -> dict[str, object]:
-    """The first `top` of the ranking, the choice and what was left out, JSON-ready."""
+    """Return the first `top` placements, the choice and the rejections, JSON-ready."""
     return {
         "task": plan.task.name,
         "num_nodes": plan.task.num_nodes,

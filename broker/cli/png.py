@@ -1,4 +1,4 @@
-"""Cost against time as a PNG picture, through matplotlib where it is installed."""
+"""Plot cost against time as PNG with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from broker.types import Estimate
 
 
 def write_png(file: Path, points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> None:
-    """Raises UsageError where matplotlib is not installed."""
+    """Write the plot. Raises UsageError where matplotlib is not installed."""
     try:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("Agg")
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError:
         raise UsageError(
-            "a PNG picture needs matplotlib, which is not installed",
-            hints=[f"`--plot {file.with_suffix('.svg')}` needs nothing more", "`pip install matplotlib`"],
+            "a PNG plot requires matplotlib, which is not installed",
+            hints=["install it with `pip install matplotlib`", f"or write SVG: `--plot {file.with_suffix('.svg')}`"],
         ) from None
     figure, axes = pyplot.subplots(figsize=(8.6, 5.2), dpi=150)
     for strategy, colour in COLOURS.items():

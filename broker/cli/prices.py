@@ -1,4 +1,4 @@
-"""`broker prices` and `broker history`: one instance type everywhere, now and before."""
+"""`broker prices` and `broker history`: prices of one instance type, by location and over time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from broker.catalog.history import PricePoint
 
 BARS = "▁▂▃▄▅▆▇█"
-InstanceType = Annotated[str, typer.Argument(help="Such as p4d.24xlarge.", show_default=False)]
+InstanceType = Annotated[str, typer.Argument(help="Instance type, e.g. p4d.24xlarge.", show_default=False)]
 
 
 def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None:
-    """Show what one instance type costs everywhere, cheapest first."""
+    """Show the price of an instance type in every location."""
     context = Context()
     offers = context.book.find_prices(instance_type)
     if as_json:
@@ -42,7 +42,7 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
         right=("USD/h", "SPOT"),
     )  # fmt: skip
     if any(each.is_estimated for each in offers):
-        print_line("~ is an estimate")
+        print_line("~ marks an estimate")
     dates = [(each.cloud, False, each.as_of) for each in offers if each.ondemand_usd_hour]
     dates += [(each.cloud, True, each.spot_as_of) for each in offers if each.spot_usd_hour]
     if warning := warn_of_dates(dates, context.clock.now_s()):
@@ -57,10 +57,13 @@ def _show_band(band: float | None) -> str:
 
 def history(
     instance_type: InstanceType,
-    region: Annotated[str | None, typer.Option("--region", help="This region only.")] = None,
+    region: Annotated[str | None, typer.Option("--region", metavar="REGION", help="Show only this region.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show how the prices of an instance type moved, as far as `broker catalog update` saw it."""
+    """Show how the prices of an instance type changed.
+
+    Each `broker catalog update` adds to the history.
+    """
     from broker.catalog.history import find_points
 
     context = Context()
@@ -71,8 +74,8 @@ def history(
         return
     if not points:
         days = " and ".join(sorted({date for each in offers for date in (each.as_of, each.spot_as_of)}))
-        print_line(f"Nothing but the book's own prices of {days} is known of {instance_type}")
-        print_note("each `broker catalog update` adds to the history; `broker prices` shows today's")
+        print_line(f"No price changes of {instance_type} are recorded; the catalog has prices of {days}")
+        print_note("each `broker catalog update` adds to the history; see current prices with `broker prices`")
         return
     places: dict[tuple[str, str, str], list[PricePoint]] = {}
     for point in points:
@@ -90,7 +93,7 @@ def history(
 
 
 def _draw(values: Sequence[float | None]) -> str:
-    """One bar a change, the last sixteen."""
+    """Draw one bar a change, the last sixteen."""
     known = [value for value in values[-16:] if value is not None]
     if len(known) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Clusters as their clouds list them now; one cloud that gives no answer keeps nobody from the others' news."""
+"""Refresh clusters from their clouds; a cloud that fails does not affect the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from broker.types import Cluster
 async def refresh_clusters(
     context: Context, clusters: Sequence[Cluster]
 ) -> tuple[Sequence[Cluster], Mapping[str, CloudError]]:
-    """In the same order, as last known where the cloud could not be asked; why not, by cloud."""
+    """Refresh in the same order, keeping the last known state on failure; return failures by cloud."""
     failures: dict[str, CloudError] = {}
 
     async def refresh(cluster: Cluster) -> Cluster:
@@ -27,10 +27,10 @@ async def refresh_clusters(
 
 
 def raise_unasked(failures: Mapping[str, CloudError]) -> None:
-    """Said when all that is known has been shown: a script hears by the exit code that some of it is old."""
+    """Raise CloudError, after everything known is shown: its exit code tells scripts that some of it is outdated."""
     if failures:
         raise CloudError(
-            f"{' and '.join(failures)} could not be asked: clusters there are shown as they were last known",
+            f"could not query {' and '.join(failures)}: clusters there show their last known state",
             details=[f"{name}: {error.message}" for name, error in failures.items()],
             hints=list(dict.fromkeys(hint for error in failures.values() for hint in error.hints)),
         )

@@ -1,4 +1,4 @@
-"""`broker rehearse`: the whole life of a spot job on this machine: the real plan and program, simulated clouds."""
+"""`broker rehearse`: run a spot job on this machine, with the real plan and program on simulated clouds."""
 
 from __future__ import annotations
 
@@ -26,31 +26,49 @@ if TYPE_CHECKING:
     from broker.cli.rehearse_result import Rehearsal
     from broker.clouds.rehearsed_market import PlaceMarket
 
-SPEED = 600.0  # where no goal says for how much work the run stands: a second is ten minutes
-PLACES_MAX = 2000  # of a plan, whose clouds are rehearsed
+SPEED = 600.0  # without a goal to say how much work the run represents: a second is ten minutes
+PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
 
 
 def rehearse(
     entrypoint: options.Entrypoint,
     preemptions: Annotated[
         int | None,
-        typer.Option("--preemptions", min=0, help="Preemptions besides the market's: 1, or 0 with --traces."),
+        typer.Option(
+            "--preemptions",
+            metavar="N",
+            min=0,
+            help="Preemptions in addition to the market's (default: 1, or 0 with --traces).",
+        ),
     ] = None,
     notice: Annotated[
         float | None,
-        typer.Option("--notice", min=0, help="Seconds of warning: 0 is none; else none and the cloud's by turns."),
+        typer.Option(
+            "--notice",
+            metavar="SECONDS",
+            min=0,
+            help="Preemption warning in seconds (default: alternate between none and the cloud's).",
+        ),
     ] = None,
     speed: Annotated[
-        float | None, typer.Option("--speed", min=1, help="Simulated seconds in a second of work: by the goal, or 600.")
+        float | None,
+        typer.Option(
+            "--speed",
+            metavar="FACTOR",
+            min=1,
+            help="Simulated seconds per second of work (default: from the goal, or 600).",
+        ),
     ] = None,
     traces: Annotated[
-        Path | None, typer.Option("--traces", help="A folder of recorded spot availability, for the markets.")
+        Path | None,
+        typer.Option("--traces", metavar="PATH", help="Trace file, or folder of recorded spot availability."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Another one draws other markets.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the simulated spot market.")] = 0,
     nodes_local: Annotated[
-        int | None, typer.Option("--nodes-local", min=1, help="Nodes played here at most; the bill is for all.")
+        int | None,
+        typer.Option("--nodes-local", metavar="N", min=1, help="Maximum nodes to run here; the bill counts all nodes."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare with an unbroken run too.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")] = False,
     infra: options.Infra = None,
     gpus: options.Gpus = None,
     num_nodes: options.NumNodes = None,
@@ -59,13 +77,16 @@ def rehearse(
     secret: options.Secret = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run a task here as a spot job on simulated clouds, and see it recover."""
+    """Run a task on this machine as a spot job, with preemptions.
+
+    Clouds, time and prices are simulated; the program is real. Exit code 1 if it does not recover.
+    """
     overrides = options.Overrides(
         infra=infra, gpus=gpus, num_nodes=num_nodes, env=env or (), env_file=env_file, secret=secret or ()
     )
     (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
-        print_note(f"note: only the first of {len(others) + 1} tasks is rehearsed")
+        print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
     context = Context()
     task = choose_resources(context.resolve(first))
     options.check_notices([task], is_launch=True)
@@ -91,17 +112,17 @@ def rehearse(
 
 
 def choose_resources(task: Task) -> Task:
-    """Spot, and other people's machines where the task names any: this machine only stands in for them."""
+    """Choose spot, and clouds other than `local` where the task names any: this machine only simulates them."""
     away = tuple(each for each in task.resources if each.cloud != "local") or task.resources
     if any(each.use_spot is False for each in away):
-        print_note("note: the task asks for on-demand; it is rehearsed as a spot job")
+        print_note("note: the task requests on-demand; rehearsing it as a spot job")
     has_goal = task.goal is not None
     chosen = tuple(each if each.use_spot is None and has_goal else replace(each, use_spot=True) for each in away)
     return replace(task, resources=chosen)
 
 
 def open_market(traces: Path | None, seed: int) -> PlaceMarket:
-    """Raises UsageError for a folder without traces, SourceError for a file that is none."""
+    """Open the traces, or a seeded market. Raises UsageError without traces, SourceError for an invalid file."""
     from broker.clouds.rehearsed_market import RecordedMarket, SeededMarket
 
     if traces is None:
@@ -110,12 +131,14 @@ def open_market(traces: Path | None, seed: int) -> PlaceMarket:
 
     files = sorted(traces.rglob("*.json")) if traces.is_dir() else [traces]
     if not files or not all(file.is_file() for file in files):
-        raise UsageError(f"`--traces {traces}` holds no traces", hints=["name a folder with .json files of recordings"])
+        raise UsageError(
+            f"no traces (`*.json`) in `--traces {traces}`", hints=["record some with `broker traces record`"]
+        )
     return RecordedMarket(traces=tuple(parse_trace(file.read_bytes(), file.stem) for file in files), seed=seed)
 
 
 def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_given_speed: bool) -> Stage:
-    """All clouds of the plan, and no more nodes than this machine can play."""
+    """Simulate all clouds of the plan, and no more nodes than this machine can run."""
     from broker.cli.rehearse_context import Stage
 
     task = lift_stall_limit(plan.task)
@@ -130,7 +153,7 @@ def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_g
 
 
 def lift_stall_limit(task: Task) -> Task:
-    """`stall_timeout` is real time, and steps are played fast."""
+    """Remove `stall_timeout`, which is in real time, while simulated steps are fast."""
     kept = tuple(
         replace(each, job_recovery=replace(each.job_recovery, stall_timeout_s=None)) for each in task.resources
     )
@@ -140,9 +163,9 @@ def lift_stall_limit(task: Task) -> Task:
 def show_stage(stage: Stage, speed: float | None) -> None:
     played = stage.node_count
     if played < stage.task.num_nodes:
-        print_line(f"{stage.task.num_nodes} nodes are played by {played} here, at the price of all")
-    pace = "at the pace of its goal" if speed is None and stage.has_work else f"{speed or SPEED:g} times as fast"
-    print_line(f"Simulated: {', '.join(sorted(stage.clouds))}; steps pass {pace}, all else as it is")
+        print_line(f"Running {played} of {stage.task.num_nodes} nodes on this machine; the bill counts all nodes")
+    pace = "at the pace of the goal" if speed is None and stage.has_work else f"{speed or SPEED:g} times faster"
+    print_line(f"Simulated: {', '.join(sorted(stage.clouds))}; steps run {pace}, everything else in real time")
 
 
 def play(
@@ -155,7 +178,7 @@ def play(
     is_quiet: bool,
     is_calm: bool = False,
 ) -> Rehearsal:
-    """One run to its end, in a state folder that goes with it. `is_calm`: the market takes and refuses nothing."""
+    """Run the task to its end in a temporary state folder. `is_calm`: no preemptions, unlimited capacity."""
     from broker.cli.rehearse_context import RehearsalContext
     from broker.cli.rehearse_result import draw_up
     from broker.cli.rehearse_run import Driver
@@ -165,7 +188,7 @@ def play(
         (print_note if is_quiet else print_line)(clean(text))
 
     if is_calm:
-        tell("once more, and nothing happens to it:")
+        tell("running again without preemptions:")
         stage = replace(stage, market=SeededMarket(seed=0, full_share=0.0))
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
     try:
@@ -179,15 +202,15 @@ def play(
 
 
 def raise_failure(result: Rehearsal, preemptions: int) -> None:
-    """Raises BrokerError where the run did not end well, or was not preempted as asked."""
+    """Raise BrokerError where the run failed, or was not preempted as requested."""
     bad = [each for each in result.findings if each.level == "bad"]
     hints = [each.hint for each in bad if each.hint]
     if result.status is not JobStatus.SUCCEEDED:
-        raise BrokerError(f"the job ended {result.status.value}: {result.failure}", hints=hints)
+        raise BrokerError(f"the job ended with status {result.status.value}: {result.failure}", hints=hints)
     if result.preemptions < preemptions:
         raise BrokerError(
             f"the job finished after {result.preemptions} of {preemptions} preemptions",
-            hints=["the task is too short to be preempted, or reports no step in `$BROKER_PROGRESS_FILE`"],
+            hints=["use a longer task, and report its steps in `$BROKER_PROGRESS_FILE`"],
         )
     if bad:
         raise BrokerError(bad[0].text, hints=hints)

@@ -1,4 +1,4 @@
-"""The wiring of a rehearsal: the real planner, provisioner, controller and gang, over clouds that are rehearsed."""
+"""Wire a rehearsal: the real planner, provisioner, controller and gang, on simulated clouds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What is rehearsed, and on what: `task` is the real one, of which `node_count` nodes are played here."""
+    """The task and its simulated clouds; `node_count` of the task's nodes run here."""
 
     task: Task
     node_count: int
@@ -40,7 +40,7 @@ class Stage:
 
 
 class RehearsalContext(Context):
-    """Of one rehearsal, in a state folder of its own."""
+    """The objects of one rehearsal, in a state folder of its own."""
 
     clock: ScaledClock
 
@@ -49,7 +49,7 @@ class RehearsalContext(Context):
         self.clock = ScaledClock()
         self.stage = stage
         self.pace = Pace(self.clock)
-        self.pace.wait()  # until there is a program
+        self.pace.wait()  # until the program starts
         self.speed = speed
         self.start_s = self.clock.now_s()
         self._on_event = on_event
@@ -74,7 +74,7 @@ class RehearsalContext(Context):
 
     @cached_property
     def program(self) -> RehearsedGang:
-        """The gang that the controller gets."""
+        """The gang used by the controller."""
         from broker.runtime.gang import Gang
         from broker.runtime.transports.local import LocalTransport
 
@@ -100,12 +100,12 @@ class RehearsalContext(Context):
         )
 
     def plan_real(self, task: Task, avoid: Callable[[Placement], bool] | None = None) -> Plan:
-        """With all its nodes, at real prices."""
+        """Plan all nodes at real prices."""
         full = replace(task, num_nodes=self.stage.task.num_nodes)
         return self.market.rank(full, usable_clouds=frozenset(self.stage.clouds), avoid=avoid)
 
     def plan_played(self, task: Task, avoid: Callable[[Placement], bool] | None) -> Plan:
-        """As real, with the price of all nodes spread over those that are played."""
+        """Plan as for the real task, with the price of all nodes spread over those that run here."""
         plan = self.plan_real(task, avoid)
         if self.stage.node_count == self.stage.task.num_nodes:
             return plan
@@ -124,7 +124,7 @@ class RehearsalContext(Context):
         return replace(estimate, placement=replace(placement, offer=offer, node_count=self.stage.node_count))
 
     def find_work_s(self, cluster: Cluster) -> float | None:
-        """Seconds of work that a whole run on this cluster stands for; None where no goal, or a speed, says."""
+        """Return the seconds of work that a run on this cluster represents; None without a goal, or with `--speed`."""
         from broker.optimizer.throughput import scale_work
 
         task, offer = self.stage.task, cluster.placement.offer

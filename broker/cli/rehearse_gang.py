@@ -1,4 +1,4 @@
-"""The gang of a rehearsal: runs the program as it is, sets the clock's pace, and keeps what the program said."""
+"""The gang of a rehearsal: run the real program, advance the simulated clock, and keep its progress files."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from broker.jobs.gang import Gang, GangReport
 
 LEASE_EVERY_REAL_S = 20.0
-LEASE_REAL_S = 900.0  # at least: a budget bounds the lease in simulated time, and nothing here costs money
+LEASE_REAL_S = 900.0  # minimum: a budget limits the lease in simulated time, and nothing here costs money
 RUN_FOLDER = "home/.broker/runs"
 
 
 @dataclass
 class Watched:
-    """What was seen of one attempt's program; times are real ones, seconds since the epoch."""
+    """Observations of one attempt's program; times are real, in seconds since the epoch."""
 
     number: int
     started_s: float
-    source: Path  # the progress file in the head's folder, which goes with the node
-    progress_file: Path  # a second name for it
-    running_s: float | None = None  # since when `run` is known to run: `setup` may take minutes
-    looks: list[tuple[float, int]] = field(default_factory=list)  # when, and the step that was the newest then
+    source: Path  # the progress file in the head's folder, deleted with the node
+    progress_file: Path  # a hard link to it
+    running_s: float | None = None  # when `run` was first seen running: `setup` may take minutes
+    looks: list[tuple[float, int]] = field(default_factory=list)  # time, and newest step then
 
 
 class RehearsedGang:
-    """`Gang`, over the real one."""
+    """A `Gang` that wraps the real one."""
 
     def __init__(
         self, gang: Gang, pace: Pace, *, folder: Path, speed: float, work_s_of: Callable[[Cluster], float | None]
     ) -> None:
-        """`work_s_of` tells for how many seconds of work a whole run on this cluster stands; None: `speed` tells."""
+        """`work_s_of` gives the seconds of work that a run on a cluster represents; None: `speed` decides."""
         self._gang = gang
         self._pace = pace
         self._folder = folder
@@ -58,7 +58,7 @@ class RehearsedGang:
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
-        """With no accelerators: this machine stands in for those that have them."""
+        """Start the task without accelerators, which this machine only simulates."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = cluster.attempt + run_id - 1  # later runs on a cluster are later attempts
         file = self._folder / f"progress-{number}.jsonl"
@@ -72,7 +72,7 @@ class RehearsedGang:
         self._leased_s = self._real.now_s()
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """Time goes on by the steps of the last poll: whoever hears of a step first hears of it when it was done."""
+        """Advance time by the steps of the last poll, then poll, so that a step is reported at the time it was done."""
         self.pass_steps()
         report = await self._gang.poll(cluster, run_id)
         number = cluster.attempt + run_id - 1
@@ -93,18 +93,18 @@ class RehearsedGang:
         return await self._gang.read_log(cluster, run_id, offset=offset)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """The nodes' agents count in real time, and it passes slower than the caller's."""
+        """Renew the lease less often: the nodes' agents count real time, which passes slower than the caller's."""
         if self._real.now_s() - self._leased_s >= LEASE_EVERY_REAL_S:
             await self._gang.renew_lease(cluster, lease_s=max(lease_s, LEASE_REAL_S))
             self._leased_s = self._real.now_s()
 
     def pass_steps(self) -> None:
-        """The time that the steps seen so far stand for."""
+        """Advance the clock by the time that the steps seen so far represent."""
         self._pace.clock.advance(self._pending_s)
         self._pending_s = 0.0
 
     def look(self, cluster: Cluster, number: int, *, is_resumed: bool) -> Line | None:
-        """The newest line of attempt `number`'s file as it is now; time goes on up to it once work is known to."""
+        """Read the newest line of attempt `number`; advance the clock up to it once the program has resumed."""
         watched = self._keep_progress(number)
         if watched is None:
             return None
@@ -122,7 +122,7 @@ class RehearsedGang:
         return watched
 
     def _note(self, cluster: Cluster, number: int, step: int, total: int | None) -> None:
-        """Simulated seconds that new steps stand for, beyond the real ones they took."""
+        """Add the simulated seconds that new steps represent, beyond the real ones they took."""
         watched = self.attempts.get(number)
         if watched is None or (watched.looks and step <= watched.looks[-1][1]):
             return

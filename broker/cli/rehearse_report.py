@@ -1,4 +1,4 @@
-"""What a rehearsed program did, from the lines it wrote into its progress file. Pure, but for reading the files."""
+"""Reconstruct the run of a rehearsed program from its progress files. Pure except for reading the files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One attempt as its program told it. `start_s` are real seconds from its start to its first new step."""
+    """One attempt as reported by its program. `start_s`: real seconds from its start to its first new step."""
 
     number: int
     lines: tuple[Line, ...]
@@ -37,7 +37,7 @@ class Trial:
 
     @property
     def begin_step(self) -> int | None:
-        """The step it went on from: 0 for a fresh start, None where it told nothing."""
+        """The step it resumed from: 0 for a fresh start, None without a report."""
         if not self.lines:
             return None
         first = self.lines[0]
@@ -51,13 +51,13 @@ class Trial:
 
     @property
     def saved_step(self) -> int | None:
-        """The newest checkpoint that it told of."""
+        """The newest reported checkpoint."""
         return max((line.checkpoint_step for line in self.lines if line.checkpoint_step is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """How one attempt followed another."""
+    """How one attempt resumed after another."""
 
     number: int  # of the later attempt
     last_step: int
@@ -74,13 +74,13 @@ class Resume:
 
     @property
     def is_short(self) -> bool:
-        """It went back further than to the newest checkpoint that it had told of."""
+        """Whether it resumed from an older step than the newest reported checkpoint."""
         return self.saved_step is not None and self.begin_step < self.saved_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Losses of the steps that were done twice, or in two runs; `first` is (step, one loss, the other)."""
+    """Losses of steps that ran twice, or in two runs; `first` is (step, one loss, the other)."""
 
     steps: int = 0
     equal: int = 0
@@ -93,7 +93,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Real seconds, and steps, as they were here; None where the program does not tell."""
+    """Real seconds and steps measured here; None where the program does not report them."""
 
     total: int | None
     last_step: int | None
@@ -104,7 +104,7 @@ class Measures:
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
-    """Whole lines that are JSON objects with a step; none where there is no file."""
+    """Read complete lines that are JSON objects with a step; none where there is no file."""
     try:
         raw = path.read_bytes()
     except OSError:
@@ -113,7 +113,7 @@ def read_lines(path: Path) -> tuple[Line, ...]:
 
 
 def read_newest_line(path: Path) -> Line | None:
-    """Of the last few thousand bytes."""
+    """Read the newest line, from the last few thousand bytes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -156,7 +156,7 @@ def _number(value: object) -> float | None:
 
 
 def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
-    """Until its first line with a loss, or else the first beyond the step it began at."""
+    """Measure until the first line with a loss, or else the first beyond the initial step."""
     if not lines:
         return None
     for line in lines:
@@ -166,7 +166,7 @@ def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
 
 
 def find_resumes(trials: Sequence[Trial]) -> tuple[Resume, ...]:
-    """Of every attempt that told something after another had."""
+    """Find the resume of every attempt that reported after another had."""
     found = []
     told = [trial for trial in trials if trial.lines]
     for index, trial in enumerate(told[1:], start=1):
@@ -179,7 +179,7 @@ def find_resumes(trials: Sequence[Trial]) -> tuple[Resume, ...]:
 
 
 def compare_repeats(trials: Sequence[Trial]) -> Comparison:
-    """Every step that two attempts did, the later one against the one before it."""
+    """Compare every step that two attempts ran, the later with the earlier one."""
     pairs = list[tuple[int, float, float]]()
     known = dict[int, float]()
     for trial in trials:
@@ -190,7 +190,7 @@ def compare_repeats(trials: Sequence[Trial]) -> Comparison:
 
 
 def compare_runs(one: Sequence[Trial], other: Sequence[Trial]) -> Comparison:
-    """Every step of two runs, as each finally did it."""
+    """Compare every step of two runs, with the last loss of each."""
     left, right = read_losses(one), read_losses(other)
     return _compare([(step, left[step], right[step]) for step in sorted(left.keys() & right.keys())])
 
@@ -200,7 +200,7 @@ def read_losses(trials: Iterable[Trial]) -> dict[int, float]:
 
 
 def _compare(pairs: Sequence[tuple[int, float, float]]) -> Comparison:
-    """Bit for bit: floats are written with all their digits. A loss that is no number equals itself."""
+    """Compare exactly: floats are written with all digits. NaN equals NaN."""
     unequal = [(step, one, other) for step, one, other in pairs if one != other and not (one != one and other != other)]
     return Comparison(steps=len(pairs), equal=len(pairs) - len(unequal), first=unequal[0] if unequal else None)
 
@@ -225,14 +225,14 @@ def list_saved_steps(trial: Trial) -> list[int]:
 
 
 def _time_steps(lines: Sequence[Line]) -> list[float]:
-    """Seconds of each step, after those of the warm-up."""
+    """Return the seconds of each step after the warm-up."""
     timed = [(line.step, line.time_s) for line in lines if line.time_s is not None and line.loss is not None]
     found = [(b_s - a_s) / (b - a) for (a, a_s), (b, b_s) in pairwise(timed) if b > a]
     return found[WARM_UP_STEPS:] if len(found) > 2 * WARM_UP_STEPS else found
 
 
 def _measure_stall_s(trials: Sequence[Trial]) -> float | None:
-    """What is left of the time when every step takes as long as the middle one, a checkpoint."""
+    """Measure the time beyond the median step time, per checkpoint."""
     steps = [each for trial in trials for each in _time_steps(trial.lines)]
     saves = sum(len(list_saved_steps(trial)) for trial in trials)
     if len(steps) < 10 or saves < 2:

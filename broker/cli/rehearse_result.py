@@ -1,4 +1,4 @@
-"""One rehearsal as a value: what happened, what was measured, and what follows for the real run."""
+"""The result of a rehearsal: events, measurements, and findings for the real run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORDS_MAX = 160
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """`summary` is in simulated time and money, `measures` in real seconds. `work_hours` is what the run stood for."""
+    """`summary` is in simulated time and money, `measures` in real seconds. `work_hours`: simulated work of the run."""
 
     status: JobStatus
     failure: str
@@ -78,7 +78,7 @@ class Rehearsal:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Most important first."""
+        """List findings, most important first."""
         return (
             *judge_resume(
                 self.trials,
@@ -98,7 +98,7 @@ class Rehearsal:
         return replace(self, unbroken=compare_runs(self.trials, unbroken.trials))
 
     def describe(self) -> dict[str, Any]:
-        """As data: everything but the lines of the progress files."""
+        """Return everything but the lines of the progress files, JSON-ready."""
         from broker.cli.render import plain
 
         hidden = {"trials", "forecast"}
@@ -118,7 +118,7 @@ class Rehearsal:
 
 
 def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
-    """From the store, the clouds and the progress files, while they are there."""
+    """Collect the result from the store, the clouds and the progress files before they are deleted."""
     store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
     paid = store.spend_usd(job_id=job.id, now_s=now_s)
     summary = summarize(job, job.attempts, store.list_steps(job.id), paid_usd=paid, now_s=now_s)
@@ -164,13 +164,13 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
 
 
 def read_last_words(log: Path) -> str:
-    """The last line that says something; empty where there is no log."""
+    """Return the last line that is not blank; empty where there is no log."""
     lines = _read_tail(log).splitlines()
     return next((clean(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
 
 
 def find_missing_module(log: Path) -> str:
-    """The module that Python's last `ModuleNotFoundError` names; empty where there is none."""
+    """Return the module of the last `ModuleNotFoundError`; empty where there is none."""
     found = MISSING_MODULE.findall(_read_tail(log))
     return str(found[-1]) if found else ""
 
@@ -191,7 +191,7 @@ def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:
 
 
 def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Estimate | None, str]:
-    """The planner's word on the real task when it saves as often as the program does."""
+    """Plan the real task with the program's own checkpoint interval."""
     task = context.stage.task
     if task.goal is None or task.goal.work_hours is None:
         return None, ""
@@ -203,7 +203,7 @@ def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Est
 
 
 def _is_same(one: Placement, other: Placement) -> bool:
-    """The nodes that are played here are fewer, and each stands for several."""
+    """Tell whether two placements differ only in the number of nodes, which is smaller here."""
     kind = (one.offer.cloud, one.offer.region, one.offer.zone, one.offer.instance_type, one.is_spot)
     return kind == (
         other.offer.cloud, other.offer.region, other.offer.zone, other.offer.instance_type, other.is_spot
@@ -215,5 +215,5 @@ def _name_place(placement: Placement) -> str:
 
 
 def list_places(places: Sequence[str]) -> list[str]:
-    """Each once, in the order of use."""
+    """List places once each, in the order of use."""
     return list(dict.fromkeys(places))

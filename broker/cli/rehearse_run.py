@@ -1,4 +1,4 @@
-"""Drives one rehearsal to its end in this process: the daemon's loop, the strikes, and the story as it happens."""
+"""Run one rehearsal to its end in this process: the daemon's loop, forced preemptions, and progress output."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from broker.types import Cluster, Job, JobStatus
 LOOK_S = 0.25
 LINE_EVERY_S = 2.0
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SILENT_S_MAX = 60.0  # a program that does not say how far it has come is struck after so long
+SILENT_S_MAX = 60.0  # after this, preempt a program that does not report its progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """All nodes taken away on purpose; `step` is the newest one that was known then, `notice_s` the cloud's warning."""
+    """A forced preemption of all nodes; `step` is the newest known one, `notice_s` the cloud's warning."""
 
     attempt: int
     step: int | None
@@ -38,16 +38,16 @@ class Strike:
 class Driver:
     context: RehearsalContext
     preemptions: int
-    notice_s: float | None  # None: none the first time, then by turns as the cloud gives it, and none
+    notice_s: float | None  # None: first no warning, then alternately the cloud's and none
     tell: Callable[[str], None]
-    bar: Bar | None = None  # shows progress in place of lines, where it is drawn
+    bar: Bar | None = None  # shows progress instead of lines, on a terminal
     strikes: list[Strike] = field(default_factory=list)
     real_s: float = 0.0
     _told: int = 0
     _line_s: float = 0.0
 
     async def run(self) -> Job:
-        """An interrupt takes everything down first. Raises KeyboardInterrupt then."""
+        """Run the job to its end. An interrupt terminates all nodes, then raises KeyboardInterrupt."""
         context = self.context
         store = context.store
         job = store.add_job(context.stage.task.name or "rehearsal", context.stage.played)
@@ -60,8 +60,8 @@ class Driver:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(interrupted.wait(), LOOK_S)
             if interrupted.is_set() or not self._read_job(job.id).status.is_terminal:
-                interrupted.set()  # a daemon takes SIGTERM for itself and leaves: the next one gives the nodes back
-                self.tell("interrupted: taking the nodes down ...")
+                interrupted.set()  # the daemon itself exits on SIGTERM: the next one terminates the nodes
+                self.tell("interrupted: terminating the nodes ...")
                 store.request_cancel(job.id)
                 await driving
                 _listen(interrupted)
@@ -120,7 +120,7 @@ class Driver:
             return
         self._line_s = real_s
         spent = self.context.store.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
-        if self.bar is not None:  # which shows the step itself, and leaves half a line for text
+        if self.bar is not None:  # it shows the step itself, and leaves half a line for text
             loss = f" loss {line.loss:.3f}," if line.loss is not None else ""
             self.bar.describe(f"{self._stamp().strip()},{loss} {show_usd(spent)} USD")
             self.bar.update(line.step, total=line.total or None)
@@ -132,13 +132,13 @@ class Driver:
         self.tell(f"{self._stamp()}   " + "  ".join([*parts, f"{show_usd(spent)} USD so far"]))
 
     def _is_due(self, number: int, line: Line | None) -> bool:
-        """Mid-run, and a few steps past a checkpoint, so that something is lost and something is kept."""
+        """Tell whether to preempt now: mid-run and past a checkpoint, so that some steps are lost and some are kept."""
         attempts = self.context.program.attempts
         if len(self.strikes) >= self.preemptions or number not in attempts:
             return False
         if self.strikes and self.strikes[-1].attempt == number:
             return False
-        if line is None or not line.total:  # it does not say how far it has come: then time must do
+        if line is None or not line.total:  # without reported progress, go by time
             has_told = line is None and any(each.looks for each in attempts.values())
             running_s = attempts[number].running_s
             return not has_told and running_s is not None and SystemClock().now_s() - running_s >= SILENT_S_MAX
@@ -152,13 +152,13 @@ class Driver:
         cloud = self.context.rehearsed[cluster.placement.offer.cloud]
         notice_s = self._choose_notice_s(cluster)
         self.strikes.append(Strike(attempt=number, step=line.step if line else None, notice_s=notice_s))
-        warning = f"with {show_duration(min(notice_s, NOTICE_S_MAX))} notice" if notice_s else "with no warning"
+        warning = f"with {show_duration(min(notice_s, NOTICE_S_MAX))} notice" if notice_s else "without notice"
         place = cluster.placement.offer.zone or cluster.placement.offer.region
-        self.tell_market(f"the spot market of {place} takes all nodes away {warning}")
+        self.tell_market(f"the spot market of {place} preempts all nodes {warning}")
         try:
             await cloud.preempt_nodes([node.id for node in cluster.nodes], notice_s=notice_s)
-        except CloudError as error:  # a busy machine takes long to kill a process tree; the next looks find it gone
-            self.tell_market(f"they go slowly: {error.message}")
+        except CloudError as error:  # on a busy machine killing a process tree takes long; later polls find it gone
+            self.tell_market(f"the preemption is slow: {error.message}")
 
     def _choose_notice_s(self, cluster: Cluster) -> float:
         if self.notice_s is not None:
@@ -171,7 +171,7 @@ class Driver:
             self.tell(f"{self._stamp(event.time_s)} * {event.message}")
 
     def _stamp(self, time_s: float | None = None) -> str:
-        """Simulated time since the start: `  4h 07m`."""
+        """Format the simulated time since the start: `  4h 07m`."""
         now_s = self.context.clock.now_s() if time_s is None else time_s
         minutes = int(max(0.0, now_s - self.context.start_s) // 60)
         return f"{minutes // 60:3d}h {minutes % 60:02d}m"

@@ -1,9 +1,9 @@
-"""The closing account of a rehearsal, for people."""
+"""Print the summary of a rehearsal."""
 
 from __future__ import annotations
 
 from broker.cli.rehearse_result import Rehearsal, list_places
-from broker.cli.render import print_line, print_wrapped, show_duration, show_hours, show_usd
+from broker.cli.render import print_line, print_wrapped, show_count, show_duration, show_hours, show_usd
 
 MARKS = {"good": "ok ", "note": "!  ", "bad": "BAD"}
 
@@ -18,13 +18,13 @@ def show_rehearsal(result: Rehearsal) -> None:
         ("status", result.status.value),
         ("steps", f"{summary.steps}{total}"),
         ("steps lost", str(lost)),
-        ("preemptions", f"{result.preemptions}; {result.refusals} refusals"),
+        ("preemptions", f"{result.preemptions}; {show_count(result.refusals, 'refused request')}"),
         ("recoveries", str(summary.recoveries)),
         ("ran in", ", then ".join(list_places(result.places)) or "-"),
         (
             "simulated time",
-            f"{show_duration(summary.total_s)}, {show_duration(summary.useful_s)} of it useful; "
-            f"recovering took {show_duration(summary.recovery_s)}",
+            f"{show_duration(summary.total_s)}, {show_duration(summary.useful_s)} useful; "
+            f"{show_duration(summary.recovery_s)} in recovery",
         ),
         (
             "simulated bill",
@@ -42,7 +42,7 @@ def show_rehearsal(result: Rehearsal) -> None:
     _show_forecast(result)
     if measures.stall_s is not None and measures.stall_s > result.checkpoint.stall_s:
         print_wrapped(
-            f"!   stall: a checkpoint held up the steps for {measures.stall_s:.1f} s here, and the task says "
+            f"!   stall: a checkpoint delayed steps by {measures.stall_s:.1f} s here; the task specifies "
             f"{result.checkpoint.stall_s:g} s (`checkpoint: stall`)",
             indent=4,
         )
@@ -52,9 +52,9 @@ def _say_measures(result: Rehearsal) -> str:
     measures = result.measures
     words = []
     if measures.step_s is not None:
-        words.append(f"{measures.step_s * 1000:,.0f} ms a step")
+        words.append(f"{measures.step_s * 1000:,.0f} ms per step")
     if measures.stall_s is not None:
-        words.append(f"{measures.stall_s * 1000:,.0f} ms a checkpoint")
+        words.append(f"{measures.stall_s * 1000:,.0f} ms per checkpoint")
     if measures.start_s is not None:
         words.append(f"{measures.start_s:.1f} s from start to first step")
     return ", ".join(words)
@@ -66,7 +66,9 @@ def _show_forecast(result: Rehearsal) -> None:
         return
     estimate = result.forecast
     if estimate is None or estimate.expected_hours is None:
-        print_wrapped("!   forecast: none; `goal: {work: ...}` in the task says what the real run is", indent=4)
+        print_wrapped(
+            "!   forecast: not available; describe the real run with `goal: {work: ...}` in the task", indent=4
+        )
         return
     text = (
         f"forecast: {show_usd(estimate.expected_usd)} USD and {show_hours(estimate.expected_hours)} for the real run, "
@@ -74,5 +76,5 @@ def _show_forecast(result: Rehearsal) -> None:
     )
     mark = MARKS["good"]
     if estimate.deadline_chance is not None:
-        text += f"; the deadline of {show_hours(result.deadline_hours)} holds with {estimate.deadline_chance:.0%}"
+        text += f"; {estimate.deadline_chance:.0%} chance to meet the deadline of {show_hours(result.deadline_hours)}"
     print_wrapped(f"{mark} {text}", indent=4)

@@ -1,4 +1,4 @@
-"""What a rehearsal shows about the real run: does it resume, what is lost, does its checkpoint interval suit. Pure."""
+"""Judge a rehearsal: whether the program resumes, what it loses, and whether its checkpoint interval fits. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD_SHARE = 0.02  # of expected time that an interval may cost over the best on
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One sentence, and what to do about it."""
+    """One finding, with a hint on how to fix it."""
 
     level: Level
     about: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The program's checkpoint interval against the best one, for `work_hours` at `hazard` preemptions an hour."""
+    """The program's checkpoint interval and the best one, for `work_hours` at `hazard` preemptions per hour."""
 
     every_s: float  # simulated seconds of work from one checkpoint to the next
     best_s: float  # Young/Daly; infinite without hazard
@@ -50,7 +50,7 @@ class Interval:
 def weigh_interval(
     measures: Measures, *, work_hours: float, hazard: float, checkpoint: CheckpointSpec
 ) -> Interval | None:
-    """None where the program does not tell of steps and checkpoints."""
+    """Compare intervals; None where the program does not report steps and checkpoints."""
     if not measures.total or not measures.checkpoint_steps or work_hours <= 0:
         return None
     step_s = work_hours * 3600 / measures.total
@@ -81,16 +81,16 @@ def judge_resume(
     last_words: str = "",
     missing_module: str = "",
 ) -> list[Finding]:
-    """Whether the program went on where it was. One sentence for each way in which it did not.
+    """Judge whether the program resumed where it was, with one finding for each way in which it did not.
 
-    `has_saved`: anything lies in the checkpoint folder. `failure`: why the job ended, where it did not succeed, and
-    `last_words`: the last line of its log. `missing_module`: what Python could not import, by the log.
+    `has_saved`: the checkpoint folder is not empty. `failure`: why the job failed, with `last_words`, the last line of
+    its log. `missing_module`: the module that Python could not import, from the log.
     """
     if failure and missing_module:
         return [_explain_import(missing_module)]
     found = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
     if failure and last_words:
-        found.append(Finding(level="note", about="log", text=f"it ends with `{last_words}`"))
+        found.append(Finding(level="note", about="log", text=f"the last line is `{last_words}`"))
     return found
 
 
@@ -98,8 +98,8 @@ def _explain_import(module: str) -> Finding:
     package = module.partition(".")[0]
     hint = f"install it where `broker` is installed, or in the task's `setup:`: `pip install {package}`"
     if package in TRAINER_PACKAGES:
-        hint = "the bundled trainers need it: `pip install 'intercloud-broker[train]'`"
-    text = f"the program needs the Python package `{package}`, which is not installed here"
+        hint = "the bundled trainers require it: `pip install 'intercloud-broker[train]'`"
+    text = f"the program requires the Python package `{package}`, which is not installed here"
     return Finding(level="bad", about="program", text=text, hint=hint)
 
 
@@ -107,50 +107,50 @@ def _judge_resume(
     trials: Sequence[Trial], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
 ) -> list[Finding]:
     if not any(trial.lines for trial in trials):
-        return [_bad("the program wrote no progress, so nobody can tell whether it resumed", REPORT_HINT)]
+        return [_bad("the program reported no progress, so it is unknown whether it resumed", REPORT_HINT)]
     if failure and len(trials) > 1 and not trials[-1].lines:
         before = max((each.saved_step for each in trials if each.saved_step is not None), default=None)
-        where = f"from the checkpoint at step {before} on" if before else "again"
-        text = f"attempt {trials[-1].number} should have gone {where} and ended before its first step: {failure}"
-        return [_bad(text, "load what was saved as it was saved; `broker rehearse` again shows when it does")]
+        where = f"from the checkpoint at step {before}" if before else "from the start"
+        text = f"attempt {trials[-1].number} should have resumed {where}, but ended before its first step: {failure}"
+        return [_bad(text, "make the program load its own checkpoint, and check it with `broker rehearse`")]
     scratch = [each for each in resumes if each.is_from_scratch]
     if scratch:
         return [_judge_scratch(scratch[0], has_saved=has_saved)]
     if not resumes:
-        text = "nothing was taken away" if not preemptions else "it was taken away before it had reported a step"
-        return [Finding(level="note", about="resume", text=f"not shown: {text}")]
+        text = "there was no preemption" if not preemptions else "the preemption came before the first reported step"
+        return [Finding(level="note", about="resume", text=f"not tested: {text}")]
     short = next((each for each in resumes if each.is_short), None)
     if short is not None:
         return [
             _bad(
-                f"attempt {short.number} went on from step {short.begin_step}, though it had reported "
+                f"attempt {short.number} resumed from step {short.begin_step}, although the program had reported "
                 f"a checkpoint at step {short.saved_step}",
-                "report `checkpoint_step` only when the checkpoint is complete and would be found",
+                "report `checkpoint_step` only when the checkpoint is complete and can be loaded",
             )
         ]
     steps = ", ".join(str(each.begin_step) for each in resumes)
     lost = sum(each.steps_lost for each in resumes)
     times = "once" if len(resumes) == 1 else f"{len(resumes)} times"
-    again = "1 step was" if lost == 1 else f"{lost} steps were"
-    return [Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; {again} done twice")]
+    again = "1 step" if lost == 1 else f"{lost} steps"
+    return [Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; repeated {again}")]
 
 
 def _judge_scratch(first: Resume, *, has_saved: bool) -> Finding:
     saved = first.saved_step
     if saved:
-        why = f"though it had reported a checkpoint at step {saved}"
+        why = f"although it had reported a checkpoint at step {saved}"
         hint = "load the newest checkpoint from $BROKER_CHECKPOINT_DIR at the start, on every rank"
         if not has_saved:
-            why += ": $BROKER_CHECKPOINT_DIR is empty, so that went with the nodes"
-            hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes; every other folder goes with them"
+            why += ": $BROKER_CHECKPOINT_DIR is empty, so the checkpoint was lost with the nodes"
+            hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes; every other folder is lost with them"
     elif has_saved:
-        why = "though something lies in $BROKER_CHECKPOINT_DIR"
+        why = "although $BROKER_CHECKPOINT_DIR is not empty"
         hint = "load it at the start, on every rank, and report `checkpoint_step` after each save"
     else:
-        why = "and it had reported no checkpoint"
+        why = "without a reported checkpoint"
         hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes, and load from it at the start"
     return _bad(
-        f"attempt {first.number} started again from step 0, {why}; "
+        f"attempt {first.number} restarted from step 0, {why}; "
         f"{'1 step was' if first.last_step == 1 else f'{first.last_step} steps were'} lost",
         hint,
     )
@@ -163,9 +163,9 @@ def _bad(text: str, hint: str) -> Finding:
 def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:
     found = []
     if repeats.steps:
-        found.append(_judge_comparison(repeats, "done twice"))
+        found.append(_judge_comparison(repeats, "repeated"))
     if unbroken is not None and unbroken.steps:
-        found.append(_judge_comparison(unbroken, "compared with an unbroken run"))
+        found.append(_judge_comparison(unbroken, "compared with an uninterrupted run"))
     elif unbroken is not None:
         found.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
     return found
@@ -174,15 +174,15 @@ def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Findi
 def _judge_comparison(comparison: Comparison, what: str) -> Finding:
     steps = show_count(comparison.steps, "step")
     if comparison.is_exact:
-        return Finding(level="good", about="losses", text=f"{steps} {what}: every loss equal, bit for bit")
+        return Finding(level="good", about="losses", text=f"{steps} {what}: all losses are bit-identical")
     assert comparison.first is not None
     step, one, other = comparison.first
     return Finding(
         level="note",
         about="losses",
-        text=f"{comparison.steps - comparison.equal} of {steps} {what} have another loss, "
-        f"first step {step}: {one!r} and {other!r}",
-        hint="for an exact resume, save the position in the data, every rank's random numbers and the optimizer too",
+        text=f"{comparison.steps - comparison.equal} of {steps} {what} have a different loss, "
+        f"first at step {step}: {one!r} and {other!r}",
+        hint="for an exact resume, also save the data position, the random state of every rank, and the optimizer",
     )
 
 
@@ -190,12 +190,12 @@ def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
     if not given:
         return []
     if not ignored:
-        return [Finding(level="good", about="notice", text="the program ended in time when it was warned")]
+        return [Finding(level="good", about="notice", text="the program exited in time after the preemption warning")]
     return [
         Finding(
             level="bad",
             about="notice",
-            text=f"the program went on after SIGTERM until the machine was gone, {show_duration(grace_s)} later",
+            text=f"the program ignored SIGTERM until its node was terminated {show_duration(grace_s)} later",
             hint="on SIGTERM, or when $BROKER_PREEMPTION_FILE appears, save and exit",
         )
     ]
@@ -208,18 +208,16 @@ def judge_interval(interval: Interval | None, hazard: float, stall_s: float) -> 
         f"a checkpoint every {show_count(interval.every_steps, 'step')} is one every {show_duration(interval.every_s)}"
     )
     if interval.best_steps is None or hazard <= 0:
-        return [
-            Finding(level="note", about="interval", text=f"{as_is}; this place is never preempted, as far as known")
-        ]
+        return [Finding(level="note", about="interval", text=f"{as_is}; no preemptions are known for this location")]
     best = f"{show_duration(interval.best_s)} or {show_count(interval.best_steps, 'step')}"
-    basis = f"Young/Daly for one preemption in {show_duration(3600 / hazard)} and {stall_s:g} s a save"
+    basis = f"Young/Daly for one preemption in {show_duration(3600 / hazard)} and {stall_s:g} s per checkpoint"
     if interval.waste_share <= GOOD_SHARE:
-        return [Finding(level="good", about="interval", text=f"{as_is}, which suits: {basis} says {best}")]
+        return [Finding(level="good", about="interval", text=f"{as_is}, which fits: {basis} gives {best}")]
     return [
         Finding(
             level="note",
             about="interval",
-            text=f"{as_is}: {interval.waste_share:.0%} more time than at best. {basis} says {best}",
+            text=f"{as_is}: {interval.waste_share:.0%} more time than the optimum; {basis} gives {best}",
             hint=f"save every {show_count(interval.best_steps, 'step')}",
         )
     ]

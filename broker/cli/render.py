@@ -1,4 +1,4 @@
-"""How things look: tables that fit 80 columns, money, durations, errors. Data goes to stdout, the rest to stderr."""
+"""Render tables that fit 80 columns, money, durations and errors. Data goes to stdout, the rest to stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\
 
 
 def print_error(error: Exception) -> int:
-    """Say what happened, why and what to do next; return the exit code."""
+    """Print what happened, why and what to do next; return the exit code."""
     if isinstance(error, TaskError):
         from broker.task.diagnostics import render_issue
 
@@ -39,7 +39,7 @@ def print_error(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         return _print_os_error(error)
     _say(f"{_error()} {type(error).__name__}: {error}")
-    _say(f"\n{_hint()} this is a fault of broker; `broker --debug ...` shows where")
+    _say(f"\n{_hint()} this is a bug in broker; run `broker --debug ...` for the stack trace")
     return 1
 
 
@@ -52,17 +52,17 @@ def _hint() -> str:
 
 
 def _print_os_error(error: OSError) -> int:
-    """A file or disk that cannot be used is no fault of broker's; where it is the state folder's, the code says so."""
+    """Print an unusable file or disk, which is not a bug; the exit code tells whether it is the state folder's."""
     home = find_home()
     path = Path(str(error.filename)) if isinstance(error.filename, str | bytes | Path) else None
     is_ours = path is not None and (path == home or home in path.parents)
-    _say(f"{_error()} {path or 'a file'} cannot be used: {error.strerror}")
+    _say(f"{_error()} cannot use {path or 'a file'}: {error.strerror}")
     _say(f"\n{_hint()} check the disk, the folder and its permissions{f' below {home}' if is_ours else ''}")
     return StateError.exit_code if is_ours or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else 1
 
 
 def note_damage(error: BrokerError) -> None:
-    """Of one row in a list: the others are shown all the same."""
+    """Warn of one damaged row; the others are still shown."""
     print_note(f"warning: {error.message}")
     for hint in error.hints:
         print_note(f"hint: {hint}")
@@ -78,14 +78,14 @@ def print_line(text: str = "") -> None:
 
 
 def print_wrapped(text: str, *, indent: int) -> None:
-    """A sentence over as many lines as it takes; those after the first are indented."""
+    """Print a sentence wrapped to the width, with a hanging indent."""
     import textwrap
 
     print_line(textwrap.fill(clean(text), WIDTH_DEFAULT, subsequent_indent=" " * indent, break_on_hyphens=False))
 
 
 def print_wrapped_note(text: str) -> None:
-    """Progress and advice of several lines, each wrapped."""
+    """Print several lines of progress or advice, each wrapped."""
     import textwrap
 
     for line in text.splitlines():
@@ -93,7 +93,7 @@ def print_wrapped_note(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Progress and advice: for people, so on stderr."""
+    """Print progress or advice to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -105,7 +105,7 @@ def print_json(value: Any) -> None:
 
 
 def measure_width() -> int:
-    """Columns of the terminal, or of `COLUMNS`; 80 where nobody says, as in a pipe."""
+    """Return the columns of the terminal, or of `COLUMNS`; 80 in a pipe."""
     import os
     import shutil
 
@@ -121,7 +121,7 @@ def print_table(
     firm: Sequence[str] = (),
     least: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """What `format_table` gives."""
+    """Print the table that `format_table` makes."""
     for line in format_table(columns, rows, right=right, firm=firm, least=least):
         print_line(line)
 
@@ -134,9 +134,9 @@ def format_table(
     firm: Sequence[str] = (),
     least: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
-    """A table, as wide as the terminal at most: the widest column that is not `firm` gives way first.
+    """Format a table no wider than the terminal by shrinking the widest column that is not `firm`.
 
-    Columns in `least` keep that width until no other can give. Cells that differ are never cut to the same text.
+    Columns in `least` keep that width until no other can shrink. Different cells are never cut to the same text.
     """
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
@@ -166,12 +166,11 @@ def format_table(
 
 
 def _fit_column(cells: Sequence[str], width: int) -> list[list[str]]:
-    """The lines of each cell: cut at its end where that leaves different cells different, else in the middle, else
-    wrapped.
+    """Fit cells: cut them at the end if different cells stay different, else in the middle, else wrap them.
 
-    Names of machines share their first letters: `Standard_ND96isr_H100_v5`, `Standard_ND96isr_H200_v5`.
+    Instance types share their first letters: `Standard_ND96isr_H100_v5`, `Standard_ND96isr_H200_v5`.
     """
-    if all(len(cell) <= width for cell in cells):  # also a column without a name and text, which has no width
+    if all(len(cell) <= width for cell in cells):  # includes a column without name and text, of width 0
         return [[cell] for cell in cells]
     for head in range(width - 1, -1, -1):
         fitted = {cell: _fit(cell, width, head=head) for cell in cells}
@@ -181,7 +180,7 @@ def _fit_column(cells: Sequence[str], width: int) -> list[list[str]]:
 
 
 def _fit(cell: str, width: int, *, head: int | None = None) -> str:
-    """At most `width` characters; of a longer cell the first `head`, an ellipsis and its end."""
+    """Cut a cell to `width` characters: its first `head`, an ellipsis and its end."""
     if len(cell) <= width:
         return cell
     head = width - 1 if head is None else head
@@ -189,17 +188,17 @@ def _fit(cell: str, width: int, *, head: int | None = None) -> str:
 
 
 def clean(text: str) -> str:
-    """Without control characters: what a remote machine prints must not drive this terminal."""
+    """Remove control characters: remote output must not control this terminal."""
     return _CONTROL.sub("", text)
 
 
 def show_count(count: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
+    """Show a count with its noun: `1 node`, `2 nodes`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def show_usd(amount: float | None, *, is_estimated: bool = False) -> str:
-    """Two decimals, more for small amounts; `~` marks an estimate."""
+    """Show an amount with two decimals, more for small ones; `~` marks an estimate."""
     if amount is None:
         return "-"
     digits = 2 if amount >= 1 or amount == 0 else 4
@@ -221,7 +220,7 @@ def show_duration(seconds: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Frozen dataclasses as JSON-ready data; secrets show their names only."""
+    """Convert frozen dataclasses to JSON-ready data; secrets become `***`."""
     import msgspec
 
     from broker.types import Secret

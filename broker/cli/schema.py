@@ -1,4 +1,4 @@
-"""`broker schema`: the task file's JSON Schema, with which editors complete and check it."""
+"""`broker schema`: print the JSON Schema of task files, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from broker.cli.render import print_line, print_note
 
 def schema(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write it to a file instead.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout.", show_default=False),
     ] = None,
 ) -> None:
     """Print the JSON Schema of task files, for editors."""
@@ -29,4 +30,4 @@ def schema(
         output.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write `{output}`: {(error.strerror or 'unknown').lower()}") from None
-    print_note(f"`# yaml-language-server: $schema={output}` as a task file's first line makes editors use it")
+    print_note(f"to use it in an editor, begin task files with `# yaml-language-server: $schema={output}`")

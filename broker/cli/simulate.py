@@ -1,4 +1,4 @@
-"""`broker simulate TASK.yaml`: the task's own life over recorded spot markets, under several policies side by side."""
+"""`broker simulate TASK.yaml`: compare spot policies for a task on recorded or synthetic markets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.cli import options
-from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_hours, show_usd
+from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_count, show_hours, show_usd
 from broker.cli.terminal import show_progress
 from broker.errors import NoOfferError, UsageError
 
@@ -19,30 +19,53 @@ if TYPE_CHECKING:
     from broker.spot.traces import Trace
     from broker.types import Estimate, Task
 
-SLACK_DEFAULT = 1.5  # the deadline over the work, where the task has none
+SLACK_DEFAULT = 1.5  # deadline / work, for a task without a deadline
 STARTS_MAX = 100_000
 BAR_WIDTH = 44
 
 
 def simulate(
     entrypoint: options.Entrypoint,
-    traces: Annotated[Path | None, typer.Option("--traces", help="A trace file, or a folder of them.")] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help="NAME,NAME,...; default: all.")] = None,
-    starts: Annotated[int, typer.Option("--starts", min=1, max=STARTS_MAX, help="Moments of submission.")] = 16,
+    traces: Annotated[
+        Path | None, typer.Option("--traces", metavar="PATH", help="Trace file, or folder of traces.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME[,...]", help="Policies (default: all).")
+    ] = None,
+    starts: Annotated[
+        int, typer.Option("--starts", metavar="N", min=1, max=STARTS_MAX, help="Number of start times to sample.")
+    ] = 16,
     optima: Annotated[
         int | None,
-        typer.Option("--optima", min=0, help="For how many of them to find the optimum; default: by effort."),
+        typer.Option(
+            "--optima",
+            metavar="N",
+            min=0,
+            help="Number of start times to compute the optimum for (default: by effort).",
+        ),
     ] = None,
-    apart: Annotated[bool, typer.Option("--apart", help="Each trace alone; default: zones of one market.")] = False,
-    notice: Annotated[float, typer.Option("--notice", min=0, help="Seconds of warning before a preemption.")] = 0,
-    deadline_hours: Annotated[float | None, typer.Option("--deadline-hours", help="Over the task's.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with time lines to this file.")] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Replay each trace as a market of its own (default: zones of one market).")
+    ] = False,
+    notice: Annotated[
+        float, typer.Option("--notice", metavar="SECONDS", min=0, help="Preemption warning in seconds.")
+    ] = 0,
+    deadline_hours: Annotated[
+        float | None,
+        typer.Option("--deadline-hours", metavar="HOURS", help=f"Deadline in hours ({options.OVERRIDES})."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML report with timelines.")
+    ] = None,
     infra: options.Infra = None,
     gpus: options.Gpus = None,
     num_nodes: options.NumNodes = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Replay a task over recorded spot markets, policy by policy."""
+    """Compare spot policies for a task on recorded markets.
+
+    Without --traces, the markets are synthetic.
+    """
     from broker.cli.context import Context
     from broker.spot.policies import POLICIES
     from broker.spot.study import run_study
@@ -62,7 +85,7 @@ def simulate(
     if html is not None:
         from broker.cli.simulate_html import write_report
 
-        kind = "made-up" if traces is None else "recorded"
+        kind = "synthetic" if traces is None else "recorded"
         facts = [("markets", f"{len(found)} {kind}"), *job.list_facts()]
         write_report(html, study, title=f"{task.name or 'task'} on {kind} spot markets", facts=facts)
     if as_json:
@@ -70,12 +93,12 @@ def simulate(
         return
     _show(job, study, found, source=traces)
     if html is not None:
-        print_note(f"report written to {html}")
+        print_note(f"wrote {html}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedJob:
-    """What the task comes to on the machines that it would run on."""
+    """The task on the instances that it would run on."""
 
     estimate: Estimate
     ondemand_usd_hour: float  # of the gang
@@ -97,7 +120,7 @@ class SimulatedJob:
             ("prices", f"{show_usd(self.ondemand_usd_hour)} on-demand, {show_usd(self.spot_usd_hour)} spot, USD/h"),
             ("work", show_hours(self.work_hours)),
             ("deadline", f"{show_hours(self.deadline_hours)}{assumed}"),
-            ("start", f"{show_hours(self.start_hours)}, billed, each time"),
+            ("start", f"{show_hours(self.start_hours)} each time, billed"),
             ("checkpoint", f"every {every}"),
         ]
 
@@ -109,10 +132,10 @@ def _choose_policies(text: str | None, known: Sequence[str]) -> list[str]:
             import difflib
 
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"policies: {', '.join(known)}"
-            raise UsageError(f"there is no policy `{name}`", hints=[hint])
+            hint = f"did you mean `{near[0]}`?" if near else f"known policies: {', '.join(known)}"
+            raise UsageError(f"unknown policy `{name}`", hints=[hint])
     if not names:
-        raise UsageError("`--policy` names no policy", hints=[f"policies: {', '.join(known)}"])
+        raise UsageError("`--policy` must name a policy", hints=[f"known policies: {', '.join(known)}"])
     return ["on-demand", *(name for name in names if name != "on-demand")]
 
 
@@ -126,7 +149,7 @@ def _read_traces(path: Path | None) -> list[Trace]:
 def _measure(
     context: Any, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
 ) -> SimulatedJob:
-    """Raises UsageError for a task without work, NoOfferError where nothing is for sale as spot and as on-demand."""
+    """Plan the task. Raises UsageError without work, NoOfferError without an offer of both spot and on-demand."""
     from dataclasses import replace
 
     from broker.optimizer.cost import Terms
@@ -134,15 +157,15 @@ def _measure(
 
     if task.goal is None or task.goal.work_hours is None:
         raise UsageError(
-            "the task does not say how much work it is, and that is what is replayed",
-            hints=["write `goal: {work: 40h, deadline: 60h}` in the task"],
+            "a simulation requires the amount of work, which the task does not specify",
+            hints=["add `goal: {work: 40h, deadline: 60h}` to the task"],
         )
     free = replace(task, resources=tuple(replace(each, use_spot=None) for each in task.resources))
     plan = context.plan(replace(free, goal=replace(task.goal, deadline_hours=None, budget_usd=None)))
     both = (each for each in plan.estimates if each.placement.is_spot and each.placement.offer.ondemand_usd_hour)
     estimate = next(both, None)
     if estimate is None or estimate.breakdown is None:
-        raise NoOfferError("nothing that fits the task is sold both as spot and on-demand")
+        raise NoOfferError("no offer that fits the task is available both as spot and on-demand")
     placement = estimate.placement
     work = estimate.breakdown.work_hours
     deadline = deadline_hours or task.goal.deadline_hours
@@ -165,15 +188,15 @@ def _measure(
     )
     if job.deadline_hours < job.work_hours + job.start_hours:
         raise UsageError(
-            f"not even on-demand is in time: {show_hours(job.work_hours)} of work and a start of "
-            f"{show_hours(job.start_hours)}, and the deadline is {show_hours(job.deadline_hours)}",
-            hints=[f"--deadline-hours {1.2 * (job.work_hours + job.start_hours):.1f}"],
+            f"the deadline of {show_hours(job.deadline_hours)} cannot be met even on-demand: "
+            f"{show_hours(job.work_hours)} of work and {show_hours(job.start_hours)} to start",
+            hints=[f"pass `--deadline-hours {1.2 * (job.work_hours + job.start_hours):.1f}"],
         )
     return job
 
 
 def _mean_hazard(traces: Sequence[Trace]) -> float:
-    """Preemptions an hour of open market, over all recordings."""
+    """Return preemptions per hour of available spot, over all recordings."""
     seen = [trace.count_spells() for trace in traces]
     hours = sum(sum(each.open_hours) for each in seen)
     return sum(sum(each.open_ends) for each in seen) / hours if hours > 0 else 0.0
@@ -185,7 +208,7 @@ def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_a
     from broker.spot.study import Scene, spread_starts
     from broker.types import Offer, Placement
 
-    # The book's price is the cheapest zone's; how zones differ, and how prices move, is as recorded.
+    # The catalog's price is the cheapest zone's; differences between zones and over time are as recorded.
     least = min((each.prices[0] for each in traces if each.prices and each.prices[0] > 0), default=1.0)
 
     def place(trace: Trace) -> Site:
@@ -218,7 +241,7 @@ def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_a
 
 
 def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: Path | None) -> None:
-    print_line(f"{len(study.scenes)} replays a policy over {_name_source(traces, source)}")
+    print_line(f"{len(study.scenes)} replays per policy on {_name_source(traces, source)}")
     for name, text in job.list_facts():
         print_line(f"{name:>12}  {text}")
     print_line()
@@ -230,19 +253,19 @@ def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: P
     for line in _draw(study, base):
         print_line(line)
     if any(each.is_oracle for each in study.scores):
-        print_line("* is told when each spell of spot will end; no real policy can know")
-    print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions a replay")
+        print_line("* knows when each spot interval ends, which no real policy can")
+    print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions per replay")
     known = sum(each is not None for each in study.optima)
     if known:
-        print_line("OVER: mean cost above the optimum's, which knows the future; within 0.3 %")
+        print_line("OVER: mean cost above the optimum, which knows the future; accurate to 0.3 %")
         if known < len(study.scenes):
-            print_line(f"The optimum was found for {known} of the replays and is estimated for the others")
+            print_line(f"The optimum is computed for {known} of the replays and estimated for the others")
 
 
 def _name_source(traces: Sequence[Trace], source: Path | None) -> str:
     if source is not None:
-        return f"{len(traces)} trace{'s' if len(traces) > 1 else ''} of {source}"
-    return f"{len(traces)} made-up traces (`--traces DIR` takes recordings)"
+        return f"{show_count(len(traces), 'trace')} from {source}"
+    return f"{len(traces)} synthetic traces (use recordings with `--traces DIR`)"
 
 
 def _list_cells(score: Score, base: float) -> list[str]:
@@ -255,12 +278,12 @@ def _list_cells(score: Score, base: float) -> list[str]:
 
 
 def _show_cost(usd: float) -> str:
-    """Of thousands of USD the cents are left out, so that the table fits."""
+    """Show amounts from 1,000 USD without cents, so that the table fits."""
     return f"{usd:,.0f}" if usd >= 1000 else show_usd(usd)
 
 
 def _draw(study: Study, base: float) -> list[str]:
-    """Mean cost as bars."""
+    """Draw mean costs as bars."""
     bars = [(each.policy, each.usd_mean) for each in study.scores]
     if study.optimum_usd_mean is not None:
         bars.append(("(optimum)", study.optimum_usd_mean))

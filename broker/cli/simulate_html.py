@@ -1,4 +1,4 @@
-"""The report of `broker simulate --html`: one file without scripts or links that any browser opens."""
+"""The report of `broker simulate --html`: one HTML file without scripts or external links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ svg { max-width: 100%; height: auto; } .key span { margin-right: 18px; white-spa
 
 
 def write_report(file: Path, study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -> None:
-    """Raises UsageError where the file cannot be written."""
+    """Write the report. Raises UsageError where the file cannot be written."""
     text = "\n".join(draw_report(study, title=title, facts=facts)) + "\n"
     try:
         file.write_text(text, encoding="utf-8")
@@ -44,13 +44,13 @@ def draw_report(study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -
     yield from (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts)
     yield "</table>"
     yield from _draw_table(study)
-    yield "<h2>What every replay cost, from the cheapest to the dearest</h2>"
+    yield "<h2>Cost of every replay, in ascending order</h2>"
     yield from _draw_costs(study)
-    yield "<h2>Time lines</h2>"
+    yield "<h2>Timelines</h2>"
     yield '<p class="key">'
     for name, words in (
         ("spot", "on spot"), ("on-demand", "on-demand"), ("start", "starting, billed"),
-        ("lost", "lost to the market"), ("open", "spot open"),
+        ("lost", "preempted"), ("open", "spot available"),
     ):  # fmt: skip
         yield f'<span><i style="background:{COLOURS[name]}"></i>{words}</span>'
     yield "</p>"
@@ -61,12 +61,12 @@ def draw_report(study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -
 
 def _draw_table(study: Study) -> Iterator[str]:
     names = ("policy", "USD, mean", "USD, p95", "over the optimum", "time, mean", "time, p95", "preemptions", "late")
-    yield f"<h2>{len(study.scenes)} replays a policy</h2><table><tr>"
+    yield f"<h2>{len(study.scenes)} replays per policy</h2><table><tr>"
     yield "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for each in study.scores:
         over = "-" if each.over_optimum is None else f"{each.over_optimum:+.1%}"
         cells = (
-            escape(each.policy) + (" (told the future)" if each.policy in ORACLES else ""), show_usd(each.usd_mean),
+            escape(each.policy) + (" (knows the future)" if each.policy in ORACLES else ""), show_usd(each.usd_mean),
             show_usd(each.usd_p95), over, show_hours(each.hours_mean), show_hours(each.hours_p95),
             f"{each.preemptions_mean:.1f}", str(each.late),
         )  # fmt: skip
@@ -75,7 +75,7 @@ def _draw_table(study: Study) -> Iterator[str]:
 
 
 def _draw_costs(study: Study) -> Iterator[str]:
-    """One line a policy: the sorted costs of its replays."""
+    """Draw one line a policy: the sorted costs of its replays."""
     height, right, bottom = 300, 170, 34
     most = max(each.usd for found in study.outcomes for each in found) * 1.05
     room = WIDTH - 60 - right
@@ -100,7 +100,7 @@ def _draw_costs(study: Study) -> Iterator[str]:
 
 
 def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
-    """Moved apart by a line where they would lie on each other, down first, and up again from `lowest` on."""
+    """Move overlapping labels apart by a line: first down, then up from `lowest`."""
     placed, last = [0.0] * len(heights), -100.0
     ranked = sorted(range(len(heights)), key=lambda each: heights[each])
     for index in ranked:
@@ -112,7 +112,7 @@ def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
 
 
 def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
-    """Markets above, one line a policy below, from submission to the last end or the deadline."""
+    """Draw the markets above and one line a policy below, from submission to the last end or the deadline."""
     case = scene.case
     names = [each.policy for each in study.scores]
     lives = [
@@ -126,8 +126,8 @@ def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
     def x(hours: float) -> float:
         return round(LEFT + hours * scale, 1)
 
-    yield f"<h3>Submitted at hour {scene.from_hour:.1f} of the markets</h3>"
-    yield f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" font-size="12" role="img" aria-label="time lines">'
+    yield f"<h3>Submitted at hour {scene.from_hour:.1f} of the traces</h3>"
+    yield f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" font-size="12" role="img" aria-label="timelines">'
     top = 0
     for site in case.sites:
         yield f'<text x="{LEFT - 8}" y="{top + 15}" text-anchor="end">{escape(site.trace.name[-22:])}</text>'
@@ -136,7 +136,7 @@ def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
             _, is_open, _ = site.read_step(step)
             end = min(site.read_step(step + 1)[0] - scene.from_hour, span)
             if is_open and end > begin:
-                yield _box(x(begin), top + 5, x(end), 12, COLOURS["open"], "spot open")
+                yield _box(x(begin), top + 5, x(end), 12, COLOURS["open"], "spot available")
             begin, step = end, step + 1
         top += ROW
     for name, life in zip(names, lives, strict=True):
@@ -161,7 +161,7 @@ def _draw_life(life: Outcome, top: int, x: Callable[[float], float], scene: Scen
             started = x(each.from_hours + each.start_hours)
             yield _box(x(each.from_hours), top + 3, started, 16, COLOURS["start"], "starting")
         if each.is_lost:
-            yield _box(x(each.to_hours) - 2, top, x(each.to_hours), ROW, COLOURS["lost"], "lost")
+            yield _box(x(each.to_hours) - 2, top, x(each.to_hours), ROW, COLOURS["lost"], "preempted")
 
 
 def _box(left: float, top: float, right: float, height: float, colour: str, tip: str) -> str:

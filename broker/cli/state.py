@@ -1,4 +1,4 @@
-"""`broker state`: the file in which broker remembers everything, its copies, and what to do when it is lost."""
+"""`broker state`: inspect, back up, restore and reset the state file, which holds everything broker remembers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from broker.config import Config, find_home, read_guarded_owner, read_owner, wri
 from broker.errors import StateError, UsageError
 
 app = typer.Typer(
-    help="The state file: its condition, copies, restore and reset",
+    help="Inspect, back up, restore or reset the state file.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-CopyName = Annotated[str | None, typer.Argument(help="Name in `backups/`, or a path; the newest without it.")]
-IsOwner = Annotated[bool, typer.Option("--owner", help="Write the lost or damaged file `owner` again, and no more.")]
+CopyName = Annotated[str | None, typer.Argument(help="Name in `backups/`, or a path (default: the newest).")]
+IsOwner = Annotated[bool, typer.Option("--owner", help="Rewrite only the lost or damaged `owner` file.")]
 
 
 @app.callback()
 def root() -> None:
-    """The state file: its condition, copies, restore and reset."""
+    """Inspect, back up, restore or reset the state file."""
 
 
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
-    """Show the state file, whether it is whole, and its copies."""
+    """Show the state file, its condition and its copies."""
     from broker.state.restoring import describe_copy, examine
 
     found = examine(_find_database())
@@ -53,24 +53,27 @@ def info(as_json: options.AsJson = False) -> None:
         print_line(f"size          {found.size_bytes / 1024:,.0f} KiB, schema {found.schema or '-'}")
     print_line(f"installation  {found.installation or '-'}")
     print_line(f"lineage       {found.lineage or '-'}")
-    print_line(f"condition     {found.problems[0] if found.problems else 'whole'}")
+    print_line(f"condition     {found.problems[0] if found.problems else 'intact'}")
     for problem in found.problems[1:]:
         print_line(f"              {problem}")
     for index, copy in enumerate(found.copies):
         print_line(f"{'copies' if index == 0 else '':13s} {describe_copy(copy)}")
     if not found.copies:
-        print_line("copies        none yet; the daemon writes one a day, `broker state backup` one now")
+        print_line("copies        none yet; the daemon writes one a day; write one now: `broker state backup`")
 
 
 @app.command()
 def backup() -> None:
-    """Write a copy of the state file now."""
+    """Write a copy of the state file."""
     print_line(f"copied to {Context().store.copy()}")
 
 
 @app.command()
 def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = False) -> None:
-    """Put a copy in the place of the state file; the present one is kept aside."""
+    """Replace the state file with a copy.
+
+    The current file is kept under another name.
+    """
     from broker.clock import SystemClock
     from broker.state.restoring import find_copy
     from broker.state.restoring import restore as put_back
@@ -80,18 +83,21 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
         _restore_owner(database)
         return
     chosen = find_copy(database, copy)
-    _confirm(f"Put {chosen.name} in the place of {database}?", yes=yes)
+    _confirm(f"Replace {database} with {chosen.name}?", yes=yes)
     with _without_daemon(database):
         aside = put_back(database, chosen, clock=SystemClock(), owner=_read_owner(database))
     print_line(f"restored from {chosen}")
     if aside is not None:
-        print_line(f"the file that was there is now {aside}")
-    print_line("machines that run and are not in the copy are adopted by their tags: `broker gc`, then `broker status`")
+        print_line(f"the previous file is now {aside}")
+    print_line("adopt running nodes that the copy does not list, by their tags: `broker gc`, then `broker status`")
 
 
 @app.command()
 def reset(yes: options.Yes = False) -> None:
-    """Start with an empty state file; the present one is kept aside."""
+    """Start with an empty state file.
+
+    The current file is kept under another name.
+    """
     from broker.clock import SystemClock
     from broker.state.restoring import reset as start_empty
 
@@ -99,41 +105,48 @@ def reset(yes: options.Yes = False) -> None:
     owner = _read_owner(database)
     if owner is None:
         raise StateError(
-            "the id of this installation is not known",
-            hints=("`broker state restore --owner` writes it where a copy knows it",),
+            "the ID of this installation is unknown",
+            hints=("recover it from a copy: `broker state restore --owner`",),
         )
-    _confirm(f"Forget all jobs, clusters and costs in {database}?", yes=yes)
+    _confirm(f"Delete all jobs, clusters and costs in {database}?", yes=yes)
     with _without_daemon(database):
         aside = start_empty(database, clock=SystemClock(), owner=owner)
-    print_line(f"{database} is empty")
+    print_line(f"{database} is now empty")
     if aside is not None:
-        print_line(f"the file that was there is now {aside}")
-    print_line("machines that still run are adopted by their tags: `broker gc`, then `broker status` shows them")
+        print_line(f"the previous file is now {aside}")
+    print_line("adopt running nodes by their tags: `broker gc`, then `broker status`")
 
 
 @app.command()
 def drop(
-    table: Annotated[str, typer.Argument(help="As an error names it: jobs, attempts, clusters, intents or nodes.")],
-    key: Annotated[str, typer.Argument(help="As an error names it.")],
+    table: Annotated[
+        str, typer.Argument(help="Table, as named in the error: jobs, attempts, clusters, intents or nodes.")
+    ],
+    key: Annotated[str, typer.Argument(help="Key, as named in the error.")],
     yes: options.Yes = False,
 ) -> None:
-    """Remove one damaged row; machines of a dropped cluster are ended by the next `broker gc`."""
+    """Delete one damaged row.
+
+    The next `broker gc` terminates the nodes of a dropped cluster.
+    """
     from broker.state.restoring import drop_row
 
     context = Context()
-    _confirm(f"Remove row {key} of {table}?", yes=yes)
+    _confirm(f"Delete row {key} of {table}?", yes=yes)
     if not drop_row(context.store, table, key):
-        raise UsageError(f"there is no row `{key}` in `{table}`")
-    print_line(f"row `{key}` of `{table}` is removed")
+        raise UsageError(
+            f"unknown row `{key}` in `{table}`", hints=["the error that reports a damaged row names table and key"]
+        )
+    print_line(f"deleted row `{key}` of `{table}`")
 
 
 def _find_database() -> Path:
-    """Found without opening anything: these commands work where nothing else does."""
+    """Find the file without opening it: these commands must work when nothing else does."""
     return Config(home=find_home(), owner="").database
 
 
 def _read_owner(database: Path) -> str | None:
-    """From the file, or else from what keeps it too."""
+    """Read the owner id from its file, else from the guard or the state file."""
     from broker.state.restoring import examine
 
     try:
@@ -153,8 +166,8 @@ def _restore_owner(database: Path) -> None:
     path = database.parent / "owner"
     if not known:
         raise StateError(
-            "neither the state file nor a copy knows the id of this installation",
-            hints=(f"The tag `broker-owner` of your machines has it: `echo ID > {path}`",),
+            "the ID of this installation is in neither the state file nor a copy",
+            hints=(f"find it in the tag `broker-owner` of your nodes, then run `echo ID > {path}`",),
         )
     try:
         write_owner(database.parent, known)
@@ -162,7 +175,7 @@ def _restore_owner(database: Path) -> None:
         from broker.state.faults import explain_os_error
 
         raise explain_os_error(error, default=path) from error
-    print_line(f"{path} says {known} again")
+    print_line(f"restored the ID {known} in {path}")
 
 
 def _confirm(question: str, *, yes: bool) -> None:
@@ -172,16 +185,16 @@ def _confirm(question: str, *, yes: bool) -> None:
 
 @contextmanager
 def _without_daemon(database: Path) -> Iterator[None]:
-    """Raises StateError while a daemon lives; holds its lock, so that none starts."""
+    """Hold the daemon's lock, so that none starts. Raises StateError while a daemon runs."""
     from broker.jobs.daemon import hold_lock
 
     with hold_lock(Config(home=database.parent, owner="")) as is_held:
         if not is_held:
             raise StateError(
-                "a daemon drives the jobs of this state folder",
+                "the jobs daemon of this state folder is running",
                 hints=(
-                    "It leaves a minute after the last job has ended, or when it is sent SIGTERM; "
-                    f"`fuser {database.parent / 'daemon.lock'}` shows its process",
+                    "it exits a minute after the last job has ended, or on SIGTERM; "
+                    f"find its process with `fuser {database.parent / 'daemon.lock'}`",
                 ),
             )
         yield

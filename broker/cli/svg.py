@@ -1,4 +1,4 @@
-"""Cost against time as an SVG picture that any browser opens."""
+"""Plot cost against time as SVG, without a library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS_MAX = 8
 
 
 def draw_svg(points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> str:
-    """All placements as dots by pricing model, and the frontier as a labelled line."""
+    """Draw all placements as dots by pricing model, and the frontier as a labelled line."""
     picture = _Picture(points)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -61,7 +61,7 @@ class _Picture:
         yield f'<text x="20" y="{TOP - 14}">USD to finish</text>'
 
     def draw_points(self, points: Sequence[Estimate]) -> Iterator[str]:
-        """One dot a place in the picture: thousands lie on each other."""
+        """Draw one dot a position: thousands of placements overlap."""
         seen = dict[tuple[float, float], Estimate]()
         for each in points:
             seen.setdefault(self.at(each), each)

@@ -1,8 +1,7 @@
-"""Progress, live views and colour on a terminal; plain lines in a pipe, under `NO_COLOR` and with `TERM=dumb`.
+"""Progress, live views and colour on a terminal; plain lines in a pipe, with `NO_COLOR` and with `TERM=dumb`.
 
-Commands draw through this module only. `rich` is imported when the first bar or view opens, colour needs no library: a
-table of `broker plan` starts no slower on a terminal than in a pipe. What is drawn goes to stderr, but for views that
-replace a table.
+All drawing goes through this module. `rich` is imported when the first bar or view opens; colour needs no library, so
+`broker plan` starts as fast on a terminal as in a pipe. Output goes to stderr, except views that replace a table.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-STEPS_TOLD = 4  # lines that a finished bar has become in a pipe
+STEPS_TOLD = 4  # lines per bar in a pipe
 RESET = "\x1b[0m"
 HEADING = "\x1b[1m"
 GOOD, WAITING, BAD, FAINT, ERROR = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[1;31m"
@@ -30,24 +29,24 @@ COLOURS = {
 
 
 def is_drawing(stream: TextIO) -> bool:
-    """Whether a stream is a terminal whose lines may be coloured and drawn again."""
+    """Tell whether a stream is a terminal that allows colour and redrawing."""
     return stream.isatty() and os.getenv("TERM") not in ("dumb", "unknown") and not os.getenv("NO_COLOR")
 
 
 def paint(text: str, colour: str, *, stream: TextIO | None = None) -> str:
-    """Text for a stream, stdout by default: in a colour where that is drawn on."""
+    """Colour text for a stream, stdout by default, where the stream allows it."""
     return f"{colour}{text}{RESET}" if text and is_drawing(stream or sys.stdout) else text
 
 
 def paint_state(part: str) -> str:
-    """A padded cell, its text in the colour of the state that it begins with."""
+    """Colour a padded cell by the state that it begins with."""
     text = part.strip()
     colour = COLOURS.get(text.partition(" ")[0])
     return part if colour is None else part.replace(text, paint(text, colour), 1)
 
 
 class Bar:
-    """How far one piece of work has come. Text that is printed meanwhile appears above it."""
+    """The progress of one piece of work. Text printed meanwhile appears above it."""
 
     def __init__(self, report: Callable[[float, float | None, str], None], *, text: str, total: float | None) -> None:
         self._report = report
@@ -59,7 +58,7 @@ class Bar:
         self.update(self._done + amount)
 
     def update(self, done: float, *, total: float | None = None) -> None:
-        """`done` counts from the start; `total` where it became known later."""
+        """Set the progress; `done` counts from the start, `total` may become known later."""
         self._done = done
         self._total = self._total if total is None else total
         self._report(done, self._total, self._text)
@@ -71,7 +70,7 @@ class Bar:
 
 @contextmanager
 def show_progress(text: str, *, total: float | None = None, is_bytes: bool = False) -> Iterator[Bar]:
-    """A bar on a terminal, a spinner while no total is known. In a pipe a line a quarter of the total, no more."""
+    """Show a bar on a terminal, a spinner while the total is unknown, and a line per quarter in a pipe."""
     if not is_drawing(sys.stderr):
         yield Bar(_tell_quarters(), text=text, total=total)
         return
@@ -100,7 +99,7 @@ def _tell_quarters() -> Callable[[float, float | None, str], None]:
 
 @contextmanager
 def show_wait(text: str, *, is_told: bool = True) -> Iterator[Bar]:
-    """A spinner with the time that has passed. In a pipe the text once, unless not `is_told`."""
+    """Show a spinner with the elapsed time; in a pipe, print the text once if `is_told`."""
     if is_told and not is_drawing(sys.stderr):
         sys.stderr.write(f"{text} ...\n")
         sys.stderr.flush()
@@ -125,7 +124,7 @@ def _make_progress(*, is_bytes: bool) -> Progress:
     from rich.text import Text
 
     class WhenKnown(ProgressColumn):
-        """Another column, once there is a total."""
+        """Another column, shown once the total is known."""
 
         def __init__(self, column: ProgressColumn) -> None:
             super().__init__()
@@ -139,7 +138,7 @@ def _make_progress(*, is_bytes: bool) -> Progress:
     return Progress(
         SpinnerColumn(), TextColumn("{task.description}", markup=False), *known, TimeElapsedColumn(),
         console=Console(stderr=True), transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # data in a pipe is not ours to move
+        redirect_stdout=sys.stdout.isatty(),  # never touch data in a pipe
     )  # fmt: skip
 
 
@@ -152,7 +151,7 @@ class View:
 
 @contextmanager
 def show_view() -> Iterator[View | None]:
-    """A view on stdout, cut to the screen, that stays when it ends; None where nothing can be drawn over."""
+    """Show a view on stdout, cut to the screen, that stays when it ends; None where redrawing is not possible."""
     if not is_drawing(sys.stdout):
         yield None
         return

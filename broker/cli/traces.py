@@ -1,4 +1,4 @@
-"""`broker traces`: recordings of spot markets, to replay tasks over."""
+"""`broker traces`: record spot availability, and describe recordings for `broker simulate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from broker.provision.recording import Recorder
 from broker.types import Estimate, Plan
 
 app = typer.Typer(
-    help="Recordings of spot markets, to replay tasks over",
+    help="Record spot availability and describe recordings.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -27,15 +27,15 @@ TICKS_MAX = 100_000
 
 @app.callback()
 def root() -> None:
-    """Recordings of spot markets, to replay tasks over."""
+    """Record spot availability and describe recordings."""
 
 
 @app.command()
 def info(
-    path: Annotated[Path | None, typer.Argument(help="A file or folder; without it, the made-up traces.")] = None,
+    path: Annotated[Path | None, typer.Argument(help="File or folder (default: the synthetic traces).")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say how often spot was to be had, and for how long at a time."""
+    """Summarize recordings: spot availability and interruptions."""
     from broker.cli.trace_files import read_traces
     from broker.spot.traces import make_default_traces, measure_trace
 
@@ -58,16 +58,25 @@ def info(
 @app.command()
 def record(
     entrypoint: options.Entrypoint,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the recordings, one file a place.")],
-    every: Annotated[float, typer.Option("--every", min=0, help="Minutes from one look to the next.")] = 10,
-    hours: Annotated[float, typer.Option("--hours", min=0, help="How long to go on.")] = 24,
-    places: Annotated[int, typer.Option("--places", min=1, max=20, help="The cheapest so many zones.")] = 1,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder for the recordings, one file per zone.")
+    ],
+    every: Annotated[
+        float, typer.Option("--every", metavar="MINUTES", min=0, help="Minutes between observations.")
+    ] = 10,
+    hours: Annotated[float, typer.Option("--hours", metavar="HOURS", min=0, help="Total duration in hours.")] = 24,
+    places: Annotated[
+        int, typer.Option("--places", metavar="N", min=1, max=20, help="Record the N cheapest zones.")
+    ] = 1,
     infra: options.Infra = None,
     gpus: options.Gpus = None,
     num_nodes: options.NumNodes = None,
     yes: options.Yes = False,
 ) -> None:
-    """Ask for a task's spot nodes again and again, note who gives, and end them at once."""
+    """Record spot availability by launching nodes periodically.
+
+    Each observation requests the spot nodes of the task, records the result, and terminates them.
+    """
     context = Context()
     overrides = options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=True)
     task = context.resolve(options.read_task(entrypoint, overrides))
@@ -75,17 +84,20 @@ def record(
     chosen = _choose_places(plan, places)
     ticks = max(1, round(hours * 60 / every)) if every > 0 else 1
     if ticks > TICKS_MAX:
-        raise UsageError(f"{ticks:,} looks are more than {TICKS_MAX:,}", hints=["a larger `--every`"])
+        raise UsageError(
+            f"{ticks:,} observations exceed the limit of {TICKS_MAX:,}",
+            hints=["pass a larger `--every`, or fewer `--hours`"],
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the folder {out}: {error.strerror}") from None
+        raise UsageError(f"cannot create folder {out}: {error.strerror}") from None
     usd_hour = sum(each.placement.usd_hour for each in chosen)
     print_note(
-        f"{show_count(ticks, 'look')} at {show_count(len(chosen), 'place')}, {every:g} minutes apart: each starts\n"
-        f"the nodes and ends them, and clouds bill the minute or so between ({show_usd(usd_hour)} USD/h)"
+        f"{show_count(ticks, 'observation')} of {show_count(len(chosen), 'zone')}, {every:g} minutes apart: each\n"
+        f"launches and terminates the nodes, and clouds bill about a minute of each ({show_usd(usd_hour)} USD/h)"
     )
-    if not yes and usd_hour > 0 and not typer.confirm("Record?", err=True):
+    if not yes and usd_hour > 0 and not typer.confirm("Start recording?", err=True):
         raise typer.Exit(1)
     recorder = Recorder(
         context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out,
@@ -94,12 +106,12 @@ def record(
     try:
         asyncio.run(recorder.run(ticks))
     except KeyboardInterrupt:
-        print_note("interrupted; what was recorded is kept")
+        print_note("interrupted; the recordings so far are kept")
         raise typer.Exit(130) from None
 
 
 def _choose_places(plan: Plan, count: int) -> list[Estimate]:
-    """The cheapest estimate of each zone, for so many zones."""
+    """Choose the cheapest estimate of each zone, for `count` zones."""
     found = dict[tuple[str, str], Estimate]()
     for each in plan.estimates:
         offer = each.placement.offer
@@ -108,5 +120,5 @@ def _choose_places(plan: Plan, count: int) -> list[Estimate]:
         if len(found) == count:
             break
     if not found:
-        raise UsageError("nothing that fits the task is sold as spot", hints=["broker plan TASK.yaml"])
+        raise UsageError("no spot offer fits the task", hints=["see what fits: `broker plan TASK.yaml`"])
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Puts local files into the buckets that a task names for them, before its nodes are made."""
+"""Upload local files to the buckets of a task, before its nodes are created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def fill_buckets(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """The tasks with buckets in place of local files. Asked again, only what has changed since is sent.
+    """Replace local files by buckets, and upload them; a repeated call uploads only changes.
 
     Raises UsageError for a path that is not there, and what `storage.sending` raises.
     """
@@ -31,20 +31,20 @@ def _fill(task: Task) -> Task:
         uploads = find_uploads(mounts[index])
         if uploads is None:
             continue
-        with show_progress(f"sending to {step.url}", is_bytes=True) as bar:
+        with show_progress(f"uploading to {step.url}", is_bytes=True) as bar:
             sent = send_files(
                 step.url, collect_files(uploads), on_sent=lambda done, total: bar.update(done, total=total)
             )
-        made = f"bucket `{step.url}` is made" if sent.is_new_bucket else f"bucket `{step.url}`"
+        made = f"created bucket `{step.url}`" if sent.is_new_bucket else f"bucket `{step.url}`"
         if sent.files:
-            made += f": {sent.sent_files} of {sent.files} files sent, {sent.sent_bytes / MIB:,.1f} MiB"
+            made += f": {sent.sent_files} of {sent.files} files uploaded, {sent.sent_bytes / MIB:,.1f} MiB"
         print_note(made)
         mounts[index] = replace(mounts[index], source=(step.url,))
     return replace(task, storage_mounts=tuple(mounts))
 
 
 def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
-    """Key -> file, as SkyPilot lays them out: what one folder holds at the top; of several paths each by its name."""
+    """Map keys to files as SkyPilot does: the content of a single folder at the top, several paths each by name."""
     found: dict[str, Path] = {}
     for source in sources:
         path = Path(source).expanduser()

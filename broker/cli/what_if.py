@@ -1,4 +1,4 @@
-"""`broker plan --what-if 'deadline=24h'`: the plan again with something changed, side by side."""
+"""`broker plan --what-if 'deadline=24h'`: compare the plan with plans for a changed task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKPOINT = {"every": "every_s", "stall": "stall_s", "restart": "restart_s", "s
 RESOURCES = ("infra", "cloud", "region", "zone", "instance_type", "accelerators", "cpus", "memory")
 KEYS = (*GOAL, *(f"checkpoint.{name}" for name in CHECKPOINT), *RESOURCES, "use_spot", "max_hourly_cost", "num_nodes")
 
-# What taking a thing back takes back: a broader place takes the finer ones with it.
+# Fields that `KEY=none` removes: a broader location also removes the narrower ones.
 DROPPED = {
     "infra": ("cloud", "region", "zone"),
     "cloud": ("cloud", "region", "zone"),
@@ -33,7 +33,7 @@ Planner = Callable[[Task], Plan]
 
 
 def change_task(task: Task, text: str) -> Task:
-    """The task after `KEY=VALUE[, KEY=VALUE...]`, values as a task file writes them. Raises UsageError or TaskError."""
+    """Apply `KEY=VALUE[, KEY=VALUE...]` with values as in a task file. Raises UsageError or TaskError."""
     for part in text.split(","):
         name, separator, value = (word.strip() for word in part.partition("="))
         if not separator or name not in KEYS:
@@ -41,15 +41,15 @@ def change_task(task: Task, text: str) -> Task:
 
             near = difflib.get_close_matches(name, KEYS, n=1)
             raise UsageError(
-                f"`--what-if {text}`: `{name}` cannot be changed" if separator else f"`--what-if {text}` lacks a value",
-                hints=[f"did you mean `{near[0]}`?" if near and near[0] != name else f"keys: {', '.join(KEYS)}"],
+                f"`--what-if {text}`: unknown key `{name}`" if separator else f"`--what-if {text}` has no value",
+                hints=[f"did you mean `{near[0]}`?" if near and near[0] != name else f"known keys: {', '.join(KEYS)}"],
             )
         task = _change(task, name, value)
     return task
 
 
 def _change(task: Task, name: str, value: str) -> Task:
-    """One change. `none` takes a limit back."""
+    """Apply one change; `none` removes a limit."""
     is_none = value.lower() in ("none", "null")
     if name in GOAL:
         goal = Goal() if is_none else _read(f"goal:\n  {name}: {value}").goal or Goal()
@@ -75,12 +75,12 @@ def _change(task: Task, name: str, value: str) -> Task:
 
 
 def limit_price(task: Task, usd_hour_max: float | None) -> Task:
-    """Every alternative at most so many USD per hour and node."""
+    """Limit every alternative to a price per node, in USD per hour."""
     return replace(task, resources=tuple(replace(each, usd_hour_max=usd_hour_max) for each in task.resources))
 
 
 def _read(text: str) -> Task:
-    """Values are read by the loader, so that they mean what they mean in a file."""
+    """Read values with the loader, so that they mean the same as in a file."""
     return load_tasks_text(f"{text}\nrun: ''" if "run" not in text else text, "--what-if")[0]
 
 
@@ -95,8 +95,8 @@ def _read_number(name: str, value: str) -> float:
 
 
 def show_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> None:
-    """One row for the plan as it is, and one a change; below, why nothing fits and what would."""
-    rows = [_list_cells("(as it is)", plan, plan)]
+    """Print a row for the unchanged plan and one a change; below, reasons and hints where nothing fits."""
+    rows = [_list_cells("(unchanged)", plan, plan)]
     failures: list[tuple[str, NoOfferError]] = []
     for text in changes:
         try:
@@ -108,7 +108,7 @@ def show_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> Non
     columns = ["CHANGE", "WHERE", "USD", "DIFF", "TIME", "CHANCE"]
     numbers = ("USD", "DIFF", "TIME", "CHANCE")
     print_table(columns, rows, right=numbers, firm=("WHERE", *numbers))
-    print_line("USD is to finish, or per hour where no work is given; CHANCE is of the deadline")
+    print_line("USD to finish, or per hour for a task without work; CHANCE to meet the deadline")
     for text, failure in failures:
         print_line()
         print_wrapped(f"{text}: {_find_cause(failure)}", indent=4)
@@ -117,7 +117,7 @@ def show_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> Non
 
 
 def _find_cause(error: NoOfferError) -> str:
-    """The last line: the filter after which nothing was left, or the name that is not in the price book."""
+    """Return the last line: the filter that removed the last offers, or the unknown name."""
     lines = error.details or error.message.splitlines()
     return re.sub(r"\s{2,}", ": ", lines[-1].strip(), count=1)
 

@@ -97,8 +97,8 @@ def make_advice(
     kinds = group_offers(wish, offers, figures)
     if not kinds:
         raise NoOfferError(
-            "nothing for sale here trains in this arithmetic",
-            hints=["name cards with `--gpus`, or take another `--dtype`; `broker gpus` lists all"],
+            "no available GPU supports this precision",
+            hints=["pass other `--gpus`, or another `--dtype`; list all with `broker gpus`"],
         )
     layouts = [(layout, sold) for hardware, sold in kinds.items() for layout in list_layouts(wish, hardware)]
     if not layouts:

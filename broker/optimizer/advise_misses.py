@@ -28,7 +28,7 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
             node_count *= 2
     if nearest is None:
         return NoOfferError(
-            f"a node of the cards asked for has more than {gpus_max} of them, or more than the batch's "
+            f"a node of the requested GPUs has more than {gpus_max} of them, or more than the batch of "
             f"{training.batch} sequences",
             hints=["raise `--max-gpus` or `--batch`"],
         )
@@ -38,12 +38,11 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
     hints = []
     enough = _find_enough(training, hardware, node_count)
     if enough:
-        hints.append(f"{enough} x {name} would hold it: pass `--max-gpus {enough}`")
-    hints.append("leave out `--gpus` or `--infra`, or shorten `--seq`")
+        hints.append(f"{enough} x {name} are enough: pass `--max-gpus {enough}`")
+    hints.append("drop `--gpus` or `--infra`, or shorten `--seq`")
     return NoOfferError(
-        f"{show_amount(training.shape.parameters)} parameters fit on no gang of at most {gpus_max}: the nearest, "
-        f"{cards} x {name}, needs "
-        f"{need / 2**30:.1f} GiB a card and has {usable / 2**30:.1f} to use",
+        f"{show_amount(training.shape.parameters)} parameters do not fit on {gpus_max} or fewer GPUs: the nearest, "
+        f"{cards} x {name}, requires {need / 2**30:.1f} GiB per GPU and has {usable / 2**30:.1f} usable",
         hints=hints,
     )
 
@@ -61,17 +60,15 @@ def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: f
         if layout is not None and took * layout.step.total_s / fastest.step.total_s <= limit:
             total = count * hardware.accelerators
             if total > gpus_max:
-                hints.append(f"{total} x {name} would do: pass `--max-gpus {total}`")
+                hints.append(f"{total} x {name} are enough: pass `--max-gpus {total}`")
             break
         count *= 2
     hints.append(f"pass `--deadline {math.ceil(took * 1.1)}h`")
     tokens = training.tokens * limit / took
-    hints.append(
-        f"about {show_amount(tokens)} tokens can be done in time: `--tokens {show_amount(tokens).replace(',', '')}`"
-    )
+    hints.append(f"or train on fewer tokens in time: `--tokens {show_amount(tokens).replace(',', '')}`")
     return NoOfferError(
-        f"no gang of at most {gpus_max} is fast enough: the fastest, {cards} x {name}, takes {_days(took)} without a "
-        f"fault, {took / limit:.1f} times the {_days(limit)} there are",
+        f"{gpus_max} or fewer GPUs are not fast enough: the fastest, {cards} x {name}, takes {_days(took)} without "
+        f"failures, {took / limit:.1f} times the limit of {_days(limit)}",
         hints=hints,
     )
 
@@ -82,21 +79,21 @@ def explain_prices(
     """`found` holds USD, expected hours, and whether it is in time, for each option that was priced."""
     if not found:
         return NoOfferError(
-            "no place sells what would fit in the way asked for", hints=["drop `--spot` or `--no-spot`"]
+            "no location offers the GPUs with the requested pricing", hints=["drop `--spot` or `--no-spot`"]
         )
     timely = [each for each in found if each[2]]
     if timely:
         usd, hours, _ = min(timely)
         assert budget_usd is not None, "an option in time is refused for its price only"
         return NoOfferError(
-            f"nothing in time is within the budget: the cheapest is expected to cost {usd:,.0f} USD in {_days(hours)}, "
-            f"{usd / budget_usd:.1f} times the {budget_usd:,.0f} USD there are",
-            hints=[f"pass `--budget {math.ceil(usd * 1.05)}`", "give more time with `--deadline`, or fewer `--tokens`"],
+            f"no option in time is within the budget: the cheapest is expected to cost {usd:,.0f} USD in "
+            f"{_days(hours)}, {usd / budget_usd:.1f} times the budget of {budget_usd:,.0f} USD",
+            hints=[f"pass `--budget {math.ceil(usd * 1.05)}`", "extend `--deadline`, or train on fewer `--tokens`"],
         )
     usd, hours, _ = min(found, key=lambda each: each[1])
     return NoOfferError(
-        f"preemptions leave nothing in time: the fastest is expected to take {_days(hours)} of the {_days(limit)} "
-        f"there are, for {usd:,.0f} USD",
+        f"with preemptions no option is in time: the fastest is expected to take {_days(hours)}, for {usd:,.0f} USD; "
+        f"the limit is {_days(limit)}",
         hints=[f"pass `--deadline {math.ceil(hours * 1.2)}h`, or `--no-spot`"],
     )
 

@@ -73,8 +73,8 @@ def _solve(problem: Problem, objective: Objective, deadline_hours: float | None,
     if deadline_hours is not None and soonest.value > deadline_hours:
         known = f"the soonest{'' if soonest.is_optimal else ' found'} takes {soonest.value:.1f} h"
         raise NoOfferError(
-            f"no choice of placements ends by the deadline of {deadline_hours:g} h: {known}",
-            hints=["give the pipeline more time, or let its tasks run on faster machines"],
+            f"no combination of placements meets the deadline of {deadline_hours:g} h: {known}",
+            hints=["extend the deadline, or allow faster machines"],
         )
     if objective == "time":
         cheapest = find_cheapest_in_time(problem, soonest.choice, soonest.value, work_max=work_max)

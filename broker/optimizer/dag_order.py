@@ -43,13 +43,13 @@ def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
             places = [j for j, each in enumerate(own) if each == name]
             if not places:
                 raise UsageError(
-                    f"task `{own[i]}` needs `{name}`, and no task is called so",
-                    hints=[f"the tasks are {', '.join(f'`{each}`' for each in own)}"],
+                    f"`needs` of task `{own[i]}`: unknown task `{name}`",
+                    hints=[f"known tasks: {', '.join(f'`{each}`' for each in own)}"],
                 )
             if len(places) > 1:
                 raise UsageError(
-                    f"task `{own[i]}` needs `{name}`, and {len(places)} tasks are called so",
-                    hints=["give every task its own `name`"],
+                    f"`needs` of task `{own[i]}`: {len(places)} tasks are named `{name}`",
+                    hints=["give every task a unique `name`"],
                 )
             needs[places[0]] = gib
         found.append(needs)
@@ -76,7 +76,7 @@ def order_indexes(tasks: Sequence[Task]) -> list[int]:
     if len(order) < len(tasks):
         names = name_tasks(tasks)
         circle = " -> ".join(f"`{names[i]}`" for i in _find_circle(needs, missing))
-        raise UsageError(f"the tasks need each other in a circle: {circle}", hints=["take one of these `needs` out"])
+        raise UsageError(f"`needs` contains a cycle: {circle}", hints=["remove one of these `needs`"])
     return order
 
 

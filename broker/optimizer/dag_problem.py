@@ -110,8 +110,8 @@ def _list_states(name: str, plan: Plan, *, needs_time: bool) -> list[State]:
             by_place.setdefault(state.place, []).append(state)
     if not by_place:
         raise NoOfferError(
-            f"no placement is expected to finish task `{name}`: spot is interrupted faster than it saves",
-            hints=["allow on-demand, or make `checkpoint` cheaper"],
+            f"no placement is expected to finish task `{name}`: preemptions are more frequent than checkpoints",
+            hints=["allow on-demand, or reduce the cost of a `checkpoint`"],
         )
     choice = plan.choice
     kept = list[State]()

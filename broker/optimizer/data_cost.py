@@ -69,14 +69,14 @@ def measure_restore_s(size_gib: float) -> float:
 
 
 def list_assumptions(task: Task, cloud: str) -> Iterable[str]:
-    """What `price_data` takes for granted, in words, for one cloud."""
+    """List the assumptions of `price_data` for one cloud, in words."""
     buckets = {find_bucket_cloud(each.url) for each in (*task.inputs, *task.outputs)}
     if cloud in buckets:
-        yield f"buckets of {cloud} lie in the region of the gang, where moving data is free"
+        yield f"{cloud} buckets are in the region of the gang, where transfers are free"
     if task.inputs:
-        yield "inputs move again after every preemption: new machines are empty"
+        yield "inputs are transferred again after every preemption: new nodes start empty"
     if task.checkpoint.size_gib:
-        yield f"{CHECKPOINTS_KEPT} checkpoints are kept, at {STORAGE_USD_GB_MONTH} USD per GB and month"
+        yield f"{CHECKPOINTS_KEPT} checkpoints are kept, at {STORAGE_USD_GB_MONTH} USD per GB per month"
 
 
 def _price_input(data: DataSet, cloud: str, table: EgressTable) -> float:

@@ -49,15 +49,15 @@ def explain_nothing(error: NoOfferError, task: Task, make_plan: Planner) -> NoOf
     hints = sorted(_try_all([(each,) for each in changes], task, make_plan))
     if not hints:
         if goal and goal.deadline_hours is not None:
-            changes.append(Relaxation(words="give more time with `deadline`", change=_set_goal(deadline_hours=None)))
+            changes.append(Relaxation(words="extend `deadline`", change=_set_goal(deadline_hours=None)))
         pairs = list(combinations(changes, 2))[:PAIRS_MAX]
         hints = sorted(_try_all(pairs, task, make_plan))
     if goal and goal.deadline_hours is not None and goal.work_hours is not None:
         least = _find_deadline(task, goal, make_plan)
         if least is not None:
-            hints.insert(0, (0.0, f"give more time: `deadline: {least:g}h` can be met"))
+            hints.insert(0, (0.0, f"extend the deadline: `deadline: {least:g}h` can be met"))
     found = [text for _, text in hints[:HINTS_MAX]]
-    return NoOfferError(error.message, hints=found or ["`broker gpus` lists what is for sale"])
+    return NoOfferError(error.message, hints=found or ["list accelerators and prices with `broker gpus`"])
 
 
 def _try_all(groups: Sequence[tuple[Relaxation, ...]], task: Task, make_plan: Planner) -> Iterator[tuple[float, str]]:
@@ -83,7 +83,7 @@ def _cost(best: Estimate) -> float:
 
 def _show(best: Estimate, node_count: int) -> str:
     offer = best.placement.offer
-    price = f"{best.placement.usd_hour / node_count:.2f} USD/h a node"
+    price = f"{best.placement.usd_hour / node_count:.2f} USD/h per node"
     total = "" if best.expected_usd is None else f", {best.expected_usd:.2f} USD expected"
     return f"{offer.cloud} {offer.region} {offer.instance_type} at {price}{total}"
 
@@ -102,16 +102,18 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
     if any(each.accelerator for each in task.resources):
         for count in (1.0, 2.0, 4.0, 8.0, 16.0):
             if all(each.accelerator_count != count for each in task.resources):
-                yield Relaxation(words=f"ask for {count:g} of the accelerator", change=_set(accelerator_count=count))
+                yield Relaxation(
+                    words=f"request {count:g} of the accelerator per node", change=_set(accelerator_count=count)
+                )
     use_spot = _ask(task, "use_spot")
     if use_spot is not None:
-        yield Relaxation(words=f"write `use_spot: {str(not use_spot).lower()}`", change=_set(use_spot=not use_spot))
+        yield Relaxation(words=f"set `use_spot: {str(not use_spot).lower()}`", change=_set(use_spot=not use_spot))
     if _ask(task, "usd_hour_max") is not None:
-        yield Relaxation(words="pay more by the hour (`max_hourly_cost`, `--max-price`)", change=_drop("usd_hour_max"))
+        yield Relaxation(words="raise the price limit (`max_hourly_cost`, `--max-price`)", change=_drop("usd_hour_max"))
     if task.goal and task.goal.budget_usd is not None:
         yield Relaxation(words="raise `budget`", change=_set_goal(budget_usd=None))
     if task.goal and task.goal.confidence > 0.5 and task.goal.deadline_hours is not None:
-        yield Relaxation(words="ask for less with `confidence: 0.5`", change=_set_goal(confidence=0.5))
+        yield Relaxation(words="lower `confidence` to 0.5", change=_set_goal(confidence=0.5))
 
 
 def _at_least(size: Quantity | None) -> Quantity | None:

@@ -52,9 +52,9 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
     """The limit that it breaks, else what makes it dearer: the largest difference in dollars first."""
     chance = loser.deadline_chance
     if chance is not None and chance < goal.confidence:
-        yield f"meets the deadline with {show_chance(chance)}, asked are {show_chance(goal.confidence)}"
+        yield f"meets the deadline with {show_chance(chance)}; {show_chance(goal.confidence)} is required"
     if goal.budget_usd is not None and (loser.expected_usd or 0.0) > goal.budget_usd:
-        yield f"{loser.expected_usd or 0:,.2f} USD expected, over the budget"
+        yield f"{loser.expected_usd or 0:,.2f} USD expected, which is over the budget"
         return
     if chance is not None and chance < goal.confidence:
         return
@@ -67,9 +67,9 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
     )
     causes = [
         ((other.work_hours - one.work_hours) * price, _say_slower(one.work_hours, other.work_hours)),
-        (waste * price, f"preemptions and checkpoints take {waste:.1f} h more"),
-        (other.ondemand_hours * price, f"{other.ondemand_hours:.1f} h of it on on-demand"),
-        (other.egress_usd - one.egress_usd, f"moving data costs {other.egress_usd:,.2f} USD"),
+        (waste * price, f"preemptions and checkpoints cost {waste:.1f} h more"),
+        (other.ondemand_hours * price, f"{other.ondemand_hours:.1f} h run on-demand"),
+        (other.egress_usd - one.egress_usd, f"data transfer costs {other.egress_usd:,.2f} USD"),
     ]
     usd, words = max(causes)
     if usd > 0:

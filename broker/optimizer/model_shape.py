@@ -70,7 +70,7 @@ def guess_shape(parameters: float, *, vocabulary: int = VOCABULARY, layers: int 
     the depth. It hits within a few percent. Raises ValueError below 50 million: there the vocabulary decides.
     """
     if parameters < PARAMETERS_MIN:
-        raise ValueError(f"no shape follows from fewer than {PARAMETERS_MIN / 1e6:g} million parameters")
+        raise ValueError(f"the shape cannot be derived for fewer than {PARAMETERS_MIN / 1e6:g} million parameters")
     best: tuple[float, ModelShape] | None = None
     for heads in (*range(1, 8), *range(8, 32, 4), *range(32, 513, 8)):
         width = heads * HEAD_WIDTH

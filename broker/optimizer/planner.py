@@ -68,7 +68,7 @@ def _plan_alternative(
         reached = [offer for offer in kept if offer.cloud in usable_clouds]
         if len(reached) < len(kept):
             lost = next(offer for offer in kept if offer.cloud not in usable_clouds)
-            rejections.append(Rejection(filter="cloud not usable", count=len(kept) - len(reached), nearest=lost.cloud))
+            rejections.append(Rejection(filter="cloud not set up", count=len(kept) - len(reached), nearest=lost.cloud))
         kept = reached
     candidates = rater.rate(resources, kept)
     if kept and not candidates:
@@ -91,7 +91,7 @@ def _plan_alternative(
         most = limit * task.num_nodes
         keep("price", lambda each: each.usd_hour <= most, _show_price(task))
     if avoid is not None:
-        keep("refused lately", lambda each: not avoid(place(each, task.num_nodes)), lambda each: "")
+        keep("recently refused", lambda each: not avoid(place(each, task.num_nodes)), lambda each: "")
     if goal is not None and goal.work_hours is not None:
         if goal.deadline_hours is not None:
             keep("deadline", lambda each: _is_timely(each, goal.confidence), _show_hours)
@@ -116,11 +116,11 @@ def _show_price(task: Task) -> Show:
 def _give_reason(task: Task, ranked: Sequence[Candidate]) -> str:
     best = ranked[0]
     if task.is_ordered and len(task.resources) > 1:
-        return "first in the order that the task gives"
+        return "first in the order given by the task"
     kind = "cheapest per hour" if best.course is None else "cheapest to finish"
     text = f"{kind}: {best.usd:.2f} USD" + ("" if best.course is None else " expected")
     other = next((each for each in ranked[1:] if (each.cloud, each.region) != (best.cloud, best.region)), None)
-    return text if other is None else f"{text}; the next place is {other.cloud} {other.region} at {other.usd:.2f}"
+    return text if other is None else f"{text}; the next best is {other.cloud} {other.region} at {other.usd:.2f}"
 
 
 def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
@@ -143,6 +143,6 @@ def describe_request(task: Task, asked: Resources) -> str:
     words.append(f"{asked.cpus} vCPU" if asked.cpus else None)
     words.append(f"{asked.memory_gib} GiB" if asked.memory_gib else None)
     words.append(None if asked.use_spot is None else "spot" if asked.use_spot else "on-demand")
-    words.append(None if asked.usd_hour_max is None else f"at most {asked.usd_hour_max:g} USD/h a node")
+    words.append(None if asked.usd_hour_max is None else f"at most {asked.usd_hour_max:g} USD/h per node")
     text = ", ".join(word for word in words if word)
     return f"{task.num_nodes} x {text}" if task.num_nodes > 1 else text

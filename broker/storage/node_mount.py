@@ -72,7 +72,7 @@ def make_room(target: str) -> pathlib.Path:
         owner = f"{os.getuid()}:{os.getgid()}"
         for argv in (["mkdir", "-p", str(place)], ["chown", owner, str(place)]):
             if subprocess.run(["sudo", "-n", *argv], check=False).returncode:
-                raise Failure(f"no leave to make `{target}`; use a path below `~/`") from None
+                raise Failure(f"permission denied: `{target}`; use a path below `~/`") from None
     return place
 
 
@@ -112,7 +112,7 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
         return
     found = [each for page in obstore.list(store, path or None, chunk_size=1000) for each in page]
     if not found:
-        raise Failure(f"nothing lies at `{url}`")
+        raise Failure(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         jobs = []
@@ -284,7 +284,7 @@ def copy_by_tool(url: str, place: pathlib.Path) -> None:
     elif scheme in RCLONE and shutil.which("rclone"):
         run(["rclone", "copy", RCLONE[scheme] + rest, str(place)])
     else:
-        raise Failure(f"this node has nothing to copy `{url}` with: no obstore, aws, gcloud or rclone, and pip failed")
+        raise Failure(f"this node cannot copy `{url}`: it has no obstore, aws, gcloud or rclone, and pip failed")
 
 
 def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:

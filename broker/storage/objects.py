@@ -158,7 +158,7 @@ def open_store(url: str, **options: Any) -> Any:
         from obstore.store import from_url
     except ImportError as error:
         raise MissingPackageError(
-            f"`{url}` needs the package obstore", hints=("pip install 'intercloud-broker[storage]'",)
+            f"`{url}` requires the package obstore", hints=("pip install 'intercloud-broker[storage]'",)
         ) from error
     try:
         return from_url(url.rstrip("/"), **options)

@@ -71,8 +71,8 @@ def create_with(name: str, *, region: str | None, **login: str) -> None:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError as error:
-        hints = ("pip install 'intercloud-broker[aws]', or make the bucket yourself",)
-        raise InvalidRequestError(f"to make the bucket `{name}` takes the package boto3", hints=hints) from error
+        hints = ("pip install 'intercloud-broker[aws]', or create the bucket yourself",)
+        raise InvalidRequestError(f"creating bucket `{name}` requires the package boto3", hints=hints) from error
     session = boto3.Session()
     region = region or session.region_name or "us-east-1"
     # Other regions must be named, us-east-1 must not be (S3 API, CreateBucket).
@@ -84,7 +84,7 @@ def create_with(name: str, *, region: str | None, **login: str) -> None:
         if code == "BucketAlreadyOwnedByYou":
             return
         kind = AuthError if CODES.get(code) is AuthError else InvalidRequestError
-        hints = (LOGIN,) if kind is AuthError else ("bucket names are shared by all accounts: choose another",)
-        raise kind(f"the bucket `{name}` cannot be made: {code}", hints=hints) from error
+        hints = (LOGIN,) if kind is AuthError else ("bucket names are shared by all accounts: choose another one",)
+        raise kind(f"cannot create bucket `{name}`: {code}", hints=hints) from error
     except BotoCoreError as error:
-        raise AuthError(f"the bucket `{name}` cannot be made: {error}", hints=(LOGIN,)) from error
+        raise AuthError(f"cannot create bucket `{name}`: {error}", hints=(LOGIN,)) from error

@@ -45,8 +45,8 @@ def ensure_bucket(url: str) -> bool:
         if scheme not in CREATORS:
             command = BY_HAND.get(scheme, "").format(name=name)
             raise InvalidRequestError(
-                f"there is no bucket `{scheme}://{name}`, or it cannot be read: {error.message}",
-                hints=(f"make it with `{command}`",) if command else (),
+                f"bucket `{scheme}://{name}` does not exist, or is not readable: {error.message}",
+                hints=(f"create it with `{command}`",) if command else (),
             ) from error
     module, _, function = CREATORS[scheme].partition(":")
     create: Callable[[str], None] = getattr(importlib.import_module(module), function)

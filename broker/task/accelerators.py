@@ -76,7 +76,7 @@ def _note_unknown(name: str, resources: Resources, by_lower: Mapping[str, str]) 
     return Notice(
         origin=resources.origin or Origin(file="command line", line=0, column=0),
         field="accelerators",
-        message=f"`accelerators`: nobody sells `{name}`; it is left out",
+        message=f"`accelerators`: unknown accelerator `{name}`; ignoring it",
         hint=suggest(name, by_lower.values()),
     )
 

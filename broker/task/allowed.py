@@ -44,7 +44,7 @@ class Rule:
     def suggest(self, text: str) -> str | None:
         """What helps to mend a text that is refused: its size, what is wrong with it, or a near miss."""
         if not is_text(text):
-            return "it holds a zero byte or half a character"
+            return "it contains a zero byte or half of a surrogate pair"
         if self.bytes_max is not None and (size := len(text.encode())) > self.bytes_max:
             return f"it is {size:,} bytes long"
         if self._repairs:
@@ -78,30 +78,30 @@ TASK_NAME = Rule(
 JOB_NAME = TASK_NAME
 CLUSTER_NAME = Rule(
     pattern=r"[A-Za-z](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
-    expected="a letter, then letters, digits, `-`, `_`, `.`, with a letter or digit at the end; at most 63",
+    expected="at most 63 letters, digits, `-`, `_` or `.`, starting with a letter and ending with a letter or digit",
     source="SkyPilot's cluster names; it becomes tags, folders and host names",
     repairs=True,
 )
 REQUEST_ID = Rule(
     pattern=rf"{_PLAIN}{{1,200}}",
     expected="1 to 200 characters without control characters",
-    source="ours: it is a key of the store",
+    source="broker: it is a key of the store",
 )
 ENV_NAME = Rule(
     pattern="[A-Za-z_][A-Za-z0-9_]{0,254}",
-    expected="a name for an environment variable: a letter or `_`, then letters, digits or `_`; at most 255",
+    expected="an environment variable name (at most 255 letters, digits or `_`, no leading digit)",
     source="POSIX 8.1, environment variables",
 )
 ENV_VALUE = Rule(
     pattern=r"[^\x00]*",
-    expected=f"text without a zero byte, with its name at most {ARGUMENT_BYTES_MAX - 2:,} bytes",
+    expected=f"text without a zero byte, at most {ARGUMENT_BYTES_MAX - 2:,} bytes including its name",
     source=_EXECVE,
     bytes_max=ARGUMENT_BYTES_MAX - 2,
 )
 SCRIPT = Rule(
     pattern=r"[^\x00]*",
-    expected=f"text without a zero byte, of at most {ARGUMENT_BYTES_MAX - 1:,} bytes; "
-    "a longer script can be a file of `workdir`",
+    expected=f"text without a zero byte, at most {ARGUMENT_BYTES_MAX - 1:,} bytes; "
+    "put a longer script in a file in `workdir`",
     source=_EXECVE,
     bytes_max=ARGUMENT_BYTES_MAX - 1,
 )
@@ -117,13 +117,13 @@ LABEL_VALUE = Rule(
 )
 TARGET = Rule(
     pattern=rf"(?!-)(?!\.+/*$)(?!(?:[^\x00]*/)?\.\.(?:/|$))(?!(?:[^\x00]*/)?[^/\x00]{{256}}){_PLAIN}{{1,{PATH_BYTES_MAX}}}",
-    expected="a path on the node: no `..` in it, no control characters, no `-` in front",
+    expected="a path on the node without `..`, control characters or a leading `-`",
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,
 )
 SOURCE = Rule(
     pattern=rf"{_PLAIN}{{0,{PATH_BYTES_MAX}}}",
-    expected=f"a path or URL without control characters, of at most {PATH_BYTES_MAX:,} bytes",
+    expected=f"a path or URL without control characters, at most {PATH_BYTES_MAX:,} bytes",
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,
 )
@@ -135,22 +135,22 @@ DATA_URL = Rule(
 )
 PLACE = Rule(
     pattern=rf"(?!-){_SOLID}{{1,253}}",
-    expected="a name without spaces that does not begin with `-`",
+    expected="a name without spaces or a leading `-`",
     source="Kubernetes' DNS names (253), the longest of any cloud",
 )
 INSTANCE_TYPE = Rule(
     pattern="(?!-)[!-~]{1,200}",
-    expected="the cloud's name of a machine, without spaces",
+    expected="an instance type of the cloud, without spaces",
     source="every instance type of SkyPilot's catalogs fits",
 )
 IMAGE = Rule(
     pattern="(?!-)[!-~]{1,1024}",
-    expected="an image of the cloud, or `docker:IMAGE`",
+    expected="a machine image of the cloud, or `docker:IMAGE`",
     source="Azure's gallery ids and OCI references: ASCII without spaces",
 )
 VOLUME_NAME = Rule(
     pattern=rf"{_NAME}|(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?)|{_PLAIN}*\${_PLAIN}*",
-    expected="a volume's name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    expected="a volume name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
     source="Kubernetes: DNS subdomain names (253)",
     repairs=True,
 )
@@ -184,7 +184,7 @@ BUCKETS: Mapping[str, Rule] = {
 }
 BUCKET = Rule(  # of any store; `ORG/NAME` is Hugging Face's
     pattern=rf"|(?![^\x00]*\.\.)[A-Za-z0-9](?:[-A-Za-z0-9._/]{{0,251}}[A-Za-z0-9])?|{_PLAIN}*\${_PLAIN}*",
-    expected="a bucket's name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    expected="a bucket name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
     source="the widest of the stores; GCS allows 222",
     bytes_max=1_024,
     repairs=True,
@@ -196,7 +196,7 @@ LABELS: Mapping[str, tuple[Rule, Rule]] = {
     "aws": (
         Rule(
             pattern=rf"(?![aA][wW][sS]:){_PLAIN}{{1,128}}",
-            expected="1 to 128 characters that do not begin with `aws:`",
+            expected="1 to 128 characters that do not start with `aws:`",
             source="EC2: tag restrictions",
         ),
         LABEL_VALUE,

@@ -77,12 +77,12 @@ def check_environment(reader: Reader, section: Section, name: str, values: Mappi
     for key, value in values.items():
         if (size := _measure(key, value)) > ARGUMENT_BYTES_MAX:
             place = marked.keys.get(key, (0, 0)) if marked else (0, 0)
-            message = f"`{name}.{key}` takes {size:,} bytes, and a program is given at most {ARGUMENT_BYTES_MAX:,}"
+            message = f"`{name}.{key}` is {size:,} bytes long; the limit is {ARGUMENT_BYTES_MAX:,}"
             reader.note(*place, message, "pass it in a file with `file_mounts`", shows_line=False)
     total = sum(_measure(key, value) for key, value in values.items())
     if total > ENVIRONMENT_BYTES_MAX:
         place = (marked.line, marked.column) if marked else (0, 0)
-        message = f"`{name}` takes {total:,} bytes in all, more than {ENVIRONMENT_BYTES_MAX:,}"
+        message = f"`{name}` are {total:,} bytes in total; the limit is {ENVIRONMENT_BYTES_MAX:,}"
         reader.note(*place, message, "pass large values in files with `file_mounts`", shows_line=False)
 
 
@@ -159,4 +159,4 @@ def _check_values(task: Task) -> Iterator[_Fault]:
             yield from _try(f"{name}.{key}", value, ENV_VALUE, is_hidden=True)
     total = sum(_measure(key, value) for key, value in [*task.envs.items(), *secrets.items()])
     if total > ENVIRONMENT_BYTES_MAX:
-        yield f"`envs` and `secrets` take {total:,} bytes in all, more than {ENVIRONMENT_BYTES_MAX:,}", None
+        yield f"`envs` and `secrets` are {total:,} bytes in total; the limit is {ENVIRONMENT_BYTES_MAX:,}", None

@@ -26,7 +26,7 @@ def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]
         if name in fields:
             fields[name] = expander.expand(fields[name])
             if expander.size > BYTES_MAX:
-                reader.fault(document.value[name], f"`{name}` with its variables filled in is too large")
+                reader.fault(document.value[name], f"`{name}` is too large after filling in variables")
                 fields[name] = replace(fields[name], value=None)
     return replace(document, value=fields)
 

@@ -123,14 +123,14 @@ def _has_none(clouds: Sequence[str], message: str, **more: Any) -> dict[str, Lat
 
 
 _PODS = ("kubernetes", "slurm", "ssh")  # what runs there has the disk that it is given
-_NOT_YET_DISK = "broker does not choose local disks"
+_NOT_YET_DISK = "choosing local disks is not supported"
 
 AUTOSTOP = Table(
     name="autostop",
-    about="When to stop a cluster by itself.",
+    about="When to stop an idle cluster.",
     fields={
-        "idle_minutes": Field(shape=Whole(maximum=1_000_000), about="Minutes without a run before stopping; 5."),
-        "down": Field(shape=Flag(), about="Take the cluster down instead of stopping it."),
+        "idle_minutes": Field(shape=Whole(maximum=1_000_000), about="Idle minutes before stopping (default: 5)."),
+        "down": Field(shape=Flag(), about="Terminate the cluster instead of stopping it."),
         "wait_for": Field(
             shape=Choice(words=("jobs_and_ssh", "jobs", "none")),
             about="What counts as activity.",
@@ -140,41 +140,42 @@ AUTOSTOP = Table(
             ),
         ),
         "hook": Field(
-            shape=Text(), about="A command to run before stopping.",
-            later=Later(message="the command before an autostop is not run", hint="put it at the end of `run`"),
+            shape=Text(), about="Command to run before stopping.",
+            later=Later(message="autostop hooks are not supported", hint="move the command to the end of `run`"),
         ),
-        "hook_timeout": Field(shape=Whole(minimum=1), about="Seconds that `hook` may take."),
+        "hook_timeout": Field(shape=Whole(minimum=1), about="Timeout of `hook` in seconds."),
     },
 )  # fmt: skip
 
 JOB_RECOVERY = Table(
     name="job_recovery",
-    about="How a managed job recovers.",
+    about="Recovery of managed jobs.",
     fields={
         "strategy": Field(
             shape=Choice(words=STRATEGY_WORDS),
             about="Where to go after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
-            "the region at once, `cheapest` plans anew, `deadline` (the default where a `goal` has work and "
-            "deadline) weighs spot, waiting and on-demand against the time that is left. SkyPilot's "
+            "the region at once, `cheapest` plans again, `deadline` (the default where a `goal` has work and "
+            "deadline) weighs spot, waiting and on-demand against the remaining time. SkyPilot's "
             "`DYNAMIC_NODE_SET` is the default strategy with `min_nodes`, 1 unless given.",
         ),
         "max_restarts_on_errors": Field(
             shape=Whole(),
-            about="How often a program that fails by itself is started again. By default, while it reports new steps "
-            "or checkpoints: three failures at one step end the job, and so does a first one before any step, unless a "
-            "signal ended a program that keeps checkpoints.",
+            about="Maximum restarts of a failed program. By default, it restarts while it reports new steps or "
+            "checkpoints: three failures at one step end the job, and so does a first one before any step, unless a "
+            "signal ended a program that saves checkpoints.",
         ),
         "recover_on_exit_codes": Field(
             shape=Either(shapes=(Whole(maximum=255), ListOf(item=Whole(maximum=255)))),
-            about="Exit codes that always restart the program and are not counted.",
+            about="Exit codes that always restart the program and do not count as failures.",
         ),
         "stall_timeout": Field(
-            shape=Duration(bare_unit="s"), about="Restart a program that reports no new step for so long (broker only)."
+            shape=Duration(bare_unit="s"),
+            about="Restart a program that reports no new step for this long (broker extension).",
         ),
         "min_nodes": Field(
             shape=Whole(minimum=1),
-            about="An elastic program goes on while the first node and so many in all are left; lost ones are replaced "
-            "beside its work (broker only).",
+            about="An elastic program continues while the first node and this many nodes in total remain; lost nodes "
+            "are replaced meanwhile (broker extension).",
         ),
     },
 )
@@ -183,9 +184,9 @@ ACCELERATOR_ARGS = Table(
     name="accelerator_args",
     about="TPU options.",
     fields={
-        "runtime_version": Field(shape=Text(), about="The TPU's software version."),
-        "tpu_name": Field(shape=Text(), about="The TPU's name."),
-        "tpu_vm": Field(shape=Flag(), about="A TPU VM (the default) or a TPU node."),
+        "runtime_version": Field(shape=Text(), about="TPU software version."),
+        "tpu_name": Field(shape=Text(), about="TPU name."),
+        "tpu_vm": Field(shape=Flag(), about="TPU VM (default) or TPU node."),
         "gcp_queued_resource": Field(shape=Flag(), about="Wait in GCP's queue for the TPU."),
     },
 )
@@ -197,44 +198,44 @@ _IMAGE = Text(rule=allowed.IMAGE)
 ONE: dict[str, Field] = {
     "infra": Field(
         shape=Infra(), examples=("aws", "gcp/us-central1", "aws/us-east-1/us-east-1a", "*/*/us-east-1a"),
-        about="CLOUD[/REGION[/ZONE]]; `*` is any.",
+        about="Location, CLOUD[/REGION[/ZONE]]; `*` matches any.",
     ),
-    "cloud": Field(shape=_CLOUD, about="The cloud; `infra` is the newer way."),
-    "region": Field(shape=_PLACE, about="The region; `infra` is the newer way."),
-    "zone": Field(shape=_PLACE, about="The zone; `infra` is the newer way."),
+    "cloud": Field(shape=_CLOUD, about="Cloud; prefer `infra`."),
+    "region": Field(shape=_PLACE, about="Region; prefer `infra`."),
+    "zone": Field(shape=_PLACE, about="Zone; prefer `infra`."),
     "accelerators": Field(
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
-        about="NAME[:COUNT] of a node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
-        "is anything with so much memory. `T4:0.5` is a part of one, which runs of one cluster share.",
+        about="NAME[:COUNT] per node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
+        "is any accelerator with that much memory. `T4:0.5` is a fraction of one, which runs of a cluster share.",
     ),
-    "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="The same as `accelerators`."),
+    "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="Alias of `accelerators`."),
     "accelerator_args": Field(
         shape=ACCELERATOR_ARGS, about="TPU options.",
         later=Later(
-            message="TPU options are not passed on", hint="remove `accelerator_args` to take the cloud's defaults",
+            message="TPU options are not supported", hint="remove `accelerator_args` to use the cloud's defaults",
             applies=lambda section: any(key != "tpu_vm" or not value for key, value in section.values.items()),
         ),
     ),
-    "cpus": Field(shape=Count(), examples=("4", "4+", "16+"), about="vCPUs of a node: `4` exactly, `4+` at least."),
+    "cpus": Field(shape=Count(), examples=("4", "4+", "16+"), about="vCPUs per node: `4` exactly, `4+` at least."),
     "memory": Field(
-        shape=Memory(), examples=("32+", "64GB+", "128"), about="Memory of a node in GiB: `32` exactly, `32+` at least."
+        shape=Memory(), examples=("32+", "64GB+", "128"), about="Memory per node in GiB: `32` exactly, `32+` at least."
     ),
-    "instance_type": Field(shape=Text(rule=allowed.INSTANCE_TYPE), about="The cloud's name of the machine."),
-    "use_spot": Field(shape=Flag(), about="Spot machines, on-demand ones; not said: both if the task has a `goal`."),
+    "instance_type": Field(shape=Text(rule=allowed.INSTANCE_TYPE), about="Instance type of the cloud."),
+    "use_spot": Field(shape=Flag(), about="Use spot or on-demand instances (default: both if the task has a `goal`)."),
     "disk_size": Field(
-        shape=Size(), about="The root disk in GiB; 256.", examples=("256GB", "1TB"),
-        at=_has_none(("local", *_PODS), "the disk that is there is taken"),
+        shape=Size(), about="Size of the root disk in GiB (default: 256).", examples=("256GB", "1TB"),
+        at=_has_none(("local", *_PODS), "the existing disk is used"),
     ),
-    "ephemeral_storage": Field(shape=Size(), alias_of="disk_size", about="An old name of `disk_size`."),
+    "ephemeral_storage": Field(shape=Size(), alias_of="disk_size", about="Deprecated name of `disk_size`."),
     "disk_tier": Field(
-        shape=Choice(words=("low", "medium", "high", "ultra", "best", "none")), about="How fast the root disk is.",
-        at=_has_none(("local",), "the disk that is there is taken", applies=lambda value: value != "none"),
+        shape=Choice(words=("low", "medium", "high", "ultra", "best", "none")), about="Performance of the root disk.",
+        at=_has_none(("local",), "the existing disk is used", applies=lambda value: value != "none"),
     ),
     "network_tier": Field(
         shape=Choice(words=("standard", "best")),
-        about="How fast the network between nodes is; `best` is EFA at AWS, Tier_1 at Google, if the machine has it.",
-        at=_has_none(("local",), "nodes share one machine", applies=lambda value: value == "best"),
+        about="Network performance between nodes; `best` is EFA on AWS and Tier_1 on GCP, where supported.",
+        at=_has_none(("local",), "nodes share this machine", applies=lambda value: value == "best"),
     ),
     "local_disk": Field(
         shape=Either(
@@ -246,23 +247,23 @@ ONE: dict[str, Field] = {
                 Whole(minimum=1),
             )
         ),
-        about="Fast disks inside the machine, in GB.", examples=("nvme:1000+", "ssd"),
-        later=Later(message=_NOT_YET_DISK, hint="name an `instance_type` that has them, and drop `local_disk`"),
+        about="Local disks of the machine, in GB.", examples=("nvme:1000+", "ssd"),
+        later=Later(message=_NOT_YET_DISK, hint="choose an `instance_type` with local disks, and remove `local_disk`"),
     ),
-    "max_hourly_cost": Field(shape=Number(), about="The most that a node may cost, USD an hour."),
+    "max_hourly_cost": Field(shape=Number(), about="Maximum price per node, in USD per hour."),
     "ports": Field(
         shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"),
-        about="Ports open to the internet.",
-        at=_has_none(("local",), "programs listen on this machine itself"),
+        about="Ports to open to the internet.",
+        at=_has_none(("local",), "programs listen on this machine"),
     ),
     "image_id": Field(
         shape=Either(shapes=(_IMAGE, MapOf(value=_IMAGE, key=allowed.PLACE))),
-        about="The machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
+        about="Machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
     ),
     "labels": Field(
         shape=MapOf(value=Text(rule=allowed.LABEL_VALUE, also_scalar=True), key=allowed.LABEL_KEY),
-        about="Tags on everything that is made.",
-        at=_has_none(("local",), "there is nothing to tag"),
+        about="Tags for all created resources.",
+        at=_has_none(("local",), "local nodes have no tags"),
     ),
     "autostop": Field(
         shape=Either(shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), AUTOSTOP)),
@@ -270,54 +271,54 @@ ONE: dict[str, Field] = {
     ),
     "job_recovery": Field(
         shape=Either(shapes=(Choice(words=STRATEGY_WORDS), JOB_RECOVERY)),
-        about="How a managed job recovers: a strategy, or a mapping.",
+        about="Recovery of managed jobs: a strategy, or a mapping.",
     ),
     "spot_recovery": Field(
-        shape=Choice(words=STRATEGY_WORDS), alias_of="job_recovery", about="An old name of `job_recovery`."
+        shape=Choice(words=STRATEGY_WORDS), alias_of="job_recovery", about="Deprecated name of `job_recovery`."
     ),
     "volumes": Field(
         shape=ListOf(item=Anything()), about="Disks to attach (older SkyPilot).",
-        later=Later(message="disks are not attached", hint="use `disk_size`, or keep the data in a bucket"),
+        later=Later(message="attaching disks is not supported", hint="use `disk_size`, or store the data in a bucket"),
     ),
     "priority": Field(
-        shape=Either(shapes=(Whole(minimum=-1000, maximum=1000),)), about="A managed job's place in the queue.",
-        later=Later(message="jobs start in the order they are launched", blocks_launch=False),
+        shape=Either(shapes=(Whole(minimum=-1000, maximum=1000),)), about="Priority of a managed job.",
+        later=Later(message="jobs start in the order of submission", blocks_launch=False),
     ),
     "priority_class": Field(
-        shape=Text(), about="A Kueue priority class.",
-        later=Later(message="jobs start in the order they are launched", blocks_launch=False),
+        shape=Text(), about="Kueue priority class.",
+        later=Later(message="jobs start in the order of submission", blocks_launch=False),
     ),
-    "_no_missing_accel_warnings": Field(shape=Flag(), about="SkyPilot's own; it has no effect here."),
-    "_docker_login_config": Field(shape=MapOf(value=Text()), about="SkyPilot's own; it has no effect here."),
-    "_is_image_managed": Field(shape=Flag(), about="SkyPilot's own; it has no effect here."),
-    "_requires_fuse": Field(shape=Flag(), about="SkyPilot's own; it has no effect here."),
-    "_cluster_config_overrides": Field(shape=MapOf(value=Anything()), about="SkyPilot's own; it has no effect here."),
+    "_no_missing_accel_warnings": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
+    "_docker_login_config": Field(shape=MapOf(value=Text()), about="Internal to SkyPilot; no effect."),
+    "_is_image_managed": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
+    "_requires_fuse": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
+    "_cluster_config_overrides": Field(shape=MapOf(value=Anything()), about="Internal to SkyPilot; no effect."),
 }  # fmt: skip
 _PLACES = tuple(("infra", name, "keep `infra`") for name in ("cloud", "region", "zone"))
 
-ALTERNATIVE = Table(name="alternative", about="One of several kinds of node.", fields=ONE, exclusive=_PLACES)
+ALTERNATIVE = Table(name="alternative", about="An alternative set of resources.", fields=ONE, exclusive=_PLACES)
 
 
 def _list_all() -> dict[str, Field]:
     several: Shape = ListOf(item=ALTERNATIVE, count_min=1)
     return {
         **ONE,
-        "any_of": Field(shape=several, about="Alternatives: the cheapest wins. Each takes over the fields outside."),
+        "any_of": Field(shape=several, about="Alternatives: the cheapest wins. Each inherits the fields outside."),
         "ordered": Field(shape=several, about="Alternatives in order of preference."),
     }
 
 
 RESOURCES = Table(
     name="resources",
-    about="What one node needs.",
+    about="Resources per node.",
     fields=_list_all(),
     exclusive=(*_PLACES, ("any_of", "ordered", "keep one of them")),
     retired={
-        "hooks": "write them under `config: hooks:` of the task",
-        "termination_hook": "write it under `config: hooks:` of the task",
-        "preemption": "write its hook under `config: hooks:` of the task",
-        "auto_restart": "write `job_recovery: {max_restarts_on_errors: N}`",
-        "spot": "write `use_spot: true`",
-        "gpu": "write `accelerators: NAME:COUNT`",
+        "hooks": "move them to `config: hooks:` of the task",
+        "termination_hook": "move it to `config: hooks:` of the task",
+        "preemption": "move its hook to `config: hooks:` of the task",
+        "auto_restart": "use `job_recovery: {max_restarts_on_errors: N}`",
+        "spot": "use `use_spot: true`",
+        "gpu": "use `accelerators: NAME:COUNT`",
     },
 )

@@ -1,4 +1,4 @@
-"""The fields of `service` and `pool`: read in full, so that a typo is found, and then said not to be carried out."""
+"""The fields of `service` and `pool`: parsed in full, so that typos are found, and then reported as not supported."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ _SECONDS = Number(above=None)
 
 READINESS_PROBE = Table(
     name="readiness_probe",
-    about="How to tell that a replica is ready.",
+    about="Readiness check of a replica.",
     fields={
-        "path": Field(shape=Text(), about="The URL's path.", is_required=True),
-        "initial_delay_seconds": Field(shape=_SECONDS, about="Grace before the first probe."),
-        "timeout_seconds": Field(shape=_SECONDS, about="How long an answer may take."),
+        "path": Field(shape=Text(), about="URL path.", is_required=True),
+        "initial_delay_seconds": Field(shape=_SECONDS, about="Delay before the first probe."),
+        "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
         "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
-        "consecutive_failure_threshold_timeout": Field(shape=_SECONDS, about="Failing so long is failed."),
-        "post_data": Field(shape=Either(shapes=(Text(), MapOf(value=Anything()))), about="A body; makes it a POST."),
+        "consecutive_failure_threshold_timeout": Field(
+            shape=_SECONDS, about="A replica that fails for this long counts as failed."
+        ),
+        "post_data": Field(
+            shape=Either(shapes=(Text(), MapOf(value=Anything()))), about="Request body; makes the probe a POST."
+        ),
         "headers": Field(shape=MapOf(value=Text()), about="HTTP headers."),
     },
 )
 REPLICA_POLICY = Table(
     name="replica_policy",
-    about="How many replicas, by load.",
+    about="Number of replicas, by load.",
     fields={
-        "min_replicas": Field(shape=Whole(), about="Never fewer.", is_required=True),
-        "max_replicas": Field(shape=Whole(), about="Never more."),
+        "min_replicas": Field(shape=Whole(), about="Minimum number of replicas.", is_required=True),
+        "max_replicas": Field(shape=Whole(), about="Maximum number of replicas."),
         "num_overprovision": Field(shape=Whole(), about="Spare replicas."),
         "target_qps_per_replica": Field(
             shape=Either(shapes=(_SECONDS, MapOf(value=_SECONDS))),
-            about="Queries a second that one replica should get; also by accelerator.",
+            about="Target queries per second per replica; also by accelerator.",
         ),
-        "dynamic_ondemand_fallback": Field(shape=Flag(), about="On-demand replicas while spot ones are missing."),
-        "base_ondemand_fallback_replicas": Field(shape=Whole(), about="Replicas that are always on-demand."),
-        "spot_placer": Field(shape=Choice(words=("dynamic_fallback",)), about="Where spot replicas go."),
-        "upscale_delay_seconds": Field(shape=_SECONDS, about="Wait before adding."),
-        "downscale_delay_seconds": Field(shape=_SECONDS, about="Wait before removing."),
+        "dynamic_ondemand_fallback": Field(shape=Flag(), about="Use on-demand replicas while spot is unavailable."),
+        "base_ondemand_fallback_replicas": Field(shape=Whole(), about="Number of replicas that are always on-demand."),
+        "spot_placer": Field(shape=Choice(words=("dynamic_fallback",)), about="Placement of spot replicas."),
+        "upscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling up."),
+        "downscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling down."),
     },
     retired={
         "qps_upper_threshold": "write `target_qps_per_replica`",
@@ -47,20 +51,20 @@ TLS = Table(
     name="tls",
     about="Certificates of the load balancer.",
     fields={
-        "keyfile": Field(shape=Text(), about="The private key's file.", is_required=True),
-        "certfile": Field(shape=Text(), about="The certificate's file.", is_required=True),
+        "keyfile": Field(shape=Text(), about="Private key file.", is_required=True),
+        "certfile": Field(shape=Text(), about="Certificate file.", is_required=True),
     },
 )
 POOL = Table(
     name="pool",
     about="A pool of workers for managed jobs.",
     fields={
-        "workers": Field(shape=Whole(), about="How many workers."),
-        "min_workers": Field(shape=Whole(), about="Never fewer."),
-        "max_workers": Field(shape=Whole(), about="Never more."),
-        "queue_length_threshold": Field(shape=Whole(minimum=1), about="Jobs waiting before one is added."),
-        "upscale_delay_seconds": Field(shape=_SECONDS, about="Wait before adding."),
-        "downscale_delay_seconds": Field(shape=_SECONDS, about="Wait before removing."),
+        "workers": Field(shape=Whole(), about="Number of workers."),
+        "min_workers": Field(shape=Whole(), about="Minimum number of workers."),
+        "max_workers": Field(shape=Whole(), about="Maximum number of workers."),
+        "queue_length_threshold": Field(shape=Whole(minimum=1), about="Waiting jobs before a worker is added."),
+        "upscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling up."),
+        "downscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling down."),
     },
 )
 SERVICE = Table(
@@ -68,23 +72,24 @@ SERVICE = Table(
     about="Serve the task behind a load balancer.",
     fields={
         "readiness_probe": Field(
-            shape=Either(shapes=(Text(), READINESS_PROBE)), about="A path, or a mapping.", examples=("/health",)
+            shape=Either(shapes=(Text(), READINESS_PROBE)), about="URL path, or a mapping.", examples=("/health",)
         ),
-        "replicas": Field(shape=Whole(), about="A fixed number of replicas."),
-        "replica_policy": Field(shape=REPLICA_POLICY, about="Replicas by load."),
-        "ports": Field(shape=Whole(minimum=1, maximum=65535), about="The port that replicas answer on."),
-        "workers": Field(shape=Whole(), about="Replicas of a pool."),
-        "pool": Field(shape=POOL, about="A pool's policy."),
+        "replicas": Field(shape=Whole(), about="Fixed number of replicas."),
+        "replica_policy": Field(shape=REPLICA_POLICY, about="Autoscaling policy."),
+        "ports": Field(shape=Whole(minimum=1, maximum=65535), about="Port of the replicas."),
+        "workers": Field(shape=Whole(), about="Number of workers in a pool."),
+        "pool": Field(shape=POOL, about="Policy of a pool."),
         "load_balancer": Field(
             shape=Table(
                 name="load_balancer",
                 about="The load balancer.",
-                fields={"stream_timeout_seconds": Field(shape=_SECONDS, about="How long a stream may be silent.")},
+                fields={"stream_timeout_seconds": Field(shape=_SECONDS, about="Maximum silence of a stream.")},
             ),
             about="The load balancer.",
         ),
         "load_balancing_policy": Field(
-            shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load")), about="Who gets a query."
+            shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load")),
+            about="Load-balancing policy.",
         ),
         "tls": Field(shape=TLS, about="Certificates."),
     },

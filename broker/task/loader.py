@@ -20,7 +20,7 @@ from broker.task.tables import Section
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
 from broker.types import CheckpointSpec, DataSet, Goal, Origin, Secret, Task
 
-_SMALLEST = "the smallest task is `run: echo hello`"
+_SMALLEST = "for example, a minimal task: `run: echo hello`"
 
 
 def load_tasks(
@@ -57,7 +57,7 @@ def load_tasks_text(
     reader = Reader(text, file)
     header, found = split_header(reader, documents)
     if not found:
-        reader.note(1, 1, "the file holds no task", _SMALLEST)
+        reader.note(1, 1, "the file contains no task", _SMALLEST)
     read = [each for marked in found if (each := _read_document(reader, marked, envs or {}, secrets or {}))]
     tasks = join_tasks(reader, header, read) if read and len(read) == len(found) else ()
     if reader.issues:
@@ -134,8 +134,8 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
         if text is not None:
             values[bare] = text
             if name == "envs" and text and is_credential_name(bare):
-                message = f"`envs.{bare}` looks like a credential, and `envs` are stored and shown as they are"
-                hint = f"write it under `secrets`, and pass `--secret {bare}`"
+                message = f"`envs.{bare}` looks like a credential, but `envs` are stored and shown in clear text"
+                hint = f"move it to `secrets`, and pass `--secret {bare}`"
                 reader.warn(marked.keys[key], name, message, hint, blocks_launch=False)
             continue
         item = next((each for each in marked.value if each.value == key), marked) if not marked.keys else marked
@@ -156,7 +156,9 @@ def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
         work, work_on = work.get("hours"), work.get("on")
     if "throughput" in section.marks and work_on is None:
         hint = "write `work: {hours: 100h, on: A100:8}`"
-        reader.fault(section.marks["throughput"], "`throughput` needs to know what `work` was measured on", hint)
+        reader.fault(
+            section.marks["throughput"], "`throughput` requires the accelerators on which `work` was measured", hint
+        )
     deadline_s = section.get("deadline")
     return Goal(
         work_hours=None if work is None else work / 3600,
@@ -171,7 +173,7 @@ def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
 def _read_unattended(reader: Reader, section: Section) -> float | None:
     value: float | None = section.get("unattended")
     if value is not None and value < UNATTENDED_S_MIN:
-        hint = "a shorter one would end machines over a slow network; the default is `unattended: 12h`"
+        hint = "a shorter time would terminate nodes during network problems; the default is `unattended: 12h`"
         reader.fault(section.marks["unattended"], "`unattended` must be at least 15m", hint)
     return value
 

@@ -14,9 +14,9 @@ from broker.types import StorageMount
 # What nodes can be given (`storage/mounts.py`), as a URL or as the store of a named bucket.
 SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "r2://", "file://")
 SERVED_STORES = ("s3", "gcs", "azure", "r2")
-_FETCH = "give a local path, or fetch the data in `setup`"
+_FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
-_FROM_HERE = "paths count from the current folder"
+_FROM_HERE = "paths are relative to the current folder"
 
 
 def read_workdir(reader: Reader, section: Section) -> str | None:
@@ -27,7 +27,7 @@ def read_workdir(reader: Reader, section: Section) -> str | None:
     place = section.find_key("workdir")
     if isinstance(value, Section):
         reader.warn(
-            place, "workdir", "`workdir`: a git repository is not fetched", "clone it in `setup`", blocks_launch=True
+            place, "workdir", "`workdir`: git repositories are not supported", "clone it in `setup`", blocks_launch=True
         )
         return None
     folder: str = value
@@ -48,7 +48,7 @@ def read_file_mounts(reader: Reader, section: Section) -> tuple[dict[str, str], 
             origin = reader.find_origin(source)
             storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
             if not value.startswith(SERVED_SCHEMES):
-                _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` is not copied", _FETCH)
+                _warn(reader, source, f"`file_mounts`: `{value.partition('/')[0]}//` URLs are not supported", _FETCH)
         else:
             mounts[target] = value
             if not _exists(value, is_folder=False):
@@ -64,19 +64,21 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
         rule, hint = fault
         reader.fault(section.marks["name"], f"`name` must be {rule.expected}, not {describe(name)}", hint)
     if store == "volume":
-        _warn(reader, section.marked, "`file_mounts`: volumes are not mounted", "use `disk_size`, or a bucket")
+        _warn(reader, section.marked, "`file_mounts`: volumes are not supported", "use `disk_size`, or a bucket")
     else:
         if not _is_served(sources, name, store):
-            _warn(reader, section.marked, "`file_mounts`: this storage is not mounted", _NAME)
+            _warn(reader, section.marked, "`file_mounts`: this storage is not supported", _NAME)
         for each in sources:
             if "://" not in each and not _exists(each, is_folder=False):
                 _warn(reader, section.marked, f"`file_mounts` names a path that does not exist: `{each}`", _FROM_HERE)
         if section.get("persistent") is False:
             place = (section.marked.line, section.marked.column)
-            hint = "delete it yourself when it is not needed any more"
+            hint = "delete it yourself when you no longer need it"
             reader.warn(place, "file_mounts", "`persistent: false`: the bucket is kept", hint, blocks_launch=False)
         if not name and not sources:  # also where a variable that stands for it is still empty
-            _warn(reader, section.marked, "`file_mounts`: storage needs `name` or `source`", "write `source: s3://...`")
+            _warn(
+                reader, section.marked, "`file_mounts`: storage requires `name` or `source`", "write `source: s3://...`"
+            )
     return StorageMount(
         target=target,
         source=sources,

@@ -21,7 +21,9 @@ def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section |
     """The header, when the first of several documents has nothing but a header's fields; and the tasks."""
     found = [each for each in documents if each.value is not None]
     if len(found) > TASKS_MAX + 1:
-        reader.fault(found[TASKS_MAX + 1], f"the file holds more than {TASKS_MAX:,} tasks", "split it")
+        reader.fault(
+            found[TASKS_MAX + 1], f"the file contains more than {TASKS_MAX:,} tasks", "split it into several files"
+        )
         return None, found[:1]
     first = found[0].value if len(found) > 1 else None
     if isinstance(first, dict) and first and set(first) <= set(HEADER.fields):
@@ -47,8 +49,8 @@ def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Docum
         return tuple(chain)
     assert header is not None
     reader.warn(
-        header.find_key("execution"), "execution", "`execution`: tasks of a job group are not started together",
-        "launch them one by one from files of their own", blocks_launch=True,
+        header.find_key("execution"), "execution", "`execution`: parallel job groups are not supported",
+        "launch each task from its own file", blocks_launch=True,
     )  # fmt: skip
     notices = reader.take_notices()
     return tuple(replace(task, notices=(*notices, *task.notices)) for task in tasks)
@@ -62,7 +64,7 @@ def _name_tasks(reader: Reader, documents: Sequence[Document], *, has_needs: boo
     for number, (section, task) in enumerate(documents, start=1):
         wanted = name = task.name or f"task-{number}"
         if name in seen and has_needs:
-            reader.fault(section.marks.get("name", section.marked), f"two tasks are named `{name}`")
+            reader.fault(section.marks.get("name", section.marked), f"duplicate task name `{name}`")
         count = 2
         while name in seen or (name != task.name and name in taken):
             name, count = f"{wanted}-{count}", count + 1
@@ -79,7 +81,7 @@ def _read_needs(reader: Reader, sections: Sequence[Section], tasks: Sequence[Tas
         for name, (marked, gib) in _list_needs(section).items():
             if name not in by_name:
                 hint = suggest(name, by_name) or f"tasks of this file: {', '.join(by_name)}"
-                reader.fault(marked, f"`needs` names no task of this file: `{name[:40]}`", hint)
+                reader.fault(marked, f"`needs`: unknown task `{name[:40]}`", hint)
             else:
                 needs[name] = _measure_outputs(by_name[name]) if gib is None else gib
         found.append(replace(task, needs=needs))
@@ -87,7 +89,7 @@ def _read_needs(reader: Reader, sections: Sequence[Section], tasks: Sequence[Tas
     if circle := _find_circle(edges):
         section = next(section for section, task in zip(sections, found, strict=True) if task.name == circle[0])
         shown = circle if len(circle) <= _SHOWN_MAX else [*circle[: _SHOWN_MAX - 2], "...", circle[-1]]
-        reader.note(*section.find_key("needs"), f"`needs` goes in a circle: {' -> '.join(shown)}", "remove one of them")
+        reader.note(*section.find_key("needs"), f"`needs` contains a cycle: {' -> '.join(shown)}", "remove one of them")
     return tuple(found)
 
 

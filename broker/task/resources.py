@@ -31,9 +31,9 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
     if parts := [f"{name}:{count:g}" for name, count in accelerators if 0 < count < 1]:
         reader.warn(
             section.find_key("accelerators"), "accelerators",
-            f"`accelerators`: where no part of a card is sold, {parts[0]} takes a node with a whole one",
-            "`broker exec CLUSTER TASK.yaml` starts other runs beside it while all parts add up to at most 1; "
-            "memory of the card is not divided",
+            f"`accelerators`: {parts[0]} uses a node with a whole accelerator where fractions are not offered",
+            "start other runs beside it with `broker exec CLUSTER TASK.yaml` while the fractions add up to at most 1; "
+            "memory is not divided",
             blocks_launch=False,
         )  # fmt: skip
     _check_counts(reader, section, accelerators)
@@ -42,7 +42,7 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
         len(section.get("any_of") or section.get("ordered") or [1]) * max(1, len(accelerators)) * max(1, len(images))
     )
     if count > ALTERNATIVES_MAX:
-        reader.fault(section.marked, f"`resources` has {count:,} alternatives, more than {ALTERNATIVES_MAX:,}")
+        reader.fault(section.marked, f"`resources` has {count:,} alternatives; the limit is {ALTERNATIVES_MAX:,}")
         return (base,), False
     for name in ("any_of", "ordered"):
         if items := section.get(name):
@@ -92,7 +92,7 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
         changes["autostop"] = None
     if "instance_type" in changes and _asks_for_tpu_node(section):
         del changes["instance_type"]
-        message = "`instance_type`: a TPU node with a host of its own is not made; a TPU VM is planned instead"
+        message = "`instance_type`: TPU nodes with a separate host are not supported; planning a TPU VM instead"
         hint = "remove `instance_type` and `accelerator_args`"
         reader.warn(section.find_key("instance_type"), "instance_type", message, hint, blocks_launch=True)
     changes.update(_read_place(reader, section, base))
@@ -131,7 +131,9 @@ def _read_memory(reader: Reader, section: Section, base: Resources) -> Quantity 
         return memory if isinstance(memory, Quantity) else None
     cpus = section.get("cpus") or base.cpus
     if cpus is None:
-        reader.fault(section.marks["memory"], "`memory` by vCPU needs `cpus`", "write `cpus: 4+`, or memory in GiB")
+        reader.fault(
+            section.marks["memory"], "`memory` per vCPU requires `cpus`", "add `cpus: 4+`, or write `memory` in GiB"
+        )
         return None
     return Quantity(value=cpus.value * memory, is_minimum=True)
 
@@ -190,8 +192,8 @@ def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
         if count > 1 and not count.is_integer():
             line, column = section.find_key("accelerators")
             reader.note(
-                line, column, f"more than one accelerator must be a whole number of them: `{name}:{count:g}`",
-                f"write `{name}:{math.floor(count)}` or `{name}:{math.ceil(count)}`, or a part of one, as `{name}:0.5`",
+                line, column, f"more than one accelerator must be a whole number, not `{name}:{count:g}`",
+                f"use `{name}:{math.floor(count)}` or `{name}:{math.ceil(count)}`, or a fraction: `{name}:0.5`",
             )  # fmt: skip
 
 
@@ -203,14 +205,14 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     images = {"": value} if isinstance(value, str) else dict(value)
     place = section.find_key("image_id")
     if "docker" in images:  # SkyPilot: a container inside a machine image
-        hint = "write `image_id: docker:IMAGE`, which runs on broker's own image"
-        reader.warn(place, "image_id", "`image_id`: the machine image is not booted", hint, blocks_launch=True)
+        hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
+        reader.warn(place, "image_id", "`image_id`: this machine image is not supported", hint, blocks_launch=True)
         return {"": DOCKER + images["docker"]}
     if any(each.startswith(SKYPILOT) for each in images.values()):
-        hint = "remove `image_id`: broker picks an image that suits the machine"
-        reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not booted", hint, blocks_launch=True)
+        hint = "remove `image_id`: broker chooses an image for the machine"
+        reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not supported", hint, blocks_launch=True)
     elif not all(each.startswith(DOCKER) for each in images.values()):
-        message = "`image_id` on local: no machine is made that could start from it"
+        message = "`image_id` on local: machine images are not supported"
         hint = "remove `image_id`, and install what you need in `setup`"
         reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")
     return images

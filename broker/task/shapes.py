@@ -209,7 +209,7 @@ class ListOf(Shape):
             reader.fault(marked, f"`{name}` must be a list, not {describe(marked)}")
             return None
         if len(marked.value) < self.count_min:
-            reader.fault(marked, f"`{name}` is an empty list")
+            reader.fault(marked, f"`{name}` must not be an empty list")
             return None
         found = []
         for each in marked.value:

@@ -135,11 +135,11 @@ class Table(Shape):
         for first, second, hint in self._list_exclusive():
             if first in given and second in given:
                 later = max(first, second, key=lambda key: marked.keys[key])
-                reader.note(*marked.keys[later], f"`{first}` and `{second}` exclude each other", hint)
+                reader.note(*marked.keys[later], f"`{first}` and `{second}` are mutually exclusive", hint)
         for key, entry in self.fields.items():
             if entry.is_required and (key not in given or given[key].value is None):
                 hint = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
-                reader.fault(marked, f"{self._show(name)} needs `{key}`", hint)
+                reader.fault(marked, f"{self._show(name)} requires `{key}`", hint)
 
     def _list_exclusive(self) -> list[tuple[str, str, str]]:
         aliases = [
@@ -173,9 +173,9 @@ def _describe_field(entry: Field) -> Schema:
     shape = entry.shape.describe()
     schema: Schema = {**(shape if entry.is_required else allow_null(shape)), "description": entry.about}
     if entry.later:
-        schema["description"] += f" (Not carried out: {entry.later.message}.)"
+        schema["description"] += f" (Not supported: {entry.later.message}.)"
     if entry.at:
-        schema["description"] += f" (Not on {', '.join(entry.at)}.)"
+        schema["description"] += f" (Not supported on {', '.join(entry.at)}.)"
     if entry.alias_of:
         schema["deprecated"] = True
     if entry.examples:

@@ -67,7 +67,15 @@ def read_documents(text: str, file: str) -> list[Marked]:
     if (place := text.find("\0")) >= 0:
         line = text.count("\n", 0, place) + 1
         raise TaskError(
-            [Issue(file=file, line=line, column=0, message="the file holds a zero byte: it is no text", hint=None)]
+            [
+                Issue(
+                    file=file,
+                    line=line,
+                    column=0,
+                    message="the file contains a zero byte, so it is not text",
+                    hint=None,
+                )
+            ]
         )
     try:
         return _Composer(yaml.parse(text, Loader=_loader())).compose_all()
@@ -93,9 +101,9 @@ def split_lines(text: str) -> list[str]:
 def _explain(lines: list[str], line: int, column: int) -> str | None:
     source = lines[line - 1] if 0 < line <= len(lines) else ""
     if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:
-        return "YAML indents with spaces; a tab is here"
+        return "YAML requires spaces for indentation, not tabs"
     if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
-        return "a value that holds `: ` needs quotes"
+        return "a value with `: ` must be quoted"
     return None
 
 
@@ -144,7 +152,7 @@ class _Composer:
     def _follow(self, event: Any, depth: int) -> Marked:
         found = self._anchors.get(event.anchor)
         if found is None:
-            raise Fault(event.start_mark, f"`*{event.anchor}` stands for nothing", f"define `&{event.anchor}` above it")
+            raise Fault(event.start_mark, f"undefined alias `*{event.anchor}`", f"define `&{event.anchor}` above it")
         node, size, height = found
         self._add(size, event)
         self._check_depth(depth + height, event)
@@ -154,11 +162,11 @@ class _Composer:
     def _add(self, count: int, event: Any) -> None:
         self._count += count
         if self._count > NODES_MAX:
-            raise Fault(event.start_mark, f"the file stands for more than {NODES_MAX:,} values", "use fewer aliases")
+            raise Fault(event.start_mark, f"the file expands to more than {NODES_MAX:,} values", "use fewer aliases")
 
     def _check_depth(self, depth: int, event: Any) -> None:
         if depth > DEPTH_MAX:
-            raise Fault(event.start_mark, f"the file is nested more than {DEPTH_MAX} deep")
+            raise Fault(event.start_mark, f"the file is nested more than {DEPTH_MAX} levels deep")
 
     def _compose_sequence(self, node: Marked, depth: int) -> int:
         node.value, height = [], 0
@@ -180,7 +188,7 @@ class _Composer:
             is_merge = key == "<<" and event.implicit[0]
             if key in node.value:
                 first = node.keys[key][0]
-                raise Fault(mark, f"duplicate key `{key}`, first in line {first}", "keep one of them")
+                raise Fault(mark, f"duplicate key `{key}`, first defined in line {first}", "keep one of them")
             value = self._compose(next(self._events), depth)
             height = max(height, self._height)
             if is_merge:
@@ -196,14 +204,14 @@ class _Composer:
     def _list_merged(self, value: Marked, mark: Any) -> list[Marked]:
         sources = value.value if isinstance(value.value, list) else [value]
         if not all(isinstance(each.value, dict) for each in sources):
-            raise Fault(mark, "`<<` must name a mapping or a list of mappings", "for example `<<: *defaults`")
+            raise Fault(mark, "`<<` must refer to a mapping or a list of mappings", "for example `<<: *defaults`")
         return sources
 
 
 def _check_text(event: Any) -> None:
     """An escape in quotes can make what the file itself cannot hold. The line is not shown: it may be a secret's."""
     if not is_text(event.value):
-        message = "a text holds a zero byte, which no program, file or cloud can be given"
+        message = "a text must not contain a zero byte, which no program, file or cloud accepts"
         raise Fault(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
 
 
@@ -211,7 +219,7 @@ def _check_tag(event: Any) -> None:
     tag = event.tag
     if tag and tag != "!" and tag.removeprefix(_TAG) not in _KNOWN_TAGS:
         shown = "!!" + tag.removeprefix(_TAG) if tag.startswith(_TAG) else tag
-        raise Fault(event.start_mark, f"the tag `{shown}` has no meaning in a task file", "remove it")
+        raise Fault(event.start_mark, f"unsupported tag `{shown}`", "remove it")
 
 
 def _read_scalar(event: Any) -> Any:
@@ -223,7 +231,7 @@ def _read_scalar(event: Any) -> Any:
         value = _resolve(text)
         wanted = _SCALAR_TAGS.get(event.tag.removeprefix(_TAG))
         if wanted is None or not isinstance(value, wanted):
-            raise Fault(event.start_mark, f"`{text[:40]}` is not what its tag says")
+            raise Fault(event.start_mark, f"`{text[:40]}` does not match its tag")
         return value
     return text if is_tagged or not event.implicit[0] else _resolve(text)
 

@@ -33,7 +33,7 @@ def test_age_is_in_whole_days() -> None:
 @pytest.mark.parametrize(
     ("is_spot", "cloud", "warning"),
     [
-        (True, "aws", "aws's spot prices are 10 days old; `broker catalog update --cloud aws` fetches today's"),
+        (True, "aws", "aws's spot prices are 10 days old; update them with `broker catalog update --cloud aws`"),
         (False, "aws", None),
         (True, "local", None),
     ],

@@ -74,11 +74,11 @@ def test_bad_rows_are_named_by_line_and_the_others_are_kept() -> None:
     offers, faults = parse_vms(text, cloud="x", file="x/vms.csv")
     assert [each.instance_type for each in offers] == ["a", "f"]
     assert [fault.line for fault in faults] == [3, 4, 5, 6, 7]
-    assert str(faults[0]) == "x/vms.csv:3: `Price` is no number: `cheap`"
+    assert str(faults[0]) == "x/vms.csv:3: `Price` is not a number: `cheap`"
 
 
 def test_a_file_of_something_else_is_refused() -> None:
-    with pytest.raises(SourceError, match="no column Region"):
+    with pytest.raises(SourceError, match="missing column Region"):
         parse_vms("name,Price\nx,1\n", cloud="x", file="f")
 
 

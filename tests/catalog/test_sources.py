@@ -73,9 +73,9 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
     [
         (b'"currencyCode": "USD"', b'"currencyCode": "EUR"', "EUR, not USD"),
         (b'"retailPrice"', b'"retail_price"', "changed its form"),
-        (b"retail/prices?page=2", b"retail/prices?page=1", "goes on for ever"),
-        (b"https://prices.azure.com", b"https://prices.example.com", "goes on elsewhere"),
-        (b"https://prices.azure.com", b"https://[prices.azure.com", "goes on elsewhere"),
+        (b"retail/prices?page=2", b"retail/prices?page=1", "does not end"),
+        (b"https://prices.azure.com", b"https://prices.example.com", "continues on another host"),
+        (b"https://prices.azure.com", b"https://[prices.azure.com", "continues on another host"),
     ],
 )
 def test_azure_names_what_is_wrong(old: bytes, new: bytes, words: str) -> None:
@@ -92,7 +92,7 @@ def test_azure_whose_pages_never_end_is_given_up(monkeypatch: pytest.MonkeyPatch
         asked += 1
         return json.dumps({"Items": [], "NextPageLink": f"https://prices.azure.com:443/p?skip={asked}"}).encode()
 
-    with pytest.raises(SourceError, match="21 pages and no end"):
+    with pytest.raises(SourceError, match="21 pages"):
         list(AzureSource().fetch("azure", get, known=KNOWN["azure"], as_of_s=NOW_S))
     assert asked == 21
 
@@ -212,7 +212,7 @@ def test_gcp_without_a_key_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gcp_refuses_a_page_token_that_comes_again() -> None:
     again = json.dumps({"skus": [], "nextPageToken": "p2"}).encode()
-    with pytest.raises(SourceError, match="for ever"):
+    with pytest.raises(SourceError, match="does not end"):
         list(GcpSource(key="k").fetch("gcp", FakeWeb({"": again}), known=KNOWN["gcp"], as_of_s=NOW_S))
 
 

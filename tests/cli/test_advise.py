@@ -17,8 +17,6 @@ def test_table_fits_and_its_task_file_plans(shell: Shell) -> None:
         "advise", "--params", "7B", "--tokens", "20B", "--deadline", "5d", "--explain", "--yaml", str(path)
     )
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
-    for word in ("STRATEGY", "Memory of the fullest GPU", "optimizer states", "Time of a step", "Assumed"):
-        assert word in done.stdout
     (plan,) = shell.read_json("plan", str(path))
     (first, *_) = shell.read_json("advise", "--params", "7B", "--tokens", "20B", "--deadline", "5d")["options"]
     assert plan["choice"]["expected_usd"] == pytest.approx(first["expected_usd"], rel=0.05)
@@ -33,32 +31,6 @@ def test_json_carries_the_task_file(shell: Shell) -> None:
     assert all(each["estimate"]["placement"]["offer"]["cloud"] == "aws" for each in data["options"])
     assert "infra: aws" in data["yaml"] and "use_spot: false" in data["yaml"]
     assert data["training"]["steps"] == pytest.approx(1e9 / 2**19, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--params", "7B"], 2, "`--tokens` is missing"),
-        (["--tokens", "1B"], 2, "`--params` is missing"),
-        (["--params", "seven", "--tokens", "1B"], 2, "`--params seven` is no amount"),
-        (["--params", "1M", "--tokens", "1B"], 2, "no shape follows"),
-        (["--hidden", "512", "--tokens", "1B"], 2, "`--hidden` needs `--layers`"),
-        (["--params", "7B", "--tokens", "1B", "--deadline", "soon"], 2, "`--deadline soon` is not a duration"),
-        (["--params", "7B", "--tokens", "1B", "--gpus", "H1000"], 3, "no accelerator is called `H1000`"),
-        (["--params", "70B", "--tokens", "1B", "--max-gpus", "1"], 3, "fit on no gang of at most 1"),
-        (["--tokens", "1B", "--active-params", "3B"], 2, "`--active-params` needs `--params`"),
-        (["--params", "7B", "--tokens", "1B", "--active-params", "8B"], 2, "is not less than `--params 7B`"),
-        (
-            ["--params", "70B", "--tokens", "1B", "--active-params", "8B", "--trainer", "bundled"],
-            2,
-            "the bundled trainer has no mixture of experts",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said(shell: Shell, arguments: list[str], code: int, message: str) -> None:
-    done = shell.run("advise", *arguments, code=code)
-    assert message in done.stderr
-    assert done.stdout == ""
 
 
 def test_a_shape_can_be_given(shell: Shell) -> None:
@@ -80,11 +52,11 @@ def test_a_batch_is_rounded_to_what_ranks_can_share(sequences: float, rounded: i
 def test_the_largest_runs_name_what_limits_them_and_how_large_a_spot_gang_is(shell: Shell) -> None:
     wish = ["--tokens", "15.6T", "--gpus", "H100", "--max-gpus", "8192", "--deadline", "900d"]
     done = shell.run("advise", "--params", "405B", *wish, "--batch", "4M", "--spot")
-    assert "the bundled trainer limits this" in done.stderr and "`--trainer megatron` costs that" in done.stderr
-    assert re.search(r"a spot gang of \d,\d{3} GPUs in one zone is rarely granted", done.stderr)
+    assert "the bundled trainer limits this" in done.stderr and "`--trainer megatron`" in done.stderr
+    assert re.search(r"\d,\d{3} spot GPUs in one zone are rarely available", done.stderr)
     assert "15.6T tokens" in done.stdout and "e+" not in done.stdout
     sure = shell.run("advise", "--params", "405B", *wish, "--no-spot", "--trainer", "megatron")
-    assert "spot gang" not in sure.stderr and "need a program such as Megatron-LM" in sure.stderr
+    assert "spot GPUs" not in sure.stderr and "require a program such as Megatron-LM" in sure.stderr
     assert "trainers.lm" not in sure.stdout
 
 

@@ -96,5 +96,5 @@ def test_gc_deletes_the_user_that_reached_the_bucket_with_the_last_cluster(
     assert "by the IAM user `broker-" in done.stderr and len(store.users) == 1
     shell.run("gc", "--dryrun")
     assert len(store.users) == 1
-    assert "1 login made for access to buckets deleted" in shell.run("gc").stderr
+    assert "deleted 1 bucket access account" in shell.run("gc").stderr
     assert not store.users and not list((shell.home / "access").glob("*.json"))

@@ -34,8 +34,8 @@ def test_what_is_wrong_comes_with_its_command_and_fails_the_command(shell: Shell
         done = shell.run("check", "gcp", code=5)
         rows = {row["cloud"]: row for row in shell.read_json("check")}
     assert "wrong  permissions: missing: compute.instances.create" in done.stdout
-    assert "       mend: broker check --policy gcp > broker-role.yaml && gcloud iam roles create broker" in done.stdout
-    notes = [line for line in done.stdout.splitlines() if "mend:" not in line]
+    assert "       fix: broker check --policy gcp > broker-role.yaml && gcloud iam roles create broker" in done.stdout
+    notes = [line for line in done.stdout.splitlines() if "fix:" not in line]
     assert max(map(len, notes)) <= 80
     assert not rows["gcp"]["can_launch"] and rows["gcp"]["note"].startswith("permissions: missing: ")
 

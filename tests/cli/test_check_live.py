@@ -25,8 +25,8 @@ def test_every_step_of_a_nodes_life_is_played_and_nothing_is_left(shell: Shell) 
 
 def test_what_cannot_be_tried_is_refused_before_money_is_spent(shell: Shell) -> None:
     assert "--spend" in shell.run("check", "local", "--live", "--spend", "0.001", code=2).stderr
-    assert "`broker check`" in shell.run("check", "aws", "--live", code=2).stderr
+    assert "`broker check aws`" in shell.run("check", "aws", "--live", code=2).stderr
     assert "`--live` requires a cloud" in shell.run("check", "--live", code=2).stderr
-    assert "cannot be recorded" in shell.run("check", "local", "--live", "--record", "tape.jsonl", code=2).stderr
+    assert "not supported for local" in shell.run("check", "local", "--live", "--record", "tape.jsonl", code=2).stderr
     assert not (shell.folder / "tape.jsonl").exists()
     assert shell.read_json("status")["clusters"] == []

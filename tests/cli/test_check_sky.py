@@ -22,7 +22,7 @@ def test_an_interpreter_without_skypilot_is_a_finding_and_no_crash(shell: Any) -
     shell.environment["BROKER_SKY_PYTHON"] = str(python)
     rows = {row["cloud"]: row for row in shell.read_json("check")}
     assert not rows["azure"]["can_launch"] and "sky" in rows["azure"]["note"]
-    assert "mend: pip install" in shell.run("check", "azure", code=5).stdout
+    assert "fix: pip install" in shell.run("check", "azure", code=5).stdout
 
 
 def test_the_policy_is_skypilots(shell: Any) -> None:

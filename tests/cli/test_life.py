@@ -51,8 +51,8 @@ def test_a_cluster_lives_its_whole_life(shell: Shell) -> None:
     assert "hello world from node 1" in shell.run("logs", "dev", "1", "--no-follow").stdout
 
     shell.run("exec", "dev", shell.write("long.yaml", LONG), "--detach-run")
-    assert "run 3 is cancelled" in shell.run("cancel", "dev", "--all").stdout
-    assert "no run 99 on `dev`" in shell.run("cancel", "dev", "99").stderr
+    assert "cancelled run 3" in shell.run("cancel", "dev", "--all").stdout
+    assert "unknown run 99 on `dev`" in shell.run("cancel", "dev", "99").stderr
     shell.wait_until(lambda: shell.read_json("queue", "dev")[-1]["status"] == "CANCELLED", "run 3 has ended")
 
     assert shell.run("ssh", "dev-1", "--", "cat", "kept").stdout == "kept\n"
@@ -138,7 +138,7 @@ def test_an_interrupted_launch_says_what_is_left_and_how_to_end_it(shell: Shell)
     assert any("asking for 2 x" in line and "USD/h" in line for line in iter(process.stderr.readline, ""))
     process.send_signal(signal.SIGINT)
     _, notes = process.communicate(timeout=60)
-    assert "`broker down dev` ends" in notes, notes
+    assert "`broker down dev`" in notes, notes
     assert process.returncode == 130, notes
     shell.run("down", "dev", "--yes")
     assert not shell.find_processes()
@@ -158,7 +158,7 @@ def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(sh
 @pytest.mark.parametrize("name", ["../x", "a b", "-x", "x" * 64, ""])
 def test_a_name_that_cannot_be_a_folder_or_a_tag_is_refused(shell: Shell, name: str) -> None:
     refused = shell.run("launch", "--infra", "local", f"--cluster={name}", "echo hi", code=2)
-    assert "cannot be a cluster's name" in refused.stderr
+    assert "invalid cluster name" in refused.stderr
 
 
 def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> None:
@@ -191,6 +191,6 @@ def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
     refused = shell.run("down", "--all", "--yes", code=2)
     assert "belongs to managed job 1" in refused.stderr and "broker jobs cancel 1" in refused.stderr
     store.set_job_status(job.id, JobStatus.CANCELLED)
-    assert "is down" in shell.run("down", "--all", "--yes").stdout
+    assert "terminated" in shell.run("down", "--all", "--yes").stdout
     assert not store.list_clusters()
     store.close()

@@ -50,8 +50,8 @@ def test_unknown_name_leaves_no_known_cluster_up(store: Store, capsys: pytest.Ca
     assert run("down", "a", "b", "ghost", "x-*", "--yes") == 1
     assert list_names(store) == ["other"]
     shown = capsys.readouterr()
-    assert "cluster `a` is down" in shown.out and "cluster `b` is down" in shown.out
-    assert "no cluster `ghost`" in shown.err and "no cluster `x-*`" in shown.err
+    assert "terminated cluster `a`" in shown.out and "terminated cluster `b`" in shown.out
+    assert "`ghost`" in shown.err and "`x-*`" in shown.err
 
 
 def test_names_that_all_are_unknown_are_a_wrong_command_line(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_unknown_job_keeps_no_known_one_from_being_cancelled(
     jobs = [store.add_job(name, Task()) for name in ("train", "other")]
     assert run("jobs", "cancel", "train", "ghost") == 1
     assert [store.is_cancel_requested(job.id) for job in jobs] == [True, False]
-    assert "no managed job `ghost`" in capsys.readouterr().err
+    assert "unknown managed job `ghost`" in capsys.readouterr().err
 
 
 def test_cluster_of_a_live_job_stays_and_the_others_go(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(sh
     task = shell.write("count.yaml", text)
     shell.run("jobs", "launch", task, "--yes", code=100)
     refused = shell.run("jobs", "wait", "1", code=1)
-    assert "ended FAILED" in refused.stderr
+    assert "with status FAILED" in refused.stderr
     shell.run("jobs", "retry", "1")
     assert read_ledger(shell) == [(1, step) for step in range(1, 11)] + [(2, step) for step in range(11, 41)]
     twice = shell.run("jobs", "retry", "1", code=2)
@@ -243,7 +243,7 @@ def test_job_whose_daemon_is_killed_at_its_start_is_told_and_runs_with_the_next_
     shell.environment["PYTHONPATH"] = f"{shell.folder}{os.pathsep}{shell.environment['PYTHONPATH']}"
     task = shell.write("hello.yaml", "name: hello\nresources: {infra: local}\nrun: echo hi\n")
     done = shell.run("jobs", "launch", task, "--yes", "--detach-run", code=4)
-    assert "Managed job 1 (hello) is submitted" in done.stdout
+    assert "Submitted managed job 1 (hello)" in done.stdout
     assert "the jobs daemon did not start: signal 9 ended it" in done.stderr and "broker status" in done.stderr
     for command in (("status",), ("jobs", "queue")):
         looked = shell.run(*command)

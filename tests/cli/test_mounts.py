@@ -35,7 +35,7 @@ def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell)
         done = shell.run("launch", task, "-c", "dev", *flags)
         assert done.stdout.count("from the bucket\n") == 2
         # 0.0107 GiB at AWS's 0.09 USD per GB, twice.
-        assert f"copying `s3://{BUCKET}/set` to 2 nodes: 0.01 GiB each, 0.0021 USD, at every start" in done.stderr
+        assert f"copying `s3://{BUCKET}/set` to 2 nodes: 0.01 GiB each, 0.0021 USD at every start" in done.stderr
         wrong = shell.write("wrong.yaml", TASK.replace(f"s3://{BUCKET}", "s3://no-such-bucket"))
         refused = shell.run("launch", wrong, "-c", "other", *flags, code=5)
         assert "cannot list in `s3://no-such-bucket`: NoSuchBucket" in refused.stderr
@@ -59,9 +59,9 @@ run: cat ~/data/deep/words; ls ~/data
         shell.environment |= server.variables
         flags = [each for name, value in server.variables.items() for each in ("--env", f"{name}={value}")]
         done = shell.run("launch", shell.write("task.yaml", task), "-c", "dev", *flags)
-        assert "bucket `s3://made-for-the-test` is made: 2 of 2 files sent" in done.stderr
+        assert "created bucket `s3://made-for-the-test`: 2 of 2 files uploaded" in done.stderr
         assert "from here\n" in done.stdout and "x.tmp" not in done.stdout
         again = shell.run("launch", shell.write("task.yaml", task), "-c", "dev", *flags)
-        assert "bucket `s3://made-for-the-test`: 0 of 2 files sent" in again.stderr and "from here" in again.stdout
+        assert "bucket `s3://made-for-the-test`: 0 of 2 files uploaded" in again.stderr and "from here" in again.stdout
         wrong = shell.write("wrong.yaml", task.replace("./set", "./gone"))
         assert "a path that does not exist: `./gone`" in shell.run("launch", wrong, "-c", "other", code=2).stderr

@@ -48,7 +48,7 @@ def test_field_is_noted_where_the_chosen_cloud_does_not_carry_it_out_and_nowhere
     assert fields == ["disk_tier", "ports", "labels", "image_id"]
     for command in (["launch", path, "-y"], ["jobs", "launch", path, "-y"]):
         done = shell.run(*command, code=2)
-        assert "`image_id` on local: no machine is made that could start from it" in done.stderr
+        assert "`image_id` on local: machine images are not supported" in done.stderr
         assert "hint: remove `image_id`" in done.stderr
     assert shell.read_json("status")["clusters"] == []
 

@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> str:
 def test_several_tasks_make_one_table_with_a_total(file: str) -> None:
     shown = broker("plan", file)
     lines = shown.splitlines()
-    assert lines[0] == "Pipeline nightly of 2 tasks: cheapest as a whole"
+    assert lines[0] == "Pipeline nightly of 2 tasks: lowest cost overall"
     assert [line.split()[0] for line in lines[1:4]] == ["TASK", "prepare", "train"]
     assert "Total: " in shown
     assert "Prices of 20" in shown
@@ -94,25 +94,25 @@ def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) ->
     show_pipeline(make_plan())
     shown = capsys.readouterr().out
     assert shown == (
-        "Pipeline of 2 tasks: cheapest as a whole\n"
+        "Pipeline of 2 tasks: lowest cost overall\n"
         "TASK  CLOUD  REGION/ZONE  INSTANCE                        MODEL     USD     TIME\n"
         "a     aws    far-away-1   2 x xxxxxxxxxxxxxxxxxxxxxxxxx…  od      10.00   1h 00m\n"
         "b     vast   far-away-1   2 x xxxxxxxxxxxxxxxxxxxxxxxxx…  od     ~20.00  ~1h 00m\n"
         "\n"
         "DATA FROM  TO    GiB    USD     TIME\n"
         "a          b   1,234  ~9.00  30m 00s\n"
-        "Total: 39.00 USD, 9.00 of it for moving data; 2h 30m along the longest path\n"
-        "Choosing task by task would come to 60.00 USD and 3h 00m\n"
+        "Total: 39.00 USD, of which 9.00 for data transfer; 2h 30m on the critical path\n"
+        "Choosing each task separately would take 60.00 USD and 3h 00m\n"
         "Prices of 2026-01-02\n"
-        "~ a task without `goal: work` counts as one hour\n"
-        "~ no egress price is known for this cloud; a high one is assumed\n"
+        "~ marks a task without `goal: work`, counted as one hour\n"
+        "~ marks a transfer without a known egress price; a high one is assumed\n"
     )
 
 
 def test_what_is_not_proven_says_how_far_it_may_be_off(capsys: pytest.CaptureFixture[str]) -> None:
     show_pipeline(make_plan(lower_bound=38.5, is_optimal=False))
-    assert "Not proven best: no choice is below 38.50 USD, this one has 39.00\n" in capsys.readouterr().out
+    assert "Not proven optimal: the lower bound is 38.50 USD, this plan costs 39.00\n" in capsys.readouterr().out
     show_pipeline(make_plan(objective="time", lower_bound=2.0, is_optimal=False))
-    assert "no choice takes less than 2h 00m, this one takes 2h 30m\n" in capsys.readouterr().out
+    assert "the lower bound is 2h 00m, this plan takes 2h 30m\n" in capsys.readouterr().out
     show_pipeline(make_plan())
     assert "Not proven" not in capsys.readouterr().out

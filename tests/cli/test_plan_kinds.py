@@ -11,7 +11,7 @@ def test_kubernetes_before_its_offers_are_imported_is_a_plan_without_places(shel
     text = "name: smoke\nresources: {infra: k8s, accelerators: 'MI300:1'}\nrun: rocm-smi\n"
     path = shell.write("k8s.yaml", text)
     done = shell.run("plan", path)
-    assert "Task smoke: the price book has no offers of kubernetes yet" in done.stderr
+    assert "Task smoke: the catalog has no offers of kubernetes yet" in done.stderr
     assert "`broker catalog import DIR`" in done.stderr
     (data,) = shell.read_json("plan", path)
     assert data["choice"] is None and data["task"] == "smoke"

@@ -43,15 +43,15 @@ def test_a_rehearsal_moves_the_job_to_another_zone_and_shows_that_it_resumed(she
     shown = shell.run("rehearse", shell.write("count.yaml", COUNT)).stdout
     for word in (
         "Choice: 2 x",
-        "takes all nodes away",
+        "preempts all nodes",
         "preempted: node 0 and 1 gone",
         "no spot capacity",
         "SUCCEEDED",
     ):
         assert word in shown
     assert "ok  resume: resumed once, from step" in shown
-    assert "every loss equal, bit for bit" in shown
-    assert "  4,000 tokens/s  checkpoint " in shown and " of it useful; recovering took " in shown
+    assert "all losses are bit-identical" in shown
+    assert "  4,000 tokens/s  checkpoint " in shown and " useful; " in shown
     assert "recoveries  1\n" in shown and "steps  30 of 30\n" in shown
     assert not shell.find_processes()
 
@@ -70,14 +70,14 @@ def test_two_preemptions_and_a_warning_as_data(shell: Shell) -> None:
 
 def test_a_program_that_starts_from_step_0_again_is_told_so(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", FORGETFUL), code=1)
-    assert "BAD resume: attempt 2 started again from step 0, though it had reported" in done.stdout
+    assert "BAD resume: attempt 2 restarted from step 0, although it had reported" in done.stdout
     assert "hint: load the newest checkpoint from $BROKER_CHECKPOINT_DIR" in done.stderr
 
 
 def test_a_program_that_ignores_its_warning_is_told_so(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", DEAF), "--notice", "1", code=1)
-    assert "BAD notice: the program went on after SIGTERM" in done.stdout
-    assert "machine was gone, 1.0s later" in done.stderr
+    assert "BAD notice: the program ignored SIGTERM" in done.stdout
+    assert "was terminated 1.0s later" in done.stderr
     assert "resumed once" in done.stdout
 
 
@@ -92,7 +92,7 @@ def test_a_rehearsal_that_is_interrupted_says_so_and_leaves_nothing_running(
     process.send_signal(asked)
     shown, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "interrupted: taking the nodes down" in shown and "CANCELLED" in shown
+    assert "interrupted: terminating the nodes" in shown and "CANCELLED" in shown
     assert not shell.find_processes()
     assert not list(shell.folder.glob("broker-rehearsal-*")), "its state folder has gone with it"
 
@@ -102,10 +102,10 @@ def test_more_nodes_than_this_machine_can_play_are_billed_all_the_same(shell: Sh
     done = shell.run(
         "rehearse", path, "--nodes-local", "1", "--preemptions", "0", "--env", "P=0", "--infra", "aws/us-east-1"
     )
-    assert "6 nodes are played by 1 here, at the price of all" in done.stdout
+    assert "Running 1 of 6 nodes on this machine; the bill counts all nodes" in done.stdout
     assert "attempt 1: 1 x" in done.stdout
 
 
 def test_a_folder_without_traces_is_refused(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", COUNT), "--traces", str(shell.folder / "none"), code=2)
-    assert "holds no traces" in done.stderr
+    assert "no traces (`*.json`)" in done.stderr

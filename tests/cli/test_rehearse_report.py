@@ -66,19 +66,23 @@ def test_attempts_that_told_nothing_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("trials", "has_saved", "words"),
     [
-        ([Trial(number=1, lines=())], True, "wrote no progress"),
-        ([make_trial(1, range(1, 9))], True, "not shown: it was taken away before"),
+        ([Trial(number=1, lines=())], True, "reported no progress"),
+        ([make_trial(1, range(1, 9))], True, "not tested: the preemption came before"),
         ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], True, "reported a checkpoint at step 10; 13 steps"),
-        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], False, "is empty, so that went with the nodes"),
-        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], False, "and it had reported no checkpoint; 3 steps"),
-        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], True, "though something lies in"),
+        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], False, "is empty, so the checkpoint was lost"),
+        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], False, "without a reported checkpoint; 3 steps"),
+        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], True, "is not empty"),
         (
             [make_trial(1, range(1, 14)), make_trial(2, range(6, 9))],
             True,
-            "went on from step 5, though it had reported",
+            "resumed from step 5, although the program had reported",
         ),
-        ([make_trial(1, range(1, 14)), make_trial(2, range(11, 19))], True, "resumed once, from step 10; 3 steps were"),
-        ([make_trial(1, range(1, 12)), make_trial(2, range(11, 19))], True, "from step 10; 1 step was done twice"),
+        (
+            [make_trial(1, range(1, 14)), make_trial(2, range(11, 19))],
+            True,
+            "resumed once, from step 10; repeated 3",
+        ),
+        ([make_trial(1, range(1, 12)), make_trial(2, range(11, 19))], True, "from step 10; repeated 1 step"),
     ],
 )
 def test_each_way_to_resume_or_not_has_its_sentence(trials: list[Trial], has_saved: bool, words: str) -> None:
@@ -94,7 +98,7 @@ def test_a_program_that_fails_before_its_first_new_step_could_not_load_what_it_h
     finding, log = judge_resume(
         trials, (), preemptions=1, has_saved=True, failure="`run` exited with code 1", last_words=said
     )
-    assert finding.level == "bad" and "attempt 2 should have gone from the checkpoint at step 10 on" in finding.text
+    assert finding.level == "bad" and "attempt 2 should have resumed from the checkpoint at step 10" in finding.text
     assert "`run` exited with code 1" in finding.text and "KeyError: 'epoch'" in log.text
     assert read_last_words(tmp_path / "none") == ""
 
@@ -117,11 +121,11 @@ def test_steps_done_twice_are_compared_bit_for_bit() -> None:
     exact = [make_trial(1, range(1, 14)), make_trial(2, range(11, 20))]
     assert compare_repeats(exact) == Comparison(steps=3, equal=3)
     (good,) = judge_losses(compare_repeats(exact), None)
-    assert good.level == "good" and "3 steps done twice" in good.text
+    assert good.level == "good" and "3 steps repeated" in good.text
     off = [make_trial(1, range(1, 14)), make_trial(2, range(11, 20), loss_shift=1e-12)]
     found = compare_repeats(off)
     assert (found.steps, found.equal) == (3, 0) and found.first is not None and found.first[0] == 11
-    assert "first step 11" in judge_losses(found, None)[0].text
+    assert "first at step 11" in judge_losses(found, None)[0].text
 
 
 def test_a_broken_run_is_compared_with_an_unbroken_one_as_it_finally_went() -> None:

@@ -67,15 +67,15 @@ def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
         assert text.count(f"<{tag}") - text.count(f"<{tag}r") >= 1
         assert len(re.findall(rf"<{tag}[ >]", text)) == text.count(f"</{tag}>")
     assert text.count("<svg") == 4  # the costs, and three time lines
-    assert "train on recorded spot markets" in text and "made-up" not in text
+    assert "train on recorded spot markets" in text and "synthetic" not in text
 
 
 def test_made_up_markets_are_called_so_in_the_report(shell: Shell) -> None:
     target = shell.folder / "report.html"
     done = shell.run("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy", "--html", str(target))
     text = target.read_text()
-    assert "train on made-up spot markets" in text and "recorded" not in text and "recording" not in text
-    assert "made-up" in done.stdout and "\r" not in done.stderr and "\x1b" not in done.stderr
+    assert "train on synthetic spot markets" in text and "recorded" not in text and "recording" not in text
+    assert "synthetic" in done.stdout and "\r" not in done.stderr and "\x1b" not in done.stderr
 
 
 def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:
@@ -99,7 +99,7 @@ def test_what_cannot_be_simulated_is_said_with_a_way_out(shell: Shell) -> None:
         (("simulate", no_work), "goal: {work: 40h, deadline: 60h}"),
         (("simulate", task, "--policy", "gredy"), "did you mean `greedy`?"),
         (("simulate", task, "--traces", str(shell.folder / "none")), "cannot read"),
-        (("simulate", task, "--deadline-hours", "3"), "not even on-demand is in time"),
+        (("simulate", task, "--deadline-hours", "3"), "cannot be met even on-demand"),
     ):
         done = shell.run(*arguments, code=2)
         assert words in done.stderr and "Traceback" not in done.stderr

@@ -23,9 +23,9 @@ def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> N
     shell.run("jobs", "launch", shell.write("long.yaml", LONG), "--yes", "--detach-run")
     shell.wait_until(lambda: shell.get_status(1) == "RUNNING", "the program runs")
     refused = shell.run("state", "restore", "--yes", code=4).stderr
-    assert "a daemon drives the jobs" in refused or "there is no copy" in refused
+    assert "daemon of this state folder is running" in refused or "there is no copy" in refused
     copy = shell.run("state", "backup").stdout.split()[-1]
-    assert "a daemon drives the jobs" in shell.run("state", "restore", "--yes", code=4).stderr
+    assert "daemon of this state folder is running" in shell.run("state", "restore", "--yes", code=4).stderr
     lose_store(shell)
     lost = shell.run("status", code=4)
     assert (
@@ -49,7 +49,7 @@ def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> N
 
 def test_after_a_reset_a_running_machine_is_shown_and_ended_on_request(shell: Shell) -> None:
     shell.run("launch", shell.write("hello.yaml", "resources: {infra: local}\nrun: echo hi\n"), "-c", "dev")
-    assert "is empty" in shell.run("state", "reset", "--yes").stdout
+    assert "is now empty" in shell.run("state", "reset", "--yes").stdout
     assert shell.read_json("status")["clusters"] == []
     assert shell.read_json("gc")["adopted"] == ["dev"]
     (cluster,) = shell.read_json("status")["clusters"]

@@ -17,7 +17,7 @@ from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
 HELLO = "resources: {infra: local}\nrun: echo hi\n"
-REASON = "aws could not be asked: clusters there are shown as they were last known"
+REASON = "could not query aws: clusters there show their last known state"
 
 
 @pytest.fixture

@@ -74,6 +74,6 @@ def test_template_runs_to_its_end(shell: Shell, template: Path) -> None:
     running = shell.open("launch", str(template), "-c", "here", "--infra", "local", *shorten(task, envs), "--yes")
     output, notes = running.communicate(timeout=RUN_S_MAX)
     assert running.returncode == 0, f"{output}\n{notes}"
-    assert "ended SUCCEEDED" in notes
+    assert "with status SUCCEEDED" in notes
     if "MODEL" in envs:
         assert "4/4" in output, output

@@ -112,8 +112,8 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
     assert "for 5 minutes" in caught.value.message
     console, _, end = caught.value.hints
     assert "aws ec2 get-console-output --region us-east-1 --instance-id i-1" in console
-    assert "`broker down c` ends the cluster; until then it costs 2.00 USD/h" in end and "goes on waiting" in end
-    assert capsys.readouterr().err.count("it may still boot") == 4
+    assert "with `broker down c`; until then it costs 2.00 USD/h" in end and "to keep waiting" in end
+    assert capsys.readouterr().err.count("it may still be booting") == 4
 
 
 def test_google_names_its_own_console() -> None:

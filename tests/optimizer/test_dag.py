@@ -440,12 +440,12 @@ class TestOrder:
 
     def test_a_name_used_twice_stays_apart_until_somebody_needs_it(self) -> None:
         assert order_tasks([Task(name="a"), Task(name="a")]) == ("a", "a-2")
-        with pytest.raises(UsageError, match="2 tasks are called so"):
+        with pytest.raises(UsageError, match="2 tasks are named"):
             order_tasks([Task(name="a"), Task(name="a"), Task(name="b", needs={"a": 1.0})])
 
     def test_a_circle_is_shown_and_a_missing_name_is_named(self) -> None:
-        with pytest.raises(UsageError, match=r"circle: (`\w`( -> )?){3}$"):
+        with pytest.raises(UsageError, match=r"cycle: (`\w`( -> )?){3}$"):
             self.order(x=(), a=["x", "b"], b=["a"])
-        with pytest.raises(UsageError, match="needs `dta`") as caught:
+        with pytest.raises(UsageError, match="unknown task `dta`") as caught:
             self.order(data=(), train=["dta"])
         assert "`data`" in caught.value.hints[0]

@@ -36,7 +36,9 @@ def explain(text: str, offers: list[Offer] = OFFERS) -> NoOfferError:
 
 def test_hint_names_what_to_drop_and_what_it_would_cost() -> None:
     error = explain("resources: {accelerators: H100:8, region: mars, use_spot: true}")
-    assert error.hints[0] == ("drop `region: mars`: 2 placements fit, cheapest aws us-east-1 big at 18.00 USD/h a node")
+    assert error.hints[0] == (
+        "drop `region: mars`: 2 placements fit, cheapest aws us-east-1 big at 18.00 USD/h per node"
+    )
     assert "region" in error.message
     assert "3 offers out" in error.message or "2 offers out" in error.message
 
@@ -50,7 +52,7 @@ def test_hint_for_a_price_cap() -> None:
     with pytest.raises(NoOfferError) as caught:
         plan(capped, offers)
     assert "nearest aws us-east-1 at 18.00 USD/h" in caught.value.message
-    assert "at most 10 USD/h a node" in caught.value.message
+    assert "at most 10 USD/h per node" in caught.value.message
     error = explain_nothing(caught.value, capped, lambda changed: plan(changed, offers))
     assert "--max-price" in error.hints[0]
 
@@ -58,7 +60,7 @@ def test_hint_for_a_price_cap() -> None:
 def test_deadline_hint_is_the_least_that_can_be_met() -> None:
     text = "resources: {accelerators: H100:8, use_spot: false}\ngoal: {work: 100h, deadline: 50h}"
     error = explain(text)
-    assert error.hints[0] == "give more time: `deadline: 100h` can be met"
+    assert error.hints[0] == "extend the deadline: `deadline: 100h` can be met"
     assert plan(text.replace("50h", "100h"), OFFERS).choice
     with pytest.raises(NoOfferError):
         plan(text.replace("50h", "99.8h"), OFFERS)
@@ -100,7 +102,7 @@ def test_loser_that_is_late_says_so() -> None:
     assert made.choice.strategy == "on-demand"
     (loser,) = list_losers(made, plan(lift_limits(made.task), offers))
     assert "meets the deadline with" in loser.reason
-    assert "asked are 99.0 %" in loser.reason
+    assert "99.0 % is required" in loser.reason
 
 
 def test_without_work_nothing_cheaper_by_the_hour_can_lose() -> None:

@@ -92,7 +92,7 @@ def test_one_object_becomes_one_file(node: Node, url: str) -> None:
 def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url: str) -> None:
     done = node.run(copy_to("~/in", f"{url}/dat"), copy_to("~/more", f"{url}/data"))
     assert done.returncode == 69 and "done" not in done.stdout and not (node.home / "more").exists()
-    assert done.stderr == f"error: nothing lies at `{url}/dat`\n"
+    assert done.stderr == f"error: `{url}/dat` does not exist or is empty\n"
     done = node.run(copy_to("~/in", "s3://no-such-bucket/x"))
     assert done.returncode == 1 and "`s3://no-such-bucket/x` was not brought to `~/in`" in done.stderr
 

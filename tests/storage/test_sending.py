@@ -62,7 +62,7 @@ def test_bucket_elsewhere_is_made_by_hand_with_the_command_that_is_named(monkeyp
             raise InvalidRequestError("NoSuchBucket")
 
     monkeypatch.setattr(sending, "open_bucket", lambda url: Missing())
-    with pytest.raises(InvalidRequestError, match="there is no bucket `gs://b`") as caught:
+    with pytest.raises(InvalidRequestError, match="bucket `gs://b` does not exist") as caught:
         ensure_bucket("gs://b/x")
     assert "gcloud storage buckets create gs://b" in caught.value.hints[0]
 

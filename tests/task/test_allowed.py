@@ -50,17 +50,17 @@ def test_zero_byte_is_refused_in_any_field_with_its_place(text: str, place: tupl
         ("name: ..", (1, 7), "`name` must be"),
         ("name: -x", (1, 7), "`name` must be"),
         ("envs: {" + "A" * 300 + ": b}", (1, 8), "a key of `envs`"),
-        ("file_mounts: {../../etc: ./a}", (1, 15), "no `..` in it"),
-        ("file_mounts: {/data/../../etc: s3://b}", (1, 15), "no `..` in it"),
-        ("file_mounts: {-rf: ./a}", (1, 15), "no `-` in front"),
-        ('file_mounts: {"/a\\nb": ./a}', (1, 15), "no control characters"),
+        ("file_mounts: {../../etc: ./a}", (1, 15), "without `..`"),
+        ("file_mounts: {/data/../../etc: s3://b}", (1, 15), "without `..`"),
+        ("file_mounts: {-rf: ./a}", (1, 15), "a leading `-`"),
+        ('file_mounts: {"/a\\nb": ./a}', (1, 15), "control characters"),
         ("file_mounts: {/a/" + "b" * 256 + ": ./a}", (1, 15), "a path on the node"),
         ("file_mounts: {..: ./a}", (1, 15), "a path on the node"),
         ("file_mounts: {/x: {name: My_Bucket, store: s3}}", (1, 26), "3 to 63 lower-case"),
-        ("file_mounts: {/x: {name: a..b, store: gcs}}", (1, 26), "a bucket's name"),
+        ("file_mounts: {/x: {name: a..b, store: gcs}}", (1, 26), "a bucket name"),
         ("file_mounts: {/x: {name: a--b, store: azure}}", (1, 26), "single `-`"),
         ("file_mounts: {/x: {name: a.b, store: r2}}", (1, 26), "3 to 63 lower-case"),
-        ("file_mounts: {/x: {name: .., store: s3}}", (1, 26), "a bucket's name"),
+        ("file_mounts: {/x: {name: .., store: s3}}", (1, 26), "a bucket name"),
         ('file_mounts: {/x: "s3://b/\\x01"}', (1, 19), "without control characters"),
         ('workdir: "a\\x1b[31m"', (1, 10), "without control characters"),
         ("resources: {infra: aws/-x}", (1, 20), "`infra` must be"),
@@ -71,8 +71,8 @@ def test_zero_byte_is_refused_in_any_field_with_its_place(text: str, place: tupl
         ('resources: {image_id: "docker:a b"}', (1, 23), "`image_id` must be"),
         ('resources: {labels: {"a\\tb": c}}', (1, 22), "a key of `labels`"),
         ("resources: {labels: {a: " + "b" * 257 + "}}", (1, 25), "at most 256"),
-        ("volumes: {/data: ..}", (1, 18), "a volume's name"),
-        ("volumes: {/a/../b: disk}", (1, 11), "no `..` in it"),
+        ("volumes: {/data: ..}", (1, 18), "a volume name"),
+        ("volumes: {/a/../b: disk}", (1, 11), "without `..`"),
         ('inputs: {"s3://b/\\x01": 1GB}', (1, 10), "a folder or bucket URL"),
         ('checkpoint: {to: "s3://b/\\x01"}', (1, 18), "a bucket like"),
     ],
@@ -110,9 +110,9 @@ def test_variable_that_the_kernel_takes_loads_and_one_byte_more_does_not() -> No
 
 def test_variables_that_together_are_more_than_a_program_takes_are_refused() -> None:
     values = {f"V{number}": "v" * 100_000 for number in range(11)}
-    with pytest.raises(TaskError, match="in all"):
+    with pytest.raises(TaskError, match="in total"):
         check_task(Task(run="x", envs=values))
-    with pytest.raises(TaskError, match="in all"):
+    with pytest.raises(TaskError, match="in total"):
         load_tasks_text("run: x", "x.yaml", envs=values)
 
 
@@ -190,7 +190,7 @@ def test_mapping_from_python_is_held_to_the_same_table() -> None:
     for wrong in ({"run": "\0"}, {"run": "\ud800"}, {"run": "x", "envs": {"A": "\0"}}):
         with pytest.raises(TaskError):
             read_task(wrong)
-    with pytest.raises(UsageError, match="no task"):
+    with pytest.raises(UsageError, match="invalid task"):
         read_task({"run": {("a",): 1}})
 
 

@@ -62,7 +62,7 @@ def test_any_text_is_a_task_or_a_task_error(text: str) -> None:
 def test_aliases_cannot_blow_a_small_file_up() -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    with pytest.raises(TaskError, match="stands for more than"):
+    with pytest.raises(TaskError, match="expands to more than"):
         load_tasks_text("\n".join(lines), "bomb.yaml")
 
 

@@ -137,11 +137,11 @@ def test_local_paths_that_are_there_are_mounted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "the file holds no task"),
-        (b"\n\n# nothing\n", "the file holds no task"),
+        (b"", "the file contains no task"),
+        (b"\n\n# nothing\n", "the file contains no task"),
         (b"run: x\nname: \xff\xfe\n", "the file is not UTF-8 text"),
         (b"\xff\xfer\x00u\x00n\x00", "the file is UTF-16, not UTF-8 text"),
-        (b"\x7fELF\x02\x01\x01\x00\x00", "the file holds a zero byte: it is no text"),
+        (b"\x7fELF\x02\x01\x01\x00\x00", "the file contains a zero byte, so it is not text"),
         (b"- run: x\n", "a task must be a mapping, not a list"),
         (b"run\n", "a task must be a mapping, not `run`"),
         (b"run: x\n\tname: y\n", "not valid YAML: found a tab character"),

@@ -50,13 +50,13 @@ def test_needs_by_name_list_and_size() -> None:
 
 def test_unknown_need_is_shown_where_it_stands() -> None:
     message = find_message("name: prepare\nrun: x", "name: train\nneeds: [prepair]\nrun: x")
-    assert message == "5:9 `needs` names no task of this file: `prepair` | did you mean `prepare`?"
+    assert message == "5:9 `needs`: unknown task `prepair` | did you mean `prepare`?"
     assert "3:10 " in find_message("name: a\nrun: x\nneeds: {b: 1}").replace("3:9 ", "3:10 ")
 
 
 def test_circle_is_shown_with_its_names() -> None:
     message = find_message("name: a\nneeds: [c]\nrun: x", "name: b\nneeds: [a]\nrun: x", "name: c\nneeds: [b]\nrun: x")
-    assert message == "2:1 `needs` goes in a circle: a -> c -> b -> a | remove one of them"
+    assert message == "2:1 `needs` contains a cycle: a -> c -> b -> a | remove one of them"
     assert "a -> a" in find_message("name: a\nneeds: a\nrun: x")
 
 
@@ -71,7 +71,7 @@ def test_tasks_without_or_with_the_same_name_get_one_of_their_own() -> None:
     assert len(set(names)) == 4
     assert names[1] == "a"
     assert names[3] == "task-1"
-    assert "two tasks are named `a`" in find_message("name: a\nrun: x", "name: a\nneeds: []\nrun: x")
+    assert "duplicate task name `a`" in find_message("name: a\nrun: x", "name: a\nneeds: []\nrun: x")
 
 
 def test_empty_documents_are_no_tasks() -> None:

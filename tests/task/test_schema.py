@@ -101,7 +101,7 @@ def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
         (task,) = load_tasks_text(json.dumps({"resources": value, "run": "x"}), "x.yaml")
     except TaskError as error:
         known = (
-            "`memory` by vCPU needs `cpus`",
+            "`memory` per vCPU requires `cpus`",
             "`ports` must be",
             "more than one accelerator",
             "not valid YAML",

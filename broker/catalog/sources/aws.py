@@ -200,7 +200,7 @@ def _to_usd(text: Any) -> float:
     try:
         return float(text)
     except (TypeError, ValueError, OverflowError):
-        raise SourceError(f"AWS gives a price that is no number: {text!r}") from None
+        raise SourceError(f"AWS returned an invalid price: {text!r}") from None
 
 
 def _make_boto3_client(service: str, region: str) -> Any:

@@ -67,9 +67,9 @@ class AzureSource:
             if not following:
                 return
             if not self._is_ours(following):
-                raise SourceError(f"azure's price list goes on elsewhere: {str(following)[:80]!r}")
+                raise SourceError(f"azure's price list continues on another host: {str(following)[:80]!r}")
             if following in seen or len(seen) >= PAGES_MAX:
-                raise SourceError(f"azure's price list goes on for ever: {len(seen) + 1} pages and no end")
+                raise SourceError(f"azure's price list does not end: {len(seen) + 1} pages")
             seen.add(following)
             body = get(following)
 

@@ -81,7 +81,7 @@ class GcpSource:
             if not isinstance(token, str):
                 raise SourceError("GCP's price list has a page token that is no text")
             if token in seen or len(seen) >= PAGES_MAX:
-                raise SourceError("GCP's price list goes on for ever: a page token comes again")
+                raise SourceError("GCP's price list does not end: a page token is repeated")
             seen.add(token)
             query = {**query, "pageToken": token}
 

@@ -97,7 +97,7 @@ def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
     assert rows["aws"]["can_launch"] is True
     close = shell.run("check", "aws").stdout
     assert "ok     credentials: account 123456789012, user/somebody" in close
-    assert "none   quota P (V100, A100, H100, ...) on-demand: 0 vCPUs\n       mend: aws service-quotas" in close
+    assert "none   quota P (V100, A100, H100, ...) on-demand: 0 vCPUs\n       fix: aws service-quotas" in close
     policy = json.loads(shell.run("check", "--policy", "aws").stdout)
     assert policy == make_policy((shell.home / "owner").read_text())
 

@@ -85,4 +85,4 @@ def test_command_lists_them_within_80_columns_and_as_data(aws: FakeAws, tmp_path
     )
     assert "image: Volta needs NVIDIA's proprietary driver, R580 or older (V100:1, V100:4," in text
     refused = shell.run("check", "azure", "--types", code=2)
-    assert "does not say which types would start" in refused.stderr
+    assert "`--types` is not supported for `azure`" in refused.stderr

@@ -1,0 +1,76 @@
+"""Every help text, as a snapshot. A change of one is reviewed as a diff of `__snapshots__/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
+
+from broker.cli.commands import COMMANDS, GROUPS, PANELS
+from broker.cli.main import app
+from tests.cli.screens import TextExtension
+
+ROOT = typer.main.get_command(app)
+
+
+def list_commands() -> Iterator[str]:
+    """`plan`, `jobs`, `jobs launch` and so on; the top level is the empty line."""
+    yield ""
+    for name in COMMANDS:
+        yield name
+        if name in GROUPS:
+            group: Any = ROOT.get_command(None, name)  # type: ignore[attr-defined]
+            yield from (f"{name} {each}" for each in group.list_commands(None))
+
+
+@pytest.fixture
+def snapshot(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    return snapshot.use_extension(TextExtension)
+
+
+@pytest.mark.parametrize("command", list(list_commands()), ids=lambda line: line.replace(" ", "-") or "broker")
+def test_help(command: str, snapshot: SnapshotAssertion) -> None:
+    done = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(
+        ROOT, [*command.split(), "--help"], prog_name="broker"
+    )
+    assert done.exit_code == 0, done.output
+    assert all(len(line) <= 80 for line in done.output.splitlines())
+    assert done.output == snapshot
+
+
+def find_command(line: str) -> Any:
+    found: Any = ROOT
+    for name in line.split():
+        found = found.get_command(None, name)
+    return found
+
+
+def test_every_command_is_in_one_panel() -> None:
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_listing_shows_the_first_sentence_of_the_page(name: str) -> None:
+    assert find_command(name).help.split("\n")[0] == COMMANDS[name][1]
+
+
+def test_every_option_and_argument_is_a_sentence() -> None:
+    faults = []
+    for line in list_commands():
+        for each in find_command(line).params:
+            text = each.help or ""
+            if not text.endswith(".") or not (text[0].isupper() or text.startswith("vCPUs")):
+                faults.append(f"{line} {each.name}: {text!r}")
+    assert faults == []
+
+
+def test_no_screen_is_named_like_a_test_file() -> None:
+    """syrupy takes `test_state.txt` for a snapshot of `test_state.py`, and fails a run of that file: it is unused."""
+    here = Path(__file__).parent
+    screens = {each.stem for each in (here / "__snapshots__").rglob("*.txt")}
+    assert screens and not screens & {each.stem for each in here.glob("*.py")}
