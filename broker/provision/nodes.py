@@ -17,6 +17,7 @@ LOOK_S_MAX = 5.0
 WAIT_LOOK_S_MAX = 2.0  # while nodes start, each second is paid for and waited for; all searches share one list
 TERMINATE_AGAIN_S = 15.0  # a terminate that was accepted and forgotten is asked again
 GONE_S_MAX = 900.0
+RESUMED_S_MIN = 60.0
 # Both together, reliability notes 5.4: time alone failed where one slow call lay between two blank answers.
 MISSES_MIN = 4
 MISSING_S_MIN = 120.0
@@ -165,6 +166,16 @@ def _mark_gone(node: Node, now_s: float) -> Node:
     return replace(
         node, state=NodeState.TERMINATED, ended_s=node.ended_s or now_s, reason=node.reason or NodeEnd.MISSING
     )
+
+
+def measure_left_s(nodes: Sequence[Node], timeout_s: float, clock: Clock) -> float:
+    """Return how much of `timeout_s` is left for nodes to run, counted from when they were created.
+
+    An earlier process has waited for them already: a daemon that is restarted again and again would otherwise pay for
+    nodes that never boot. Never less than lists need to show what became of them.
+    """
+    age_s = clock.now_s() - max(node.created_s for node in nodes)
+    return min(timeout_s, max(timeout_s - age_s, RESUMED_S_MIN))
 
 
 async def wait_running(

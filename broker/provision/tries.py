@@ -27,7 +27,7 @@ from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.listing import Lister
 from broker.provision.naming import describe, make_token
-from broker.provision.nodes import confirm_gone, wait_running
+from broker.provision.nodes import confirm_gone, measure_left_s, wait_running
 from broker.provision.patience import Answer, Patience
 from broker.provision.refusals import RefusalMemory, find_intent_end
 from broker.provision.zones import find_landed
@@ -43,7 +43,6 @@ UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
 UNCLEAR_S_MAX = 60.0  # a place whose answers stay unclear for so long is given up
 ANSWER_S_MAX = 300.0  # longer than any SDK waits by itself: after that a call is believed to get no answer
 ANSWER_GRACE_S = 60.0  # a place given back while its call is under way: so long for the answer that names its nodes
-RESUMED_S_MIN = 60.0  # for lists to show what became of nodes that were made long ago
 HEDGE = 2
 REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that say: nothing was made
 
@@ -264,7 +263,7 @@ class Asker:
             token=one.request.token,
             created=one.nodes,
             node_count=one.placement.node_count,
-            timeout_s=self._find_patience_s(one, wanted.timeout_s),
+            timeout_s=measure_left_s(one.nodes, wanted.timeout_s, self._clock) if one.is_resumed else wanted.timeout_s,
             clock=self._clock,
             on_look=self.record,
         )
@@ -275,14 +274,6 @@ class Asker:
         if not one.is_resumed:
             self._patience.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
         return nodes
-
-    def _find_patience_s(self, one: Try, timeout_s: float) -> float:
-        """For how long nodes are waited for: from when they were made, also by a process that is no more.
-
-        Else a daemon that is restarted again and again would pay for nodes that never boot.
-        """
-        age_s = self._clock.now_s() - max(node.created_s for node in one.nodes) if one.is_resumed else 0.0
-        return min(timeout_s, max(timeout_s - age_s, RESUMED_S_MIN))
 
     async def _end_unless_open(self, one: Try) -> None:
         """Whoever took the cluster down, and closed this intent, may not have seen what was on its way."""

@@ -18,9 +18,14 @@ from tests.docs.pages import CHANGELOG, ROOT, Block, list_block_commands, list_b
 PAGES = [page for page in list_pages() if page != CHANGELOG]  # the changelog also tells of commands as they were
 
 
+COMPLETION = ("--install-completion", "--show-completion")
+
+
 def find_problem(words: tuple[str, ...]) -> str:
     """Parse as the command line does, running nothing; empty where it is accepted."""
     command: Any = typer.main.get_command(app)
+    if words and words[0] in COMPLETION:  # it acts while it is parsed, and on the files of whoever runs the tests
+        return "" if words[0] in {flag for param in command.params for flag in param.opts} else "no such option"
     context, arguments = None, list(words)
     try:
         while True:
@@ -51,6 +56,7 @@ def test_unknown_commands_and_flags_are_told() -> None:
     assert find_problem(("plan", "task.yaml")) == ""
     assert find_problem(("jobs", "launch", "task.yaml", "--detach-run")) == ""
     assert find_problem(("jobs", "--help")) == ""
+    assert find_problem(("--install-completion",)) == ""
     assert "No such option" in find_problem(("jobs", "launch", "task.yaml", "--detached"))
     assert "no command" in find_problem(("jobs", "start", "x"))
     assert find_problem(("gpus", "--limit", "many")) != ""

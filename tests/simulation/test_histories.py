@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.simulation.runner import Result, play_seed
 
 # Found among 20,000 seeds, and mended here or in the product; what went wrong is in the log of commits.
 MENDED = (15902, 17976, 20100, 31226, 77557, 208639, 306576, 310725, 101216, 101435, 700450, 1003700, 1102192, 1103978)
-FEW = 150  # seeds of `make test`: every fault meets a job in some state
+FEW = 150  # seeds of `make test`, and more until every fault has met a job
 COVERED = 400  # seeds that meet every cell together
 CHUNK = 100
 UNOWNED_S_MAX = 10.0  # mean over the seeds: a node of ours runs, and nobody knows of it
@@ -29,22 +30,23 @@ def explain(result: Result) -> str:
     return f"{result.failure}\n  python -m tests.simulation --seed {result.seed} --trace"
 
 
-def play_seeds(count: int) -> Counter[tuple[str, str]]:
-    """Play the first seeds; return how often each fault met a job in each state."""
+def play_seeds(count: int, *, awaited: Set[str] = frozenset()) -> Counter[tuple[str, str]]:
+    """Play the first seeds, and more until the awaited faults have met a job; count each fault in each state of a job."""
     cells: Counter[tuple[str, str]] = Counter()
-    unowned_s = 0.0
-    for seed in range(count):
-        result = play_seed(seed)
+    unowned_s, played = 0.0, 0
+    while played < count or (awaited - {fault for fault, _ in cells} and played < COVERED):
+        result = play_seed(played)
         assert not result.failure, explain(result)
         cells.update(fold(result.cells))
         unowned_s += result.unowned_s
-    assert unowned_s <= UNOWNED_S_MAX * count
+        played += 1
+    assert unowned_s <= UNOWNED_S_MAX * played
     return cells
 
 
 def test_every_fault_meets_a_job_and_nothing_breaks() -> None:
-    met = {fault for fault, _ in play_seeds(FEW)}
-    assert not {fault for fault, _ in list_cells()} - met
+    faults = {fault for fault, _ in list_cells()}
+    assert not faults - {fault for fault, _ in play_seeds(FEW, awaited=faults)}
 
 
 @pytest.mark.long
