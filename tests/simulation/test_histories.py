@@ -31,7 +31,7 @@ def explain(result: Result) -> str:
 
 
 def play_seeds(count: int, *, awaited: Set[str] = frozenset()) -> Counter[tuple[str, str]]:
-    """Play the first seeds, and more until the awaited faults have met a job; count each fault in each state of a job."""
+    """Play the first seeds, and more until all awaited faults have met a job; count each fault by state of the job."""
     cells: Counter[tuple[str, str]] = Counter()
     unowned_s, played = 0.0, 0
     while played < count or (awaited - {fault for fault, _ in cells} and played < COVERED):
