@@ -209,6 +209,43 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     assert len([bill for bill in stage.world.store.list_bills() if bill.ended_s is None]) == 2
 
 
+def test_stop_waits_for_the_last_node(stage: Stage) -> None:
+    nodes = stage.up().nodes
+    list_nodes = stage.cloud.list_nodes
+
+    async def list_one_later(owner: str) -> Any:
+        listed = await list_nodes(owner)
+        is_late = stage.cloud.stopped_at_s is not None and stage.world.clock.now_s() >= stage.cloud.stopped_at_s + 60.0
+        late = [node if is_late or node.id != nodes[1].id else nodes[1] for node in listed.nodes]
+        return replace(listed, nodes=tuple(late))
+
+    stage.cloud.list_nodes = list_one_later  # type: ignore[method-assign]
+    stage.run(lambda: stage.provisioner.stop("c"))
+    assert stage.cloud.stopped_at_s and stage.world.clock.now_s() >= stage.cloud.stopped_at_s + 60.0
+    assert [node.state for node in stage.get().nodes] == [NodeState.STOPPED] * 2
+
+
+def test_a_node_that_is_seen_to_be_lost_costs_no_more(stage: Stage) -> None:
+    cluster = stage.up()
+    stage.cloud.preempt([cluster.nodes[1].id])
+    stage.run(lambda: stage.world.clock.sleep(60.0))
+    stage.run(lambda: stage.provisioner.refresh(cluster))
+    then_s = stage.world.clock.now_s()
+    stage.run(lambda: stage.world.clock.sleep(3600.0))
+    more_usd = stage.world.store.spend_usd(now_s=stage.world.clock.now_s()) - stage.world.store.spend_usd(now_s=then_s)
+    assert more_usd == pytest.approx(cluster.nodes[0].usd_hour, rel=0.01), "one node's hour"
+
+
+def test_a_node_keeps_the_rank_of_the_one_that_it_replaced_whatever_its_tags_say(stage: Stage) -> None:
+    cluster = stage.up()
+    swapped = tuple(replace(node, rank=1 - node.rank) for node in cluster.nodes)
+    stage.world.store.put_cluster(replace(cluster, nodes=swapped))
+    stage.cloud.preempt([swapped[0].id])
+    stage.run(lambda: stage.world.clock.sleep(1.0))
+    refreshed = stage.run(lambda: stage.provisioner.refresh(stage.get()))
+    assert [(node.id, node.rank) for node in refreshed.nodes] == [(node.id, node.rank) for node in swapped]
+
+
 def test_stop_outlives_lists_that_fail_and_gives_up_in_the_end(stage: Stage) -> None:
     stage.up()
     stage.cloud.failing_lists = 20
