@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from broker.clock import Clock
 from broker.clouds.base import Cloud
@@ -18,6 +18,7 @@ from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call still under way
 UP_S_MAX = 3600.0  # no `up` of a living process takes longer: an older open intent is nobody's
@@ -81,13 +82,15 @@ class Collector:
                 log.warning("%s cannot be swept now: %s", cloud.name, error.message)
         names = self._find_dead_names()
         left = [request for request in self._find_leftovers() if request.cluster not in names]
-        works = [self._try(self._bury(each), f"a gang of {each.cluster} cannot be given back now") for each in left]
-        works += [self._try(self._down(name), f"{name} cannot be ended now") for name in names]
+        works = [
+            *(self._try(self._bury, each, f"a gang of {each.cluster} cannot be given back now") for each in left),
+            *(self._try(self._down, name, f"{name} cannot be ended now") for name in names),
+        ]
         return count + await _add_up(works)
 
-    async def _try(self, work: Awaitable[object], what_failed: str) -> int:
+    async def _try(self, end: Callable[[T], Awaitable[object]], what: T, what_failed: str) -> int:
         try:
-            await work
+            await end(what)
         except CloudError as error:
             log.warning("%s: %s", what_failed, error.message)
             return 0
