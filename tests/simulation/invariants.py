@@ -326,11 +326,20 @@ def check_s14_useful_nodes_are_left_alone(universe: Universe, event: Event) -> N
     if goal is not None and goal.deadline_hours is not None:
         allowance_s = min(allowance_s, LATE_S)
     alone_s = event.time_s - run.renewed_s[event.name]
-    is_early = alone_s < allowance_s - L3_MARGIN_S and not universe.is_over_budget(run.job)
+    is_early = alone_s < allowance_s - L3_MARGIN_S and not _is_spent(universe, run, alone_s)
     if universe.gang.is_working(run) and is_early:
         raise Violation(
             "S14", f"{event.name} of {run.cluster} ends by itself, {event.reason}, after {alone_s:.0f} s alone"
         )
+
+
+def _is_spent(universe: Universe, run: MachineRun, alone_s: float) -> bool:
+    """Whether the budget is used up by what is on record, or was to be by now when the broker was last heard."""
+    budget_usd = universe.budgets.get(run.job)
+    if budget_usd is None:
+        return False
+    usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600
+    return universe.measure_recorded_usd(run.job) + usd_s * alone_s >= budget_usd
 
 
 Checker = Callable[["Universe", Event], None]

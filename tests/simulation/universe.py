@@ -250,9 +250,13 @@ class Universe:
         """Of this job, or of everything there ever was; as far as it was known so long ago."""
         then_s = self.clock.now_s() - ago_s
         rows = self.read(
-            "SELECT id, usd_hour * max(0.0, min(coalesce(ended_s, ?1), ?1) - created_s) / 3600 FROM nodes "
+            "SELECT id, usd_hour * max(0.0, min(coalesce(ended_s, ?1), ?3) - created_s) / 3600 FROM nodes "
             "WHERE ?2 IS NULL OR job_id = ?2",
-            (then_s, job_id),
+            (
+                then_s,
+                job_id,
+                then_s if ago_s else math.inf,
+            ),  # what has ended cost that, also where the clock was set back
         )
         known_s: dict[str, float] = self.memory.get("bills", {})
         known_by_s = self.loop.time() - ago_s
