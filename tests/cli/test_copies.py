@@ -26,7 +26,7 @@ def test_without_the_package_the_cost_is_not_known_and_the_launch_continues(
     monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it is not installed
     note_copies(CONTEXT, make_plans("s3://some-bucket/data"))
     noted = " ".join(capsys.readouterr().err.split())
-    assert "what copying costs is not known: `s3://some-bucket` needs the package obstore" in noted
+    assert "unknown copy cost: `s3://some-bucket` requires the package obstore" in noted
 
 
 def test_a_mount_that_no_node_can_be_given_stops_the_launch_whatever_its_name_says() -> None:

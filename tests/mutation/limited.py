@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,7 @@ def adopt_orphans() -> None:
 def run_limited(
     command: Sequence[str], *, cwd: Path, environment: Mapping[str, str], output: Path, cpu_s_max: float
 ) -> Ended:
+    others = frozenset(_list_descendants())  # of whoever calls: they are neither measured nor ended
     before_s = _measure_children_s()
     begun_s = time.monotonic()
     with output.open("wb") as file:
@@ -54,7 +55,7 @@ def run_limited(
             now_s = time.monotonic()
             if now_s - measured_s < MEASURE_S:
                 continue
-            measured_s, total_s = now_s, _measure_children_s() + _measure_live_s() - before_s
+            measured_s, total_s = now_s, _measure_children_s() + _measure_live_s(others) - before_s
             if total_s > used_s:
                 used_s, moved_s = total_s, now_s
             is_still = now_s - moved_s > STILL_S
@@ -62,7 +63,7 @@ def run_limited(
                 break
     finally:
         returncode = process.poll()
-        _end_all(process)
+        _end_all(process, others)
     text = output.read_text(errors="replace")
     return Ended(returncode=returncode, output=text, cpu_s=max(used_s, _measure_children_s() - before_s))
 
@@ -72,17 +73,17 @@ def _measure_children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _measure_live_s() -> float:
+def _measure_live_s(others: Set[int]) -> float:
     ticks = 0
-    for pid in _list_descendants():
+    for pid in _list_descendants(others):
         with contextlib.suppress(OSError, IndexError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(int(each) for each in fields[11:15])
     return ticks / TICKS
 
 
-def _list_descendants() -> Iterator[int]:
-    """Of this process; none where there is no /proc."""
+def _list_descendants(but: Set[int] = frozenset()) -> Iterator[int]:
+    """Of this process, without some and what they started; none where there is no /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
         if entry.name.isdigit():
@@ -92,14 +93,16 @@ def _list_descendants() -> Iterator[int]:
     waiting = list(parents.get(os.getpid(), ()))
     while waiting:
         pid = waiting.pop()
+        if pid in but:
+            continue
         yield pid
         waiting.extend(parents.get(pid, ()))
 
 
-def _end_all(process: subprocess.Popen[bytes]) -> None:
+def _end_all(process: subprocess.Popen[bytes], others: Set[int]) -> None:
     """Until none is left: one that is ended may just have started another."""
     for _ in range(100):
-        left = list(_list_descendants())  # before its parents die, for those that have a session of their own
+        left = list(_list_descendants(others))  # before its parents die, for those that have a session of their own
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         for pid in left:

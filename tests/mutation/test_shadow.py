@@ -13,6 +13,7 @@ import pytest
 
 from tests.mutation.draw import ROOT
 from tests.mutation.judge import KILLS, Judge, Reached, Survey, draw_kills, take
+from tests.mutation.limited import run_limited
 from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
 from tests.mutation.shadow import Shadow, make_shadow
@@ -117,6 +118,20 @@ print(ended.returncode)
     done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ("None" if end else "0"), done.stderr
     assert not Path(f"/proc/{(tmp_path / 'left').read_text()}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+def test_other_children_of_the_caller_are_neither_measured_nor_ended(tmp_path: Path) -> None:
+    code = "import time\nwhile time.process_time() < 1.0: pass\nprint(flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert busy.stdout and busy.stdout.readline()
+        command = [sys.executable, "-c", "import time; time.sleep(1.5)"]
+        ended = run_limited(command, cwd=tmp_path, environment={}, output=tmp_path / "output", cpu_s_max=0.9)
+        assert ended.returncode == 0 and busy.poll() is None
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
