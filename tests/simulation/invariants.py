@@ -312,6 +312,7 @@ def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
     if budget_usd is not None:
         usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600
         recorded_usd = universe.measure_recorded_usd(run.job)  # above the budget where the clocks differ
+        universe.memory[f"spent when heard {run.job}"] = recorded_usd
         spent_usd = recorded_usd + usd_s * event.lease_s
         if spent_usd > max(budget_usd, recorded_usd) + usd_s * LEASE_EVERY_S + 1e-9:
             raise Violation("L3", f"{run.cluster} may spend {spent_usd:.4f} USD alone; its budget is {budget_usd:g}")
@@ -339,7 +340,10 @@ def _is_spent(universe: Universe, run: MachineRun, alone_s: float) -> bool:
     if budget_usd is None:
         return False
     usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600
-    return universe.measure_recorded_usd(run.job) + usd_s * alone_s >= budget_usd
+    heard_usd = universe.memory.get(
+        f"spent when heard {run.job}", 0.0
+    )  # more than is on record if the clock was set back
+    return max(heard_usd, universe.measure_recorded_usd(run.job)) + usd_s * alone_s >= budget_usd
 
 
 Checker = Callable[["Universe", Event], None]
