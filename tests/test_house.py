@@ -44,7 +44,7 @@ NODE_PROGRAMS = {
     "broker/runtime/agent.py",
     "broker/runtime/agent_access.py",
     "broker/runtime/agent_bucket.py",
-    "broker/runtime/agent_burial.py",
+    "broker/runtime/agent_dead_runs.py",
     "broker/runtime/agent_container.py",
     "broker/runtime/agent_delivery.py",
     "broker/runtime/agent_files.py",

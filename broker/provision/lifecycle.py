@@ -188,7 +188,7 @@ class Provisioner:
             return await replace_node(self._failover.asker, self._store, wanted, rank=rank)
 
     async def end_node(self, cluster: Cluster, node: Node) -> None:
-        """Have the cloud terminate one node of a cluster that goes on without it.
+        """Have the cloud terminate one node of a cluster that continues without it.
 
         The record changes when a list shows it gone (`refresh`). Asked again it changes nothing. Raises CloudError.
         """

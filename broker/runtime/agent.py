@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.runtime import agent_access, agent_burial, agent_delivery, agent_flush, agent_lease
+    from broker.runtime import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_lease
     from broker.runtime import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
     import agent_access
-    import agent_burial
+    import agent_dead_runs
     import agent_delivery
     import agent_files as files
     import agent_flush
@@ -225,7 +225,7 @@ def watch() -> None:
     flush: agent_flush.Flush | None = None
     while True:
         for run_id in files.list_run_ids():
-            agent_burial.bury_if_dead(run_id)
+            agent_dead_runs.end_if_dead(run_id)
         agent_access.forget_used()
         reason = decide_power_off()
         if reason and reason != "lease":  # written outside a run, or by one whose runner was killed

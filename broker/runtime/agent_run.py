@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from broker.runtime import (
         agent_access,
-        agent_burial,
         agent_container,
+        agent_dead_runs,
         agent_delivery,
         agent_files,
         agent_flush,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     )
 else:
     import agent_access
-    import agent_burial
     import agent_container
+    import agent_dead_runs
     import agent_delivery
     import agent_files
     import agent_flush
@@ -97,7 +97,7 @@ class Runner:
                 give_up_s = float("inf")
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
-        for phase in agent_burial.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
+        for phase in agent_dead_runs.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
             self._kill_marked(phase)
         if self._coordinator:
             self._coordinator.wait_until_left()
@@ -182,7 +182,7 @@ class Runner:
                 break
             for other in agent_files.list_run_ids():
                 if other != self._id:
-                    agent_burial.bury_if_dead(other)  # the watcher may have been killed with its runner
+                    agent_dead_runs.end_if_dead(other)  # the watcher may have been killed with its runner
             self._pause()
 
     def _set_up(self) -> int:
@@ -295,7 +295,7 @@ class Runner:
     def _kill_marked(self, phase: str) -> None:
         if self._container:
             self._container.signal(self._mark(phase), signal.SIGKILL)
-        agent_burial.kill_marked(self._mark(phase))
+        agent_dead_runs.kill_marked(self._mark(phase))
 
     def _pause(self, wait_s: float = TICK_S) -> None:
         """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
@@ -337,7 +337,7 @@ class Runner:
         agent_files.write_json(self._folder / "state.json", {**old, "status": status, **fields})
 
     def _mark(self, phase: str) -> str:
-        return agent_burial.make_mark(self._id, phase)
+        return agent_dead_runs.make_mark(self._id, phase)
 
     def _make_env(self, phase: str) -> dict[str, str]:
         """What we set ourselves, over what the node or the container has."""

@@ -28,7 +28,7 @@ AGENT_FILES = (
     "agent.py",
     "agent_access.py",
     "agent_bucket.py",
-    "agent_burial.py",
+    "agent_dead_runs.py",
     "agent_container.py",
     "agent_delivery.py",
     "agent_files.py",

@@ -20,7 +20,7 @@ from tests.fuzz.registry import Target
 
 sys.path.append(str(Path(_agent_package.__file__).parent))  # as on a node, where the files find each other by name
 import agent
-import agent_burial
+import agent_dead_runs
 import agent_files
 
 sys.path.pop()
@@ -103,11 +103,11 @@ def fuzz_files(data: bytes) -> None:
     call("status", b"{}")
     call("log", b'{"run_id": 1, "offset": 0}')
     assert agent.decide_power_off() in ("", "lease", "autostop", "stop")
-    starter, agent_burial.kill_marked = agent_burial.kill_marked, start_nothing
+    starter, agent_dead_runs.kill_marked = agent_dead_runs.kill_marked, start_nothing
     try:
-        agent_burial.bury_if_dead(1)
+        agent_dead_runs.end_if_dead(1)
     finally:
-        agent_burial.kill_marked = starter
+        agent_dead_runs.kill_marked = starter
     with contextlib.suppress(*(REFUSALS if name == "runs/1/spec.json" else ())):  # a run that nobody can go on with
         call("submit", json.dumps(_SPEC).encode())
     call("autostop", b'{"idle_minutes": 1, "is_down": true}')

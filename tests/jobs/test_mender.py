@@ -64,93 +64,72 @@ class Faulty(Full):
         raise ZeroDivisionError("a fault of ours")
 
 
+class Stage:
+    """A job whose cluster of two has lost its second node, or has this one in its place, and its mender."""
+
+    def __init__(self, folder: Path, world: type[Full] = Full, *, second: NodeState = NodeState.TERMINATED) -> None:
+        self.clock = Hands()
+        self.store = Store(folder / "state.db", clock=self.clock)
+        self.job = self.store.add_job("j", TASK)
+        placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
+        nodes = (NODE, replace(NODE, id="m", rank=1, state=second))
+        self.cluster = Cluster(
+            name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes, created_s=START_S
+        )
+        self.store.put_cluster(self.cluster)
+        self.world: Any = world(self.clock)
+        self.mender = Mender(self.store, self.world, self.world, self.clock)
+
+    def list_told(self, kind: EventKind) -> list[str]:
+        return [event.message for event in self.store.list_events(job_id=self.job.id) if event.kind is kind]
+
+    def look(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
+        async def act() -> None:
+            while self.clock.time_s < START_S + until_s:
+                await self.mender.look(self.job, cluster, report, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
+                await asyncio.sleep(0)
+                self.clock.time_s += LOOK_S
+
+        asyncio.run(act())
+
+
 def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_five_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
-    clock = Hands()
-    store = Store(tmp_path / "state.db", clock=clock)
-    job = store.add_job("j", TASK)
-    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-    lost = replace(NODE, id="m", rank=1, state=NodeState.TERMINATED)
-    cluster = Cluster(
-        name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(NODE, lost), created_s=START_S
-    )  # fmt: skip
-    store.put_cluster(cluster)
-    world: Any = Full(clock)
-    mender = Mender(store, world, world, clock)
-
-    async def act() -> None:
-        while clock.time_s < START_S + 1200.0:
-            await mender.look(job, cluster, CALM, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
-            await asyncio.sleep(0)
-            clock.time_s += LOOK_S
-
-    asyncio.run(act())
-    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(world.asked)]
+    stage = Stage(tmp_path)
+    stage.look(stage.cluster, CALM, until_s=1200.0)
+    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(stage.world.asked)]
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
-    assert {rank for _, rank in world.asked} == {1} and world.started == [(1, 900.0)]
-    events = store.list_events(job_id=job.id)
-    kinds = [event.kind for event in events]
-    [shrunk] = [event.message for event in events if event.kind is EventKind.SHRUNK]
+    assert {rank for _, rank in stage.world.asked} == {1} and stage.world.started == [(1, 900.0)]
+    [shrunk] = stage.list_told(EventKind.SHRUNK)
     assert "with 1 of 2" in shrunk
-    assert kinds.count(EventKind.SHRUNK) == 1 and kinds.count(EventKind.REPLACEMENT_FAILED) == len(world.asked)
+    assert len(stage.list_told(EventKind.REPLACEMENT_FAILED)) == len(stage.world.asked)
 
 
 def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
-    clock = Hands()
-    store = Store(tmp_path / "state.db", clock=clock)
-    job = store.add_job("j", TASK)
-    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-    new = replace(NODE, id="m", rank=1)
-    cluster = Cluster(
-        name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(NODE, new), created_s=START_S
-    )  # fmt: skip
-    store.put_cluster(cluster)
-    world: Any = Full(clock)
-    mender = Mender(store, world, world, clock)
+    stage = Stage(tmp_path, second=NodeState.RUNNING)
     unfit = replace(CALM, unfit=((1, "setup exited with 3 on rank 1"),))
-
-    async def act(cluster: Cluster, report: Report, until_s: float) -> None:
-        while clock.time_s < START_S + until_s:
-            await mender.look(job, cluster, report, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
-            await asyncio.sleep(0)
-            clock.time_s += LOOK_S
-
-    asyncio.run(act(cluster, unfit, 40.0))
-    assert [(time_s - START_S, node_id) for time_s, node_id in world.ended] == [(0.0, "m"), (30.0, "m")], "asked again"
-    assert not world.asked, "it is not replaced before it is gone"
-    gone = replace(cluster, nodes=(NODE, replace(new, state=NodeState.TERMINATED)))
-    store.put_cluster(gone)
-    asyncio.run(act(gone, CALM, 50.0))
-    assert [rank for _, rank in world.asked] == [1]
-    (told,) = [event.message for event in store.list_events(job_id=job.id) if event.kind is EventKind.UNFIT]
-    assert told.startswith("setup exited with 3 on rank 1") and f"`broker jobs logs {job.id}`" in told
+    stage.look(stage.cluster, unfit, until_s=40.0)
+    ended = [(time_s - START_S, node_id) for time_s, node_id in stage.world.ended]
+    assert ended == [(0.0, "m"), (30.0, "m")], "asked again"
+    assert not stage.world.asked, "it is not replaced before it is gone"
+    first, second = stage.cluster.nodes
+    gone = replace(stage.cluster, nodes=(first, replace(second, state=NodeState.TERMINATED)))
+    stage.store.put_cluster(gone)
+    stage.look(gone, CALM, until_s=50.0)
+    assert [rank for _, rank in stage.world.asked] == [1]
+    [told] = stage.list_told(EventKind.UNFIT)
+    assert told.startswith("setup exited with 3 on rank 1") and f"`broker jobs logs {stage.job.id}`" in told
     assert "(rank1)" in told and "in 30 s" in told
-    assert not [event for event in store.list_events(job_id=job.id) if event.kind is EventKind.SHRUNK], "told once"
+    assert not stage.list_told(EventKind.SHRUNK), "told once"
 
 
 def test_a_fault_of_ours_while_a_node_is_replaced_is_not_taken_for_a_full_place(tmp_path: Path) -> None:
-    clock = Hands()
-    store = Store(tmp_path / "state.db", clock=clock)
-    job = store.add_job("j", TASK)
-    lost = replace(NODE, id="m", rank=1, state=NodeState.TERMINATED)
-    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-    cluster = Cluster(
-        name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(NODE, lost), created_s=START_S
-    )  # fmt: skip
-    store.put_cluster(cluster)
-    world: Any = Faulty(clock)
-    mender = Mender(store, world, world, clock)
-
-    async def act() -> None:
-        for _ in range(4):
-            await mender.look(job, cluster, CALM, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
-            await asyncio.sleep(0)
-
+    stage = Stage(tmp_path, Faulty)
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(act())
-    assert EventKind.REPLACEMENT_FAILED not in [event.kind for event in store.list_events(job_id=job.id)]
+        stage.look(stage.cluster, CALM, until_s=10.0)
+    assert not stage.list_told(EventKind.REPLACEMENT_FAILED)

@@ -150,12 +150,12 @@ def test_a_run_that_died_before_its_spec_was_whole_gets_its_outcome(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(files.__file__).parent))
-    agent_burial = importlib.import_module("agent_burial")
-    monkeypatch.setattr(agent_burial.agent_files, "RUNS", runs)
-    monkeypatch.setattr(agent_burial.agent_files, "STATE", tmp_path)
+    agent_dead_runs = importlib.import_module("agent_dead_runs")
+    monkeypatch.setattr(agent_dead_runs.agent_files, "RUNS", runs)
+    monkeypatch.setattr(agent_dead_runs.agent_files, "STATE", tmp_path)
     folder = make_run(runs, 1, state={"status": "RUNNING"})
     (folder / "spec.json").write_text("{")
-    agent_burial.bury(1)
+    agent_dead_runs.end_dead_run(1)
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["status"], outcome["reason"]) == ("FAILED", "the runner died")
 

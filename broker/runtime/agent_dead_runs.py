@@ -28,18 +28,18 @@ def kill_marked(mark: str) -> None:
             pass
 
 
-def bury_if_dead(run_id: int) -> None:
+def end_if_dead(run_id: int) -> None:
     folder = agent_files.run_folder(run_id)
     if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
         return
     lock = agent_files.try_lock(folder / "runner.lock")
     if lock is not None:
         if not (folder / "outcome.json").exists():  # it may have written it between our two looks
-            bury(run_id)
+            end_dead_run(run_id)
         os.close(lock)
 
 
-def bury(run_id: int) -> None:
+def end_dead_run(run_id: int) -> None:
     """The runner was killed from outside: end what it ran and write the outcome it could not."""
     spec = agent_files.read_json(agent_files.run_folder(run_id) / "spec.json") or {}
     container = None
