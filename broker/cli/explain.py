@@ -5,7 +5,7 @@ from __future__ import annotations
 from broker.cli.plan_table import describe_choice, fold_zones, join_zones
 from broker.cli.render import print_line, print_wrapped, show_count, show_duration, show_hours, show_usd
 from broker.optimizer.data_cost import list_assumptions, measure_restore_s
-from broker.optimizer.explain import Loser, list_losers, show_chance
+from broker.optimizer.explain import Rejected, list_losers, show_chance
 from broker.types import Breakdown, Estimate, Plan, Task
 
 LOSERS_MAX = 12
@@ -35,7 +35,7 @@ def _show_terms(plan: Plan) -> None:
             print_wrapped(f"  {name:<24}{text}", indent=26)
 
 
-def _say_loser(loser: Loser) -> str:
+def _say_loser(loser: Rejected) -> str:
     placement = loser.estimate.placement
     model = "spot" if placement.is_spot else "on-demand"
     more = f" (and {loser.others} more places)" if loser.others else ""

@@ -15,7 +15,7 @@ from broker.cli.terminal import show_progress
 from broker.errors import NoOfferError, UsageError
 
 if TYPE_CHECKING:
-    from broker.spot.study import Score, Study
+    from broker.spot.benchmark import Benchmark, Score
     from broker.spot.traces import Trace
     from broker.types import Estimate, Task
 
@@ -67,8 +67,8 @@ def simulate(
     Without --traces, the markets are synthetic.
     """
     from broker.cli.context import Context
+    from broker.spot.benchmark import run_study
     from broker.spot.policies import POLICIES
-    from broker.spot.study import run_study
 
     names = _choose_policies(policy, tuple(POLICIES))
     task = options.read_task(entrypoint, options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes))
@@ -203,9 +203,9 @@ def _mean_hazard(traces: Sequence[Trace]) -> float:
 
 
 def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_apart: bool) -> list[Any]:
+    from broker.spot.benchmark import Scene, spread_starts
     from broker.spot.markets import Site
     from broker.spot.replay import Case
-    from broker.spot.study import Scene, spread_starts
     from broker.types import Offer, Placement
 
     # The catalog's price is the cheapest zone's; differences between zones and over time are as recorded.
@@ -240,7 +240,7 @@ def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_a
     return scenes
 
 
-def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: Path | None) -> None:
+def _show(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace], *, source: Path | None) -> None:
     print_line(f"{len(study.scenes)} replays per policy on {_name_source(traces, source)}")
     for name, text in job.list_facts():
         print_line(f"{name:>12}  {text}")
@@ -282,7 +282,7 @@ def _show_cost(usd: float) -> str:
     return f"{usd:,.0f}" if usd >= 1000 else show_usd(usd)
 
 
-def _draw(study: Study, base: float) -> list[str]:
+def _draw(study: Benchmark, base: float) -> list[str]:
     """Draw mean costs as bars."""
     bars = [(each.policy, each.usd_mean) for each in study.scores]
     if study.optimum_usd_mean is not None:
@@ -292,7 +292,7 @@ def _draw(study: Study, base: float) -> list[str]:
     return [f"{name:>{width}}  {'█' * max(round(usd / most * BAR_WIDTH), 1)} {usd / base:.0%}" for name, usd in bars]
 
 
-def _describe(job: SimulatedJob, study: Study, traces: Sequence[Trace]) -> dict[str, object]:
+def _describe(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace]) -> dict[str, object]:
     offer = job.estimate.placement.offer
     return {
         "job": {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from broker.cli.render import show_hours, show_usd
 from broker.errors import UsageError
+from broker.spot.benchmark import Benchmark, Scene, pick_evenly
 from broker.spot.policies import ORACLES, load_policy
 from broker.spot.replay import Outcome, replay
-from broker.spot.study import Scene, Study, pick_evenly
 
 SCENES_SHOWN = 3
 WIDTH, LEFT, ROW = 960, 150, 22
@@ -27,7 +27,7 @@ svg { max-width: 100%; height: auto; } .key span { margin-right: 18px; white-spa
 """
 
 
-def write_report(file: Path, study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -> None:
+def write_report(file: Path, study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> None:
     """Write the report. Raises UsageError where the file cannot be written."""
     text = "\n".join(draw_report(study, title=title, facts=facts)) + "\n"
     try:
@@ -36,7 +36,7 @@ def write_report(file: Path, study: Study, *, title: str, facts: Sequence[tuple[
         raise UsageError(f"cannot write {file}: {error.strerror}") from None
 
 
-def draw_report(study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -> Iterator[str]:
+def draw_report(study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
@@ -59,7 +59,7 @@ def draw_report(study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -
     yield "</body></html>"
 
 
-def _draw_table(study: Study) -> Iterator[str]:
+def _draw_table(study: Benchmark) -> Iterator[str]:
     names = ("policy", "USD, mean", "USD, p95", "over the optimum", "time, mean", "time, p95", "preemptions", "late")
     yield f"<h2>{len(study.scenes)} replays per policy</h2><table><tr>"
     yield "".join(f"<th>{name}</th>" for name in names) + "</tr>"
@@ -74,7 +74,7 @@ def _draw_table(study: Study) -> Iterator[str]:
     yield "</table>"
 
 
-def _draw_costs(study: Study) -> Iterator[str]:
+def _draw_costs(study: Benchmark) -> Iterator[str]:
     """Draw one line a policy: the sorted costs of its replays."""
     height, right, bottom = 300, 170, 34
     most = max(each.usd for found in study.outcomes for each in found) * 1.05
@@ -111,7 +111,7 @@ def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
     return placed
 
 
-def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
+def _draw_scene(study: Benchmark, scene: Scene) -> Iterator[str]:
     """Draw the markets above and one line a policy below, from submission to the last end or the deadline."""
     case = scene.case
     names = [each.policy for each in study.scores]

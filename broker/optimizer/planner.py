@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import NoOfferError
-from broker.optimizer.filters import Shelves, apply_filters
+from broker.optimizer.filters import OfferIndex, apply_filters
 from broker.optimizer.ranking import IDENTITY, RANK, Candidate, Ranking
-from broker.optimizer.rating import History, Rater, list_pricing_models, place
+from broker.optimizer.rating import CostModel, History, list_pricing_models, place
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Placement, Plan, Rejection, Resources, Task
 
 Show = Callable[[Candidate], str]
@@ -30,12 +30,12 @@ def make_plan(
     an earlier one. `avoid` takes out placements that were refused lately; `history` is what was seen of preemptions.
     Raises NoOfferError, saying which filter took what.
     """
-    rater, shelves = Rater(task, figures or {}, egress, history), Shelves(offers)
+    rater, index = CostModel(task, figures or {}, egress, history), OfferIndex(offers)
     ranked = list[Candidate]()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
     for resources in task.resources:
-        candidates, rejected = _plan_alternative(task, resources, shelves.pick(resources), rater, usable_clouds, avoid)
+        candidates, rejected = _plan_alternative(task, resources, index.pick(resources), rater, usable_clouds, avoid)
         rejections += [each for each in rejected if each not in rejections]
         if len(task.resources) > 1:
             candidates = [each for each in candidates if IDENTITY(each) not in seen]
@@ -58,7 +58,7 @@ def _plan_alternative(
     task: Task,
     resources: Resources,
     offers: Sequence[Offer],
-    rater: Rater,
+    rater: CostModel,
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
 ) -> tuple[list[Candidate], list[Rejection]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, overload
 
-from broker.optimizer.cost import Course
+from broker.optimizer.cost import RunForecast
 from broker.optimizer.data_cost import DataCost
 from broker.types import Estimate, Offer
 
@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
     instance_type: str
     is_spot: bool
     offer: Offer
-    course: Course | None
+    course: RunForecast | None
     data: DataCost
     hazard: float
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from broker.optimizer.cost import (
-    Course,
+    RunForecast,
     Terms,
     add_data_usd,
     make_estimate,
@@ -27,7 +27,7 @@ from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Place
 History = Mapping[tuple[str, str, str | None, str], Observation]
 
 
-class Rater:
+class CostModel:
     """Rates the offers for one task; remembers what offers have in common."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Rater:
         self._egress = EgressTable.from_prices(egress) if self._has_work and has_data(task) else None
         self._work = dict[tuple[str, str], float]()
         self._hazards = dict[float | None, float]()
-        self._courses = dict[tuple[float, float, str, bool], Course]()
+        self._courses = dict[tuple[float, float, str, bool], RunForecast]()
         self._data = dict[tuple[str, str], DataCost]()
 
     def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[Candidate]:
@@ -93,7 +93,7 @@ class Rater:
             return hazard
         return mix_hazard(hazard, self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type)))
 
-    def _find_course(self, offer: Offer, hazard: float, may_switch: bool) -> Course:
+    def _find_course(self, offer: Offer, hazard: float, may_switch: bool) -> RunForecast:
         task = self._task
         kind = (offer.cloud, offer.instance_type)
         work = self._work.get(kind)
@@ -120,7 +120,7 @@ class Rater:
         return data
 
 
-def choose_course(terms: Terms, confidence: float, *, may_switch: bool) -> Course:
+def choose_course(terms: Terms, confidence: float, *, may_switch: bool) -> RunForecast:
     """Spot to the end where its chance to meet the deadline suffices, else spot that may switch, where it can.
 
     Spot alone is tried first: where both will do, on-demand at the end would only add to the price.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from broker.spot.durations import hours_in_classes
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate
 from broker.spot.prior import MEASURED, OLD, Paces, Prior, live_through
-from broker.spot.spells import hours_in_classes
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
 STINT_HOURS_MAX = 24.0  # nobody knows a market for longer than a day

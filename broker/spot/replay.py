@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from broker.spot.durations import MET_HOURS, NOTHING_SEEN, Durations
 from broker.spot.markets import Site
 from broker.spot.policies.base import EPSILON_HOURS, Candidate, Decision, JobView, Move, SpotPolicy, Wait
-from broker.spot.spells import MET_HOURS, NOTHING_SEEN, Spells
 
 PATIENCE = 3.0
 DECISIONS_MAX = 200_000
@@ -91,7 +91,7 @@ class _Life:
         self.next = [site.read_step(step + 1)[0] for site, step in zip(case.sites, self.steps, strict=True)]
         self.met = [MET_HOURS] * len(case.sites)  # the beginnings of the first spells are not seen
         self.since = [-MET_HOURS] * len(case.sites)  # of the spell, in hours since submission
-        self.seen: list[Spells] = [NOTHING_SEEN] * len(case.sites)
+        self.seen: list[Durations] = [NOTHING_SEEN] * len(case.sites)
         self.closes = [math.inf] * len(case.sites)
         for index in range(len(case.sites)):
             self._foresee(index)

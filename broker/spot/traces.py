@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.errors import SourceError
-from broker.spot.spells import MET_HOURS, NOTHING_SEEN, Spells
+from broker.spot.durations import MET_HOURS, NOTHING_SEEN, Durations
 
 TICKS_MAX = 5_000_000
 
@@ -63,7 +63,7 @@ class Trace:
     def is_open_at(self, hour: float) -> bool:
         return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
 
-    def count_spells(self) -> Spells:
+    def count_spells(self) -> Durations:
         """All spells, the first and the last as seen from and up to the ends of the recording."""
         seen = NOTHING_SEEN
         borders = [*(hour for hour, _ in self.changes), self.hours]

@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="how many to draw")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
-    parser.add_argument("--only", action="append", help="a folder or file, such as broker/jobs or broker/jobs/watch")
+    parser.add_argument("--only", action="append", help="a folder or file, such as broker/jobs or broker/jobs/monitor")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and judge nothing")
     parser.add_argument("--resume", type=Path, help="keep results in this file, and go on from it")
     parser.add_argument("--retry", action="store_true", help="judge survivors of the file again")

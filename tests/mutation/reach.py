@@ -26,7 +26,7 @@ class Reader:
         self._start = self._log.stat().st_size if self._log.exists() else 0
 
     def read(self) -> list[str]:
-        """`broker/jobs/watch.py Watch.hear`, sorted."""
+        """`broker/jobs/monitor.py Watch.hear`, sorted."""
         if not self._log.exists():
             return []
         with self._log.open("rb") as file:

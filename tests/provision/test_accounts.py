@@ -339,7 +339,7 @@ def test_an_intent_is_ended_in_the_account_that_was_noted_after_it_was_read(worl
     world.store.put_intent(request)
     world.store.note_intent_account("t", "account-1")
     world.cloud.account = "account-2"
-    launcher = world.make_provisioner()._failover.asker
+    launcher = world.make_provisioner()._failover.launcher
     with pytest.raises(AccountError):
-        world.clock.run(lambda: launcher.bury(world.cloud, request))
+        world.clock.run(lambda: launcher.terminate(world.cloud, request))
     assert world.store.is_intent_open("t")

@@ -9,8 +9,8 @@ import pytest
 
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
 from broker.provision import failover
+from broker.provision.launch import UNCLEAR_S_MAX
 from broker.provision.refusals import REASK_S, REFUSAL_S_SHORT
-from broker.provision.tries import UNCLEAR_S_MAX
 from broker.types import Cluster, Node, NodeRequest
 from broker.wording import describe_event
 from tests.simulation.world import World, make_plan
@@ -72,7 +72,7 @@ def test_other_region_is_asked_soon_and_the_doubtful_ones_zones_are_spared(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_hedging_a_place_is_given_up_in_time_and_buried_beside_the_next(
+def test_without_hedging_a_place_is_given_up_in_time_and_terminated_beside_the_next(
     tmp_path: Path, fault: Callable[[str], CloudError]
 ) -> None:
     search = Search(tmp_path, fault)

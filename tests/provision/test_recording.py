@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import AuthError, CapacityError, ThrottledError, TransientError, UsageError
-from broker.provision.claim import claim_name
+from broker.provision.cluster_lock import claim_name
 from broker.provision.recording import Recorder
 from broker.types import Estimate, Placement, Plan, Task
 from tests.simulation.world import make_offer

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from broker.jobs.allowance import LATE_S, UNATTENDED_S
-from broker.jobs.judgement import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
-from broker.jobs.watch import LEASE_EVERY_S
+from broker.jobs.health import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
+from broker.jobs.monitor import LEASE_EVERY_S
 from broker.types import JobStatus, NodeState, OutcomeKind, RunStatus
 from tests.simulation.events import IS_TERMINAL, LOST, OTHER_FAILURES, REFUSED, TERMINAL, Event, Violation
 from tests.simulation.left import check_s7_left_success_is_heard

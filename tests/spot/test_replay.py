@@ -6,11 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
+from broker.spot.benchmark import (
+    Scene,
+    count_optima,
+    estimate_optimum,
+    percentile,
+    pick_evenly,
+    run_study,
+    spread_starts,
+)
 from broker.spot.markets import make_site
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 from broker.spot.replay import Case, Outcome, replay
-from broker.spot.study import Scene, count_optima, estimate_optimum, percentile, pick_evenly, run_study, spread_starts
 from broker.spot.traces import Trace, make_default_traces, make_trace
 
 SPOT = 0.25

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.errors import SourceError
+from broker.spot.durations import AGES, HALF_LIFE_HOURS, MET_HOURS, NOTHING_SEEN, class_of, hours_in_classes
 from broker.spot.prior import MEASURED, OLD, fit_prior, scale_hazards
-from broker.spot.spells import AGES, HALF_LIFE_HOURS, MET_HOURS, NOTHING_SEEN, class_of, hours_in_classes
 from broker.spot.traces import Trace, make_default_traces, make_trace, measure_trace, parse_trace, write_trace
 
 

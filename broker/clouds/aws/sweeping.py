@@ -14,7 +14,7 @@ from broker.nouns import noun
 
 @noun
 class Kind:
-    """How leftovers of one kind are listed and deleted. Where EC2 lists no pages, `is_paged` is False."""
+    """How orphans of one kind are listed and deleted. Where EC2 lists no pages, `is_paged` is False."""
 
     lists: str
     key: str

@@ -67,7 +67,7 @@ class AwsBed(Bed):
     def leave_room(self, count: int) -> None:
         self.account.room[ZONE, self.offer.instance_type] = count
 
-    def list_leftovers(self) -> list[str]:
+    def list_orphans(self) -> list[str]:
         return [
             *self.account.groups,
             *(name for _, name in self.account.placement_groups),

@@ -248,7 +248,7 @@ def test_refusal_by_iam_is_cut_to_what_can_be_read() -> None:
 
 
 def test_unwritten_code_of_no_answer_is_unknown_for_a_create_only() -> None:
-    assert find_kind("NobodyKnowsThisError") == "unknown"
-    refusal = RefusedError("NobodyKnowsThisError", "?", operation="run_instances", region="us-east-1")
+    assert find_kind("UnknownFaultError") == "unknown"
+    refusal = RefusedError("UnknownFaultError", "?", operation="run_instances", region="us-east-1")
     assert type(translate(refusal, is_create=True)) is UnknownOutcomeError
     assert type(translate(refusal)) is TransientError

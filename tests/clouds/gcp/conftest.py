@@ -69,7 +69,7 @@ class GcpBed(Bed):
     def leave_room(self, count: int) -> None:
         self.gce.capacity["us-central1-a", "n1-standard-4"] = count
 
-    def list_leftovers(self) -> list[str]:
+    def list_orphans(self) -> list[str]:
         """All but the one rule of an owner that shuts others out, costs nothing and stays."""
         return [name for name in self.gce.firewalls if not name.endswith("-shut")]
 

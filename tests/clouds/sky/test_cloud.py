@@ -1,4 +1,4 @@
-"""What is particular to a cloud behind SkyPilot: late verdicts, leftovers, whole gangs, how to reach them."""
+"""What is particular to a cloud behind SkyPilot: late verdicts, orphans, whole gangs, how to reach them."""
 
 from __future__ import annotations
 

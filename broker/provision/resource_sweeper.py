@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 SWEEP_EVERY_S = 3600.0  # with no cluster gone: what was still in use the last time
 
 
-class Leftovers:
+class ResourceSweeper:
     def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
         self._clouds = clouds
         self._store = store

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from broker.clock import Clock
-from broker.jobs.burial import Undertaker
+from broker.jobs.availability import Availability, PlaceKey
 from broker.jobs.deadline import (
     Situation,
     advise_every_s,
@@ -19,10 +19,10 @@ from broker.jobs.deadline import (
     record_decision,
 )
 from broker.jobs.order import cut_to_rest, drop_limits
-from broker.jobs.sightings import PlaceKey, Sighting
+from broker.jobs.teardown import AttemptTeardown
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
-from broker.state.history import SHARED_S_MAX, gather_spells
+from broker.state.history import SHARED_S_MAX, gather_durations
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus, Outcome, OutcomeKind, Placement, Plan, Progress, Task
 
@@ -39,7 +39,7 @@ class Pause(Exception):
         self.wait_s = wait_s
 
 
-class Pilot:
+class PolicyRunner:
     """Of one job. What it remembers is only lost with the controller, and then thought over anew."""
 
     def __init__(
@@ -47,14 +47,14 @@ class Pilot:
         store: Store,
         planner: Callable[[Task, Callable[[Placement], bool] | None], Plan],
         clock: Clock,
-        undertaker: Undertaker,
+        teardown: AttemptTeardown,
     ) -> None:
         self._store = store
         self._planner = planner
         self._clock = clock
-        self._undertaker = undertaker
+        self._teardown = teardown
         self._target: Candidate | None = None
-        self._sightings: Mapping[PlaceKey, Sighting] = {}
+        self._availability: Mapping[PlaceKey, Availability] = {}
         self._told = ""
         self._look_s = 0.0
         self._saved_step: int | None = None
@@ -103,8 +103,8 @@ class Pilot:
             task,
             attempt.placement,
             history=self._store.read_spot_history(age_s_max=age_s_max),
-            spells=gather_spells(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
-            sightings=self._sightings,
+            durations=gather_durations(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
+            availability=self._availability,
             now_s=now_s,
         )
         every_s = advise_every_s(task, hazard)
@@ -122,13 +122,13 @@ class Pilot:
             plan,
             now_s=now_s,
             refusals=refusals,
-            sightings=self._sightings,
-            spells=gather_spells(self._store.list_spot_stays(), now_s=now_s),
+            availability=self._availability,
+            durations=gather_durations(self._store.list_spot_stays(), now_s=now_s),
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
             spent_usd=spent_usd,
             live=live,
         )
-        self._sightings = situation.sightings
+        self._availability = situation.availability
         return plan, situation
 
     def _decide(self, situation: Situation) -> Decision:
@@ -149,7 +149,7 @@ class Pilot:
             outcome = Outcome(kind=OutcomeKind.MOVED, detail=decision.reason)
             self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
             self._store.set_job_status(job.id, JobStatus.RECOVERING)
-        await self._undertaker.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
+        await self._teardown.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
 
     def _tell(self, job: Job, situation: Situation, decision: Decision) -> None:
         """Each decision once, not each look that came to the same."""

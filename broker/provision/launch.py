@@ -25,18 +25,18 @@ from broker.errors import (
 )
 from broker.nouns import noun
 from broker.provision.backoff import draw_backoff_s
+from broker.provision.hedge_timer import Answer, HedgeTimer
 from broker.provision.listing import Lister
 from broker.provision.naming import describe, make_token
 from broker.provision.nodes import confirm_gone, measure_left_s, wait_running
-from broker.provision.patience import Answer, Patience
-from broker.provision.refusals import RefusalMemory, find_intent_end
+from broker.provision.refusals import UnavailableOffers, find_intent_end
 from broker.provision.zones import find_landed
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeEnd, NodeRequest, Placement
 from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
 from broker.wording import make_place
 
-__all__ = ["Asker", "Try", "Wanted", "describe", "make_token"]
+__all__ = ["Launch", "LaunchSpec", "Launcher", "describe", "make_token"]
 
 CREATE_TRIES_MAX = 6
 UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
@@ -48,7 +48,7 @@ REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers
 
 
 @noun
-class Wanted:
+class LaunchSpec:
     """What `up` was asked for, apart from where.
 
     `hedge`: places that may be asked at once. `check_budget` is called before each call that may cost money, and
@@ -64,7 +64,7 @@ class Wanted:
 
 
 @dataclass(kw_only=True, eq=False)
-class Try:
+class Launch:
     """What one place was asked, since when, and what it has made so far."""
 
     cloud: Cloud
@@ -115,7 +115,7 @@ class Try:
         return tasks
 
 
-class Asker:
+class Launcher:
     """Begins tries, sees them to their end, and ends what they made."""
 
     def __init__(
@@ -126,8 +126,8 @@ class Asker:
         clock: Clock,
         owner: str,
         lister: Lister,
-        memory: RefusalMemory,
-        patience: Patience,
+        memory: UnavailableOffers,
+        hedge_timer: HedgeTimer,
         write_boot: Callable[[NodeRequest], str],
     ) -> None:
         self._clouds = clouds
@@ -136,29 +136,29 @@ class Asker:
         self._owner = owner
         self._lister = lister
         self._memory = memory
-        self._patience = patience
+        self._hedge_timer = hedge_timer
         self._write_boot = write_boot
 
     def begin(
-        self, wanted: Wanted, placement: Placement, *, rank: int, is_first: bool = False, is_addition: bool = False
-    ) -> Try:
+        self, spec: LaunchSpec, placement: Placement, *, rank: int, is_first: bool = False, is_addition: bool = False
+    ) -> Launch:
         """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
 
         `is_addition`: to a cluster that is up, whose record stays as it is.
 
         Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
         """
-        known = self.find_intent(wanted.cluster, placement)
+        known = self.find_intent(spec.cluster, placement)
         if known is None:
-            wanted.check_budget()
-        one = Try(
+            spec.check_budget()
+        one = Launch(
             cloud=self._clouds[placement.offer.cloud],
-            request=known or self._open_intent(wanted, placement, is_first=is_first, is_addition=is_addition),
+            request=known or self._open_intent(spec, placement, is_first=is_first, is_addition=is_addition),
             rank=rank,
             is_resumed=known is not None,
             begun_s=self._clock.now_s(),
         )
-        one.doing = asyncio.ensure_future(self._see_through(one, wanted))
+        one.doing = asyncio.ensure_future(self._see_through(one, spec))
         one.doing.add_done_callback(_forget_failure)
         return one
 
@@ -167,7 +167,7 @@ class Asker:
         same = (each for each in requests if each.placement == placement and each.attempt == cluster.attempt)
         return next(same, None)
 
-    async def give_back(self, one: Try) -> Sequence[Node]:
+    async def give_back(self, one: Launch) -> Sequence[Node]:
         """End what this try made, confirm it, and return it. A call under way is heard out: its nodes must be known.
 
         Raises TransientError where the cloud does not confirm; the intent stays open for the collector.
@@ -178,14 +178,14 @@ class Asker:
         is_asked = one.call is not None or one.is_resumed
         if one.is_resumed or one.nodes or (is_asked and refusal is None):
             is_left = one.nodes or self._store.is_intent_open(one.request.token)
-            return await self.bury(one.cloud, one.request, known=one.nodes) if is_left else ()
+            return await self.terminate(one.cloud, one.request, known=one.nodes) if is_left else ()
         if refusal is None:
             self._store.close_intent(one.request.token, IntentEnd.NEVER_ASKED)
         else:
             self._store.close_intent(one.request.token, find_intent_end(refusal), refusal.message)
         return ()
 
-    async def _hear_out(self, one: Try, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
+    async def _hear_out(self, one: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
         """The refusal, if that was the answer; the nodes of another one are noted. Silence proves nothing."""
         if not await self._is_done_within(call, ANSWER_GRACE_S):
             call.cancel()
@@ -197,7 +197,7 @@ class Asker:
             one.nodes = one.nodes or tuple(call.result())
         return error if isinstance(error, REFUSED) else None
 
-    async def bury(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
+    async def terminate(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
         """End whatever this intent made, confirm it, and only then close the intent; returns what was made."""
         request = self._store.get_request(request.token) or request  # its account may be known since
         known = known or self._store.list_made_nodes(request.token)
@@ -220,8 +220,8 @@ class Asker:
             for node in nodes:
                 self._store.record_node(node)
 
-    def _open_intent(self, wanted: Wanted, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
-        cluster = wanted.cluster
+    def _open_intent(self, spec: LaunchSpec, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
+        cluster = spec.cluster
         serial = self._store.count_closed_intents(cluster.name)
         request = NodeRequest(
             owner=self._owner,
@@ -229,7 +229,7 @@ class Asker:
             attempt=cluster.attempt,
             token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
-            spec=wanted.make_spec(placement),
+            spec=spec.make_spec(placement),
             # A gang is of one account: a login for another one cannot see, and not end, what is there already.
             account=next((node.account for node in cluster.nodes if node.account), "") if is_addition else "",
         )
@@ -244,44 +244,44 @@ class Asker:
             self._store.put_intent(request)
         return request
 
-    async def _see_through(self, one: Try, wanted: Wanted) -> Sequence[Node]:
+    async def _see_through(self, one: Launch, spec: LaunchSpec) -> Sequence[Node]:
         """The whole gang, running; else nothing is left of it and a CloudError says why."""
-        one.nodes = tuple(await self._create(one, wanted))
+        one.nodes = tuple(await self._create(one, spec))
         one.created_s = self._clock.now_s()
         with self._store.transaction():
             self.record(one.nodes)
             self._store.note_made_nodes(one.request.token, one.nodes)
         await self._end_unless_open(one)
         if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
-            await self.bury(one.cloud, one.request, known=one.nodes)
+            await self.terminate(one.cloud, one.request, known=one.nodes)
             raise CapacityError(f"only {len(one.nodes)} of {one.placement.node_count} nodes were given", scope="zone")
         if not one.is_resumed:
-            self._patience.note(one.cloud.name, Answer.CREATED, one.created_s - one.begun_s)
+            self._hedge_timer.note(one.cloud.name, Answer.CREATED, one.created_s - one.begun_s)
         nodes = await wait_running(
             one.cloud,
             self._lister,
             token=one.request.token,
             created=one.nodes,
             node_count=one.placement.node_count,
-            timeout_s=measure_left_s(one.nodes, wanted.timeout_s, self._clock) if one.is_resumed else wanted.timeout_s,
+            timeout_s=measure_left_s(one.nodes, spec.timeout_s, self._clock) if one.is_resumed else spec.timeout_s,
             clock=self._clock,
             on_look=self.record,
         )
         if nodes is None:
-            gone = await self.bury(one.cloud, one.request, known=one.nodes)
-            raise CapacityError(f"the gang did not come up whole: {_find_cause(gone, wanted.timeout_s)}", scope="zone")
+            gone = await self.terminate(one.cloud, one.request, known=one.nodes)
+            raise CapacityError(f"the gang did not come up whole: {_find_cause(gone, spec.timeout_s)}", scope="zone")
         await self._end_unless_open(one)
         if not one.is_resumed:
-            self._patience.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
+            self._hedge_timer.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
         return nodes
 
-    async def _end_unless_open(self, one: Try) -> None:
+    async def _end_unless_open(self, one: Launch) -> None:
         """Whoever took the cluster down, and closed this intent, may not have seen what was on its way."""
         if not self._store.is_intent_open(one.request.token):
-            await self.bury(one.cloud, one.request, known=one.nodes)
+            await self.terminate(one.cloud, one.request, known=one.nodes)
             raise _make_down_error(one.request.cluster)
 
-    async def _create(self, one: Try, wanted: Wanted) -> Sequence[Node]:
+    async def _create(self, one: Launch, spec: LaunchSpec) -> Sequence[Node]:
         """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.
 
         Uncertain is a resumed try, whose earlier call may have worked, and one whose answer was lost.
@@ -297,7 +297,7 @@ class Asker:
                     if not self._store.is_intent_open(request.token):
                         raise _make_down_error(request.cluster)
                     if tries:
-                        wanted.check_budget()
+                        spec.check_budget()
                     return await self._call(one, bootable)
                 except (ThrottledError, TransientError) as error:
                     last = error
@@ -306,7 +306,7 @@ class Asker:
                         break  # all jobs together have asked too often
                     wait_s = draw_backoff_s(tries)
                     next_s = wait_s if tries + 1 < CREATE_TRIES_MAX else None
-                    wanted.on_event(make_event(EventKind.CALL_FAILED, place=place, error=error.message, wait_s=next_s))
+                    spec.on_event(make_event(EventKind.CALL_FAILED, place=place, error=error.message, wait_s=next_s))
                     if isinstance(error, TransientError):
                         one.note_unclear()
                     await self._clock.sleep(wait_s)
@@ -314,7 +314,7 @@ class Asker:
                     last = error
                     one.is_resumed = is_uncertain = True
                     self._memory.note_failed_call(one.cloud.name)
-                    wanted.on_event(make_event(EventKind.CALL_UNCLEAR, place=place, error=error.message))
+                    spec.on_event(make_event(EventKind.CALL_UNCLEAR, place=place, error=error.message))
                     one.note_unclear()
                     adopted = await self._look_for(one.cloud, request)
                     if len(adopted) == request.placement.node_count:
@@ -327,13 +327,13 @@ class Asker:
             )
         except CloudError as error:
             if is_uncertain or not isinstance(error, REFUSED):
-                wanted.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
+                spec.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
                 one.note_end(error)
-                await self.bury(one.cloud, request)
+                await self.terminate(one.cloud, request)
             self._store.close_intent(request.token, find_intent_end(error), error.message)
             raise
 
-    async def _call(self, one: Try, request: NodeRequest) -> Sequence[Node]:
+    async def _call(self, one: Launch, request: NodeRequest) -> Sequence[Node]:
         """In a task of its own: a try that is given back stops waiting, while its answer is still on its way.
 
         Raises UnknownOutcomeError when there is none for too long.
@@ -345,7 +345,7 @@ class Asker:
             raise UnknownOutcomeError(f"{one.cloud.name} has not answered for {ANSWER_S_MAX:g} s")
         return call.result()
 
-    async def _note_account(self, one: Try) -> None:
+    async def _note_account(self, one: Launch) -> None:
         """The intent names the account before anything can be made there: later lists of another prove nothing.
 
         Raises AccountError where an earlier process asked another account with this token.

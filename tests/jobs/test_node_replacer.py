@@ -1,4 +1,4 @@
-"""The mender alone: a loss is told once, the rest is submitted to once, and a full place is asked ever more seldom."""
+"""A loss is told once, the rest is submitted to once, and a full place is asked ever less often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import CapacityError, TransientError
-from broker.jobs.mending import Mender
+from broker.jobs.node_replacement import NodeReplacer
 from broker.state.store import Store
 from broker.types import (
     Cluster,
@@ -78,7 +78,7 @@ class Stage:
         )
         self.store.put_cluster(self.cluster)
         self.world: Any = world(self.clock)
-        self.mender = Mender(self.store, self.world, self.world, self.clock)
+        self.replacer = NodeReplacer(self.store, self.world, self.world, self.clock)
 
     def list_told(self, kind: EventKind) -> list[str]:
         return [event.message for event in self.store.list_events(job_id=self.job.id) if event.kind is kind]
@@ -86,7 +86,9 @@ class Stage:
     def look(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
         async def act() -> None:
             while self.clock.time_s < START_S + until_s:
-                await self.mender.look(self.job, cluster, report, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0)
+                await self.replacer.look(
+                    self.job, cluster, report, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0
+                )
                 await asyncio.sleep(0)
                 self.clock.time_s += LOOK_S
 

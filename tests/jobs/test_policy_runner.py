@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from broker.jobs.pilot import LOOK_S_MAX, LOOK_S_MIN, Pilot
+from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, PolicyRunner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
 from tests.jobs.test_deadline import DEAR, TASK, make_moving_stage, plan_of
@@ -63,7 +63,7 @@ def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_mo
 
     async def look(seconds: int, *, save_every: int) -> list[float]:
         """Returns the seconds between one thought and the next."""
-        pilot = Pilot(store, plan, clock, unused)
+        pilot = PolicyRunner(store, plan, clock, unused)
         planned_s.clear()
         for second in range(seconds):
             clock.time_s = START_S + second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
-from broker.jobs.judgement import MISSES_MIN, UNREACHABLE_S_MIN, Signs
+from broker.jobs.health import MISSES_MIN, UNREACHABLE_S_MIN, HealthSignals
 from broker.types import Cluster, NodeEnd, NodeState, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # with nothing suspicious; at once otherwise
@@ -25,7 +25,7 @@ def list_answering(report: GangReport, cluster: Cluster) -> frozenset[str]:
     return frozenset(node.id for node in nodes if node.rank not in silent)
 
 
-class Watch:
+class AttemptMonitor:
     def __init__(self, cluster: str) -> None:
         self.cluster = cluster
         self._stopwatch = Stopwatch(GAP_S_MAX)
@@ -110,7 +110,9 @@ class Watch:
             self._busy_until_s = seen_s + busy_s if busy_s else min(self._busy_until_s, seen_s)
         return max(0.0, seen_s - max(self._stepped_s, self._busy_until_s))
 
-    def read_signs(self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None) -> Signs:
+    def read_signals(
+        self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None
+    ) -> HealthSignals:
         seen_s = self._stopwatch.look(now_s)
         if report.unreachable:
             self.note_silence(now_s)
@@ -120,7 +122,7 @@ class Watch:
             self._failed_since_s = seen_s if self._failed_since_s is None else self._failed_since_s
         else:
             self._failed_since_s = None
-        return Signs(
+        return HealthSignals(
             status=RunStatus.SUCCEEDED if self.has_succeeded else report.status,
             returncode=report.returncode,
             unreachable=tuple(report.unreachable),

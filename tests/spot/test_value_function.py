@@ -7,16 +7,16 @@ import math
 
 import pytest
 
-from broker.spot.outlook import Outlook, Terms
+from broker.spot.durations import AGES
 from broker.spot.prior import MEASURED, scale_hazards
-from broker.spot.spells import AGES
+from broker.spot.value_function import Terms, ValueFunction
 
 
-def solve(*, hazard: float | None = None, reopening: float | None = None, **facts: float) -> Outlook:
+def solve(*, hazard: float | None = None, reopening: float | None = None, **facts: float) -> ValueFunction:
     known = {"spot_price": 0.3, "start_hours": 0.1, "work_hours": 24.0, "spare_hours": 24.0, **facts}
     opened = MEASURED.open_hazards if hazard is None else (hazard,) * len(AGES)
     closed = MEASURED.closed_hazards if reopening is None else (reopening,) * len(AGES)
-    return Outlook(Terms(open_hazards=opened, closed_hazards=closed, **known))
+    return ValueFunction(Terms(open_hazards=opened, closed_hazards=closed, **known))
 
 
 def test_spot_that_never_closes_costs_its_price() -> None:
@@ -58,10 +58,10 @@ def test_more_time_less_work_and_what_runs_already_never_cost_more() -> None:
 
 
 def test_a_calmer_market_a_lower_price_and_a_second_place_cost_less() -> None:
-    def worth(outlook: Outlook) -> float:
+    def worth(outlook: ValueFunction) -> float:
         return outlook.idle_open.read(2, outlook.locate(20.0, 5.0))
 
-    stormy = Outlook(
+    stormy = ValueFunction(
         Terms(
             open_hazards=scale_hazards(MEASURED.open_hazards, (3.0, 3.0)), closed_hazards=MEASURED.closed_hazards,
             spot_price=0.3, start_hours=0.1, work_hours=24.0, spare_hours=24.0,

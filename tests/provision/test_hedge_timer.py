@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.provision.patience import LIMITS, Answer, Limits, Patience, bound, learn
+from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, learn
 from broker.state.calls import Pace
 from broker.state.store import Store
 from tests.state.test_rows import Hands
@@ -27,7 +27,7 @@ def test_a_pace_is_learned_as_tcp_learns_its_timer() -> None:
 
 
 def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
-    limits = Limits(prior_s=7.0, least_s=5.0, most_s=60.0)
+    limits = HedgeLimits(prior_s=7.0, least_s=5.0, most_s=60.0)
     assert bound(None, limits) == 7.0
     assert bound(Pace(mean_s=8.0, deviation_s=3.0), limits) == 20.0
     assert bound(Pace(mean_s=1.0, deviation_s=0.1), limits) == 5.0
@@ -35,7 +35,7 @@ def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
 
 
 def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
-    patience = Patience(store)
+    patience = HedgeTimer(store)
     assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
     patience.note("x", Answer.CREATED, 8.0)
     assert patience.measure_s("x", Answer.CREATED) == 24.0

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from broker.spot.markets import make_site
-from broker.spot.optimum import find_optimum, list_intervals
+from broker.spot.offline_optimum import find_optimum, list_intervals
 from broker.spot.policies import ORACLES, load_policy
 from broker.spot.replay import Case, replay
 from broker.spot.traces import Trace, make_default_traces

@@ -20,7 +20,7 @@ _FLAT = 1e-4  # below this H s, a lost time is as good as uniform: H s / 8 bound
 
 
 @noun
-class Losses:
+class LostTime:
     """`hazard` is per hour of the whole gang and positive, `stretch` is s in hours."""
 
     segments: float

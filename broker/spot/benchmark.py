@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from broker.spot.markets import Site
-from broker.spot.optimum import find_optimum, list_intervals
+from broker.spot.offline_optimum import find_optimum, list_intervals
 from broker.spot.policies import ORACLES, load_policy
 from broker.spot.replay import Case, Outcome, replay
 
@@ -45,7 +45,7 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Benchmark:
     """`optimum_usd_mean` is of all scenes: where `optima` lacks some, as `estimate_optimum` fills them in."""
 
     scores: tuple[Score, ...]
@@ -61,7 +61,7 @@ def run_study(
     *,
     optima_count: int | None,
     tell: Callable[[int, int, str], None] | None = None,
-) -> Study:
+) -> Benchmark:
     """Every policy on every scene; the optimum on `optima_count` of them, evenly spread, or on as many as
     `OPTIMA_CHANGES` allows. `tell` hears (steps done, steps in all, what is done next)."""
     assert scenes and policies
@@ -88,7 +88,7 @@ def run_study(
         optima[index] = _find_optimum(scenes[index])
     best = estimate_optimum(outcomes, optima)
     scores = tuple(_score(name, found, best) for name, found in zip(policies, outcomes, strict=True))
-    return Study(
+    return Benchmark(
         scores=scores, scenes=tuple(scenes), outcomes=tuple(outcomes), optima=tuple(optima), optimum_usd_mean=best
     )
 

@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 @noun
-class Signs:
+class HealthSignals:
     """`status` None: nobody answered. Durations are how long the sign has been standing."""
 
     status: RunStatus | None
@@ -49,48 +49,48 @@ class Signs:
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
-def judge(signs: Signs) -> Verdict:
-    if signs.status is RunStatus.SUCCEEDED:
+def classify(signals: HealthSignals) -> Verdict:
+    if signals.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
-    if signs.is_unflushed:
+    if signals.is_unflushed:
         return Verdict.FAILED  # whatever becomes of its nodes: a program that ended well is not run again
-    if list_lost_ranks(signs.nodes) and not can_go_on(signs):
+    if list_lost_ranks(signals.nodes) and not can_go_on(signals):
         return Verdict.LOST
-    if signs.is_noticed and signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+    if signals.is_noticed and signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
-    if signs.unreachable and signs.misses >= MISSES_MIN and signs.unreachable_s >= measure_patience_s(signs):
+    if signals.unreachable and signals.misses >= MISSES_MIN and signals.unreachable_s >= measure_patience_s(signals):
         return Verdict.LOST
-    if signs.status is RunStatus.CANCELLED:
+    if signals.status is RunStatus.CANCELLED:
         return Verdict.CANCELLED
-    if signs.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
-        if signs.unreachable or signs.failed_s < measure_doubt_s(signs):
+    if signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+        if signals.unreachable or signals.failed_s < measure_doubt_s(signals):
             return Verdict.UNCLEAR
-        if signs.returncode is None:
+        if signals.returncode is None:
             return Verdict.APART
-        return Verdict.FAILED if signs.status is RunStatus.FAILED else Verdict.FAILED_SETUP
-    return Verdict.UNCLEAR if signs.unreachable else Verdict.RUNNING
+        return Verdict.FAILED if signals.status is RunStatus.FAILED else Verdict.FAILED_SETUP
+    return Verdict.UNCLEAR if signals.unreachable else Verdict.RUNNING
 
 
-def can_go_on(signs: Signs) -> bool:
+def can_go_on(signals: HealthSignals) -> bool:
     """Whether an elastic program goes on without the nodes that are lost."""
-    lost = [node.rank for node in signs.nodes if node.state is NodeState.TERMINATED]
-    if len(lost) < len(list_lost_ranks(signs.nodes)):
+    lost = [node.rank for node in signals.nodes if node.state is NodeState.TERMINATED]
+    if len(lost) < len(list_lost_ranks(signals.nodes)):
         return False  # one is stopped: it holds its place, and cannot be replaced
-    is_enough = signs.nodes_min is not None and len(signs.nodes) - len(lost) >= signs.nodes_min
-    return is_enough and 0 not in lost and signs.status is RunStatus.RUNNING
+    is_enough = signals.nodes_min is not None and len(signals.nodes) - len(lost) >= signals.nodes_min
+    return is_enough and 0 not in lost and signals.status is RunStatus.RUNNING
 
 
-def measure_patience_s(signs: Signs) -> float:
+def measure_patience_s(signals: HealthSignals) -> float:
     """How long nodes may be silent that the cloud lists as living: one among others that answer is sick itself."""
-    live_count = sum(1 for node in signs.nodes if node.state is not NodeState.TERMINATED)
-    return GANG_UNREACHABLE_S_MIN if len(signs.unreachable) >= live_count else UNREACHABLE_S_MIN
+    live_count = sum(1 for node in signals.nodes if node.state is not NodeState.TERMINATED)
+    return GANG_UNREACHABLE_S_MIN if len(signals.unreachable) >= live_count else UNREACHABLE_S_MIN
 
 
-def measure_doubt_s(signs: Signs) -> float:
+def measure_doubt_s(signals: HealthSignals) -> float:
     """How long a failure may still turn out to be a preemption that the list has not told yet."""
-    if signs.returncode in SIGTERM_CODES or any(node.reason == NodeEnd.PREEMPTED for node in signs.nodes):
-        return NOTICE_S_MAX if signs.is_spot else 2 * PEER_LOSS_S_MAX
-    return PEER_LOSS_S_MAX if signs.is_spot and len(signs.nodes) > 1 else 0.0
+    if signals.returncode in SIGTERM_CODES or any(node.reason == NodeEnd.PREEMPTED for node in signals.nodes):
+        return NOTICE_S_MAX if signals.is_spot else 2 * PEER_LOSS_S_MAX
+    return PEER_LOSS_S_MAX if signals.is_spot and len(signals.nodes) > 1 else 0.0
 
 
 def list_lost_ranks(nodes: Sequence[Node]) -> Sequence[int]:

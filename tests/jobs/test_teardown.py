@@ -12,7 +12,7 @@ import pytest
 
 from broker.config import Config
 from broker.errors import FencedError, TransientError
-from broker.jobs.burial import LOOK_S, Undertaker
+from broker.jobs.teardown import LOOK_S, AttemptTeardown
 from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus
 from tests.simulation.world import OWNER, make_offer
 from tests.state.test_rows import NODE, START_S, Hands
@@ -47,13 +47,13 @@ class Gang:
 def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[Node, ...]) -> float:
     """Returns the seconds that it took."""
     unused: Any = None
-    undertaker = Undertaker(unused, unused, gang, clock, Config(home=folder, owner=OWNER))  # type: ignore[arg-type]
+    teardown = AttemptTeardown(unused, unused, gang, clock, Config(home=folder, owner=OWNER))  # type: ignore[arg-type]
     placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=len(nodes))
     cluster = Cluster(
         name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes, created_s=START_S
     )  # fmt: skip
     attempt = Attempt(job_id=1, number=2, cluster="c", placement=placement, started_s=START_S)
-    asyncio.run(undertaker.end_program(attempt, cluster, grace_s=grace_s))
+    asyncio.run(teardown.end_program(attempt, cluster, grace_s=grace_s))
     return clock.time_s - START_S
 
 

@@ -8,7 +8,7 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import CloudError
 from broker.jobs.gang import Gang, GangReport, get_run_id
-from broker.jobs.judgement import list_lost_ranks
+from broker.jobs.health import list_lost_ranks
 from broker.jobs.logs import copy_log
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -19,7 +19,7 @@ END_S = 15.0  # from a cancel until the program is killed and the first files ar
 FLUSH_SILENCE_S = 60.0  # without an answer from a node that was uploading
 
 
-class Undertaker:
+class AttemptTeardown:
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, config: Config) -> None:
         self._store = store
         self._provisioner = provisioner
@@ -28,7 +28,7 @@ class Undertaker:
         self._config = config
         self._flush = ""  # as last told
 
-    async def bury(self, attempt: Attempt) -> None:
+    async def terminate(self, attempt: Attempt) -> None:
         """Returns when its nodes are confirmed gone: before that nothing else may start."""
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
@@ -77,7 +77,7 @@ class Undertaker:
         cluster = self._store.get_cluster(live.cluster)
         if cluster:
             await self.copy_log(live, cluster)
-        await self.bury(live)
+        await self.terminate(live)
 
     def close(self, attempt: Attempt) -> None:
         """Its cost is the cluster's, less that of earlier attempts on the same nodes."""

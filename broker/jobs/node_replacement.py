@@ -9,9 +9,9 @@ from broker.clock import Clock
 from broker.errors import BrokerError, CloudError
 from broker.jobs.budget import Overspent, check_budget
 from broker.jobs.gang import Gang, GangReport
-from broker.jobs.judgement import list_lost_ranks
+from broker.jobs.health import list_lost_ranks
+from broker.jobs.monitor import is_due
 from broker.jobs.order import get_recovery
-from broker.jobs.watch import is_due
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -24,7 +24,7 @@ END_AGAIN_S = 30.0  # until a node that still runs is asked to end once more
 MakeEnvs = Callable[[], dict[str, str]]
 
 
-class Mender:
+class NodeReplacer:
     """Remembers which nodes take part; after a crash of the controller all are submitted to again, to no harm."""
 
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock) -> None:

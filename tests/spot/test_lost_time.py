@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.spot.losses import Losses
+from broker.spot.lost_time import LostTime
 
 # segments, stretch, hazard, recovery (hours): calm, long and short stretches, one stretch, dear recoveries, rough
 CASES = [
@@ -38,7 +38,7 @@ def draw_losses(draw: random.Random, segments: int, stretch: float, hazard: floa
 @pytest.mark.parametrize("case", CASES)
 def test_chance_to_finish_agrees_with_a_simulation(case: tuple[int, float, float, float]) -> None:
     segments, stretch, hazard, recovery = case
-    losses = Losses(segments=segments, stretch=stretch, hazard=hazard)
+    losses = LostTime(segments=segments, stretch=stretch, hazard=hazard)
     draw = random.Random(11)
     totals = [sum(draw_losses(draw, *case)) for _ in range(SAMPLES)]
     typical = losses.mean_count * (stretch / 2 + recovery)
@@ -50,7 +50,7 @@ def test_chance_to_finish_agrees_with_a_simulation(case: tuple[int, float, float
 @pytest.mark.parametrize("case", CASES)
 def test_preemptions_until_the_switch_agree_with_a_simulation(case: tuple[int, float, float, float]) -> None:
     segments, stretch, hazard, recovery = case
-    losses = Losses(segments=segments, stretch=stretch, hazard=hazard)
+    losses = LostTime(segments=segments, stretch=stretch, hazard=hazard)
     slack = 0.8 * losses.mean_count * (stretch / 2 + recovery)
     draw, counts, switches = random.Random(5), [], 0
     for _ in range(SAMPLES):
@@ -69,7 +69,7 @@ def test_preemptions_until_the_switch_agree_with_a_simulation(case: tuple[int, f
 def test_sums_of_many_lost_times_agree_with_repeated_integration() -> None:
     """The Edgeworth series against the exact distribution on a fine grid."""
     hazard, stretch, cells = 0.3, 2.0, 400
-    losses = Losses(segments=10, stretch=stretch, hazard=hazard)
+    losses = LostTime(segments=10, stretch=stretch, hazard=hazard)
     step = stretch / cells
     weights = [math.exp(-hazard * step * (i + 0.5)) for i in range(cells)]
     one = [w / sum(weights) for w in weights]
@@ -101,21 +101,21 @@ def test_sums_of_many_lost_times_agree_with_repeated_integration() -> None:
 def test_chance_grows_with_slack_and_stays_a_chance(
     segments: float, stretch: float, hazard: float, recovery: float, slack: float, more: float
 ) -> None:
-    losses = Losses(segments=segments, stretch=stretch, hazard=hazard)
+    losses = LostTime(segments=segments, stretch=stretch, hazard=hazard)
     one, other = losses.finish_chance(slack, recovery), losses.finish_chance(slack + more, recovery)
     assert 0 <= one <= 1
     assert one <= other + 0.004  # what the series may be off by
 
 
 def test_no_slack_leaves_only_runs_without_preemption() -> None:
-    losses = Losses(segments=10, stretch=1.0, hazard=0.05)
+    losses = LostTime(segments=10, stretch=1.0, hazard=0.05)
     assert losses.finish_chance(0.0, 0.1) == pytest.approx(math.exp(-0.5))
     assert losses.finish_chance(-1e-9, 0.1) == 0
     assert losses.finish_chance(1e6, 0.1) == pytest.approx(1)
 
 
 def test_thousands_of_preemptions_are_as_good_as_normal() -> None:
-    losses = Losses(segments=100_000, stretch=1.0, hazard=0.2)
+    losses = LostTime(segments=100_000, stretch=1.0, hazard=0.2)
     mean = losses.mean_count * (0.5 + 0.1)
     assert losses.finish_chance(0.9 * mean, 0.1) < 0.01
     assert losses.finish_chance(1.1 * mean, 0.1) > 0.99

@@ -17,7 +17,7 @@ class Answer(StrEnum):
 
 
 @noun
-class Limits:
+class HedgeLimits:
     """Seconds. `prior_s` stands where nothing was learned yet; the others bound what was learned."""
 
     prior_s: float
@@ -28,12 +28,12 @@ class Limits:
 # EC2 answers RunInstances within seconds and GCE's operations within some ten; nodes boot in one to two minutes.
 # The least keeps a busy machine from asking twice for nothing, the most keeps a slow day from ending all hedging.
 LIMITS = {
-    Answer.CREATED: Limits(prior_s=20.0, least_s=5.0, most_s=60.0),
-    Answer.WHOLE: Limits(prior_s=120.0, least_s=30.0, most_s=300.0),
+    Answer.CREATED: HedgeLimits(prior_s=20.0, least_s=5.0, most_s=60.0),
+    Answer.WHOLE: HedgeLimits(prior_s=120.0, least_s=30.0, most_s=300.0),
 }
 
 
-class Patience:
+class HedgeTimer:
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -51,7 +51,7 @@ class Patience:
         self._store.learn_pace(cloud, answer, lambda pace: learn(pace, learned_s))
 
 
-def bound(pace: Pace | None, limits: Limits) -> float:
+def bound(pace: Pace | None, limits: HedgeLimits) -> float:
     if pace is None:
         return limits.prior_s
     return min(limits.most_s, max(limits.least_s, pace.mean_s + 4.0 * pace.deviation_s))

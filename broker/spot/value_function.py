@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.spot.spells import AGES, class_of
+from broker.spot.durations import AGES, class_of
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
@@ -76,7 +76,7 @@ class Table:
         return near + up * (far - near)
 
 
-class Outlook:
+class ValueFunction:
     """`Outlook(terms)` solves. Each table is the worth of a state, or of an action from there on:
 
     `run` on spot; `wait_open`, `wait_closed`: nothing runs, and nothing is started yet; `idle_open`, `idle_closed`:
@@ -204,7 +204,7 @@ class _Cell:
     """All states at one node of work and spare time: they lead to each other, so passes are made until they agree."""
 
     def __init__(
-        self, outlook: Outlook, i: int, j: int, starts: Sequence[_Start], back: Back, losses: Sequence[Back]
+        self, outlook: ValueFunction, i: int, j: int, starts: Sequence[_Start], back: Back, losses: Sequence[Back]
     ) -> None:
         self.outlook, self.terms, self.i, self.starts = outlook, outlook.terms, i, starts
         width = len(outlook.work)

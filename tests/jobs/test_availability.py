@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from broker.jobs.sightings import Sighting, name_place, note_sightings
-from broker.spot.spells import MET_HOURS
+from broker.jobs.availability import Availability, name_place, update_availability
+from broker.spot.durations import MET_HOURS
 from broker.types import Attempt, Outcome, OutcomeKind, Placement
 from tests.simulation.world import make_offer
 
 SPOT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
 PLACE = name_place(SPOT)
 MET_S = MET_HOURS * 3600
-Known = dict[tuple[str, str, str | None, str], Sighting]
+Known = dict[tuple[str, str, str | None, str], Availability]
 
 
 def look(before: Known, now_s: float, *, is_open: bool, attempts: tuple[Attempt, ...] = ()) -> Known:
     live = attempts[-1] if attempts and attempts[-1].lost_s is None else None
-    return note_sightings(before, [(PLACE, is_open)], attempts, live=live, now_s=now_s)
+    return update_availability(before, [(PLACE, is_open)], attempts, live=live, now_s=now_s)
 
 
 def attempt(started_s: float, lost_s: float | None = None, kind: OutcomeKind = OutcomeKind.PREEMPTED) -> Attempt:

@@ -19,7 +19,7 @@ _NONE = (0.0,) * len(AGES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spells:
+class Durations:
     """Hours lived and ends seen, in each class of `AGES`, of open and of closed spells."""
 
     open_hours: tuple[float, ...] = _NONE
@@ -27,20 +27,20 @@ class Spells:
     closed_hours: tuple[float, ...] = _NONE
     closed_ends: tuple[float, ...] = _NONE
 
-    def with_spell(self, hours: float, *, is_open: bool, from_hours: float = 0.0, is_ended: bool = True) -> Spells:
+    def with_spell(self, hours: float, *, is_open: bool, from_hours: float = 0.0, is_ended: bool = True) -> Durations:
         """With one more spell of `hours`, watched from the age `from_hours`, to its end or not."""
         lived, ends = (self.open_hours, self.open_ends) if is_open else (self.closed_hours, self.closed_ends)
         lived, ends = _add(lived, ends, from_hours, hours, is_ended=is_ended)
         if is_open:
-            return Spells(
+            return Durations(
                 open_hours=lived, open_ends=ends, closed_hours=self.closed_hours, closed_ends=self.closed_ends
             )
-        return Spells(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
+        return Durations(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
 
-    def fade(self, hours: float) -> Spells:
+    def fade(self, hours: float) -> Durations:
         """What was seen, so many hours later: the weather of a market changes from day to day."""
         share = 0.5 ** (hours / HALF_LIFE_HOURS)
-        return Spells(
+        return Durations(
             open_hours=tuple(each * share for each in self.open_hours),
             open_ends=tuple(each * share for each in self.open_ends),
             closed_hours=tuple(each * share for each in self.closed_hours),
@@ -52,8 +52,8 @@ class Spells:
         first, then = class_of(from_hours), class_of(to_hours)
         return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
 
-    def __add__(self, other: Spells) -> Spells:
-        return Spells(
+    def __add__(self, other: Durations) -> Durations:
+        return Durations(
             open_hours=_sum(self.open_hours, other.open_hours),
             open_ends=_sum(self.open_ends, other.open_ends),
             closed_hours=_sum(self.closed_hours, other.closed_hours),
@@ -61,7 +61,7 @@ class Spells:
         )
 
 
-NOTHING_SEEN = Spells()
+NOTHING_SEEN = Durations()
 
 
 def class_of(age_hours: float) -> int:

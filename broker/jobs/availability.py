@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from broker.nouns import noun
-from broker.spot.spells import MET_HOURS
+from broker.spot.durations import MET_HOURS
 from broker.types import Attempt, OutcomeKind, Placement
 
 PlaceKey = tuple[str, str, str | None, str]
 
 
 @noun
-class Sighting:
+class Availability:
     """Open or refused since `since_s`, a guess where nobody saw it begin, and known to be so since `met_s`.
 
     `is_sure`: our own nodes ran there. Else "open" is only that nobody was refused lately, and `refused_s` since when
@@ -34,14 +34,14 @@ def name_place(placement: Placement) -> PlaceKey:
     return (offer.cloud, offer.region, offer.zone, offer.instance_type)
 
 
-def note_sightings(
-    before: Mapping[PlaceKey, Sighting],
+def update_availability(
+    before: Mapping[PlaceKey, Availability],
     places: Iterable[tuple[PlaceKey, bool]],
     attempts: Sequence[Attempt],
     *,
     live: Attempt | None,
     now_s: float,
-) -> dict[PlaceKey, Sighting]:
+) -> dict[PlaceKey, Availability]:
     """`before`, with what is known now of `places`: (place, whether no refusal of it is known)."""
     lost_s = {
         name_place(each.placement): each.lost_s
@@ -59,32 +59,32 @@ def note_sightings(
     return found
 
 
-def _close(known: Sighting | None, lost_s: float | None) -> Sighting | None:
+def _close(known: Availability | None, lost_s: float | None) -> Availability | None:
     """As it was left by a preemption: refused from then on."""
     if lost_s is None or (known is not None and known.met_s >= lost_s):
         return known
-    return Sighting(is_open=False, since_s=lost_s, met_s=lost_s)
+    return Availability(is_open=False, since_s=lost_s, met_s=lost_s)
 
 
-def _settle(known: Sighting | None, started_s: float) -> Sighting:
+def _settle(known: Availability | None, started_s: float) -> Availability:
     """Our nodes run there: whatever was thought before, it is open, and it will show when that ends."""
     if known is not None and known.is_sure and known.met_s == started_s:
         return known
     since_s = started_s if known is not None and not known.is_open else started_s - MET_HOURS * 3600
     since_s = known.since_s if known is not None and known.is_open else since_s
-    return Sighting(is_open=True, since_s=min(since_s, started_s), met_s=started_s, is_sure=True)
+    return Availability(is_open=True, since_s=min(since_s, started_s), met_s=started_s, is_sure=True)
 
 
-def _look(known: Sighting | None, *, is_open: bool, now_s: float) -> Sighting:
+def _look(known: Availability | None, *, is_open: bool, now_s: float) -> Availability:
     if known is None:
-        return Sighting(is_open=is_open, since_s=now_s - MET_HOURS * 3600, met_s=now_s)
+        return Availability(is_open=is_open, since_s=now_s - MET_HOURS * 3600, met_s=now_s)
     if known.is_open and is_open:
-        return Sighting(is_open=True, since_s=known.since_s, met_s=now_s, refused_s=known.refused_s)
+        return Availability(is_open=True, since_s=known.since_s, met_s=now_s, refused_s=known.refused_s)
     if is_open:  # its refusal has run out: it may be asked again
-        return Sighting(is_open=True, since_s=now_s, met_s=now_s, refused_s=known.since_s)
+        return Availability(is_open=True, since_s=now_s, met_s=now_s, refused_s=known.since_s)
     if not known.is_open:
         return known
     if known.is_sure:
-        return Sighting(is_open=False, since_s=now_s, met_s=now_s)
+        return Availability(is_open=False, since_s=now_s, met_s=now_s)
     since_s = now_s - MET_HOURS * 3600 if known.refused_s is None else known.refused_s
-    return Sighting(is_open=False, since_s=since_s, met_s=now_s if known.refused_s is None else since_s)
+    return Availability(is_open=False, since_s=since_s, met_s=now_s if known.refused_s is None else since_s)
