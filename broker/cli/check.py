@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.findings import CanGlance, InspectsTypes
@@ -66,7 +67,7 @@ def check(
 
     With a cloud: exit code 5 where a required check fails.
     """
-    context = Context()
+    context = make_context()
     if live:
         from broker.cli.check_live import check_live
 

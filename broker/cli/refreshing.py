@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from broker.cli.context import Context
+from broker.app.container import Context
 from broker.errors import CloudError
 from broker.types import Cluster
 

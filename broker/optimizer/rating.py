@@ -16,8 +16,8 @@ from broker.optimizer.cost import (
     run_on_spot,
     run_on_spot_then_on_demand,
 )
-from broker.optimizer.dag_egress import EgressTable
 from broker.optimizer.data_cost import NO_DATA, DataCost, has_data, price_data
+from broker.optimizer.egress import EgressTable
 from broker.optimizer.ranking import Candidate
 from broker.optimizer.throughput import scale_work
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard

@@ -14,13 +14,13 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from broker.agent.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HandsOutHosts, HasAccounts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
 from broker.nouns import noun
 from broker.provision.failover import describe
 from broker.provision.lifecycle import Provisioner
-from broker.runtime.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.runtime.gang import Gang
 from broker.state.store import Store
 from broker.storage import open_bucket

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.spot.benchmark import spread_starts
-from broker.spot.markets import Site, make_site
-from broker.spot.offline_optimum import find_optimum
+from broker.lab.benchmark import spread_starts
+from broker.lab.markets import Site, make_site
+from broker.lab.offline_optimum import find_optimum
+from broker.lab.replay import Case, replay
+from broker.lab.traces import Trace, make_default_traces, make_trace, parse_trace
 from broker.spot.policies import ORACLES, adaptive, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Wait
 from broker.spot.prior import Prior, fit_prior
-from broker.spot.replay import Case, replay
-from broker.spot.traces import Trace, make_default_traces, make_trace, parse_trace
 
 SLACKS = (1.08, 1.17, 1.33, 1.5, 2.0)
 STARTS_HOURS = (0.02, 0.05, 0.1, 0.2, 0.5)

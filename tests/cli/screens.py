@@ -145,5 +145,5 @@ def open_screen(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(SystemClock, "now_s", lambda clock: NOW_S)
     monkeypatch.setattr("broker.api.measure_machine", lambda: (8, 32.0))
-    monkeypatch.setattr("broker.cli.context.Context.ensure_daemon", lambda context: None)
+    monkeypatch.setattr("broker.app.container.Context.ensure_daemon", lambda context: None)
     return Screen(folder, capsys)

@@ -80,7 +80,7 @@ def test_a_fault_that_the_test_does_not_enter_survives_as_does_the_copy_without_
 
 
 def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> None:
-    mutant = find("broker/runtime/agent_files.py", "constant: 0o600 -> 0")
+    mutant = find("broker/agent/agent_files.py", "constant: 0o600 -> 0")
     look = (
         "import io, json, subprocess, sys, tarfile, broker.runtime.gang as gang;"
         "archive = tarfile.open(fileobj=io.BytesIO(gang.pack_agent()[1]));"
@@ -94,7 +94,7 @@ def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> No
         )
     home, inner, text = json.loads(done.stdout)
     assert home.startswith(str(shadow.folder)) and inner.startswith(str(shadow.folder))
-    assert text != shadow.read("broker/runtime/agent_files.py")
+    assert text != shadow.read("broker/agent/agent_files.py")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
@@ -151,7 +151,7 @@ from pathlib import Path
 from tests.mutation.reach import Reader
 import broker
 reader = Reader(Path(sys.argv[1]))
-sys.path.insert(0, str(Path(broker.__file__).parent / "runtime"))
+sys.path.insert(0, str(Path(broker.__file__).parent / "agent"))
 reader.begin()
 import agent
 import agent_notice
@@ -166,7 +166,7 @@ print(*reader.read())
             [sys.executable, "-c", code, str(log)],
             env=shadow.make_environment(), cwd=tmp_path, check=True, capture_output=True, text=True,
         )  # fmt: skip
-    assert done.stdout.strip() == "broker/runtime/agent_notice.py parse_time_s"
+    assert done.stdout.strip() == "broker/agent/agent_notice.py parse_time_s"
 
 
 @pytest.mark.long

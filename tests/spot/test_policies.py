@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from broker.lab.markets import make_site
+from broker.lab.replay import Case, Outcome, replay
+from broker.lab.traces import Trace
 from broker.spot.durations import MET_HOURS
 from broker.spot.forecast import advise_interval_s
-from broker.spot.markets import make_site
 from broker.spot.policies import ORACLES, POLICIES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
-from broker.spot.replay import Case, Outcome, replay
-from broker.spot.traces import Trace
 from broker.types import Offer, Placement
 
 PUNCTUAL = ("on-demand", "greedy", "uniform-progress", "next-spot", "adaptive")
