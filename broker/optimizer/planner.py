@@ -1,4 +1,4 @@
-"""Task + offers -> Plan: every placement that fits, cheapest to finish first."""
+"""Task + offers -> Plan: all feasible placements, cheapest to finish first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make_plan(
     egress: Sequence[EgressPrice] = (),
     history: History | None = None,
 ) -> Plan:
-    """Rank by expected dollars to finish, or by price per hour where no work is given. Pure.
+    """Rank placements by expected dollars to finish, or by price per hour if no work is given. Pure.
 
-    Alternatives are as SkyPilot means them: all of `any_of` compete, and of `ordered` a later one stands behind all of
-    an earlier one. `avoid` takes out placements that were refused lately; `history` is what was seen of preemptions.
-    Raises NoOfferError, saying which filter took what.
+    Alternatives work as in SkyPilot: all of `any_of` compete, and in `ordered` all placements of an alternative precede
+    those of the next. `avoid` excludes placements that were refused recently; `history` holds observed preemptions.
+    Raises NoOfferError, which says what each filter rejected.
     """
     rater, index = CostModel(task, figures or {}, egress, history), OfferIndex(offers)
     ranked = list[RankedOffer]()
@@ -62,7 +62,7 @@ def _plan_alternative(
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
 ) -> tuple[list[RankedOffer], list[Rejection]]:
-    """All candidates of one alternative, ranked; filters go from what is asked to what is reached."""
+    """Rank the candidates of one alternative. Filters on the request come before filters on results."""
     kept, rejections = apply_filters(resources, offers)
     if usable_clouds is not None:
         reached = [offer for offer in kept if offer.cloud in usable_clouds]
@@ -124,7 +124,7 @@ def _give_reason(task: Task, ranked: Sequence[RankedOffer]) -> str:
 
 
 def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
-    """What was asked, where it was asked, and which filter took what."""
+    """Describe the request, its position in the file, and what each filter rejected."""
     asked, *others = task.resources
     more = f" (or {len(others)} other alternative{'s' if len(others) > 1 else ''})" if others else ""
     origin = f" {asked.origin}" if asked.origin else ""
@@ -136,7 +136,7 @@ def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
 
 
 def describe_request(task: Task, asked: Resources) -> str:
-    """What is asked, in a few words: `8 x H100:8, eu-west-1, spot, at most 20 USD/h`."""
+    """Describe the request in a few words: `8 x H100:8, eu-west-1, spot, at most 20 USD/h`."""
     machine = f"{asked.accelerator}:{asked.accelerator_count:g}" if asked.accelerator else asked.instance_type
     words = [machine or "any machine", asked.instance_type if asked.accelerator else None]
     words += [asked.cloud, asked.region, asked.zone]

@@ -1,6 +1,6 @@
-"""Offers -> candidates: what every placement of one task would cost, as plain numbers.
+"""Offers -> candidates: the cost of every placement of one task, as plain numbers.
 
-Few courses differ: thousands of offers share their work, hazard and recovery, so each course is worked out once.
+Few forecasts differ: thousands of offers share work, hazard and recovery, so each forecast is computed once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from broker.optimizer.throughput import scale_work
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
 
-# What was seen of spot machines, by (cloud, region, zone, instance type).
+# Preemptions observed by (cloud, region, zone, instance type).
 History = Mapping[tuple[str, str, str | None, str], Observation]
 
 
 class CostModel:
-    """Rates the offers for one task; remembers what offers have in common."""
+    """Rates the offers for one task; caches what offers have in common."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CostModel:
         self._data = dict[tuple[str, str], DataCost]()
 
     def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[RankedOffer]:
-        """Every offer at each pricing model that it has a price for, in no order."""
+        """Rate every offer at each pricing model for which it has a price, in no particular order."""
         task, nodes = self._task, self._task.num_nodes
         models = list_pricing_models(task, resources)
         may_switch = len(models) == 2
@@ -86,7 +86,7 @@ class CostModel:
         )
 
     def _find_hazard(self, offer: Offer) -> float:
-        """Preemptions per node-hour, by the band and by what was seen there."""
+        """Return preemptions per node-hour, from the interruption band and observations."""
         band = offer.interruption_band
         hazard = self._hazards.get(band)
         if hazard is None:
@@ -123,9 +123,10 @@ class CostModel:
 
 
 def choose_forecast(terms: Terms, confidence: float, *, may_switch: bool) -> RunForecast:
-    """Spot to the end where its chance to meet the deadline suffices, else spot that may switch, where it can.
+    """Choose spot to the end if it meets the deadline with the confidence, else spot that may switch to on-demand, if
+    possible.
 
-    Spot alone is tried first: where both will do, on-demand at the end would only add to the price.
+    Spot alone is tried first: if both are feasible, on-demand at the end would only add cost.
     """
     if terms.hazard <= 0:
         return run_on_demand(terms)
@@ -136,7 +137,7 @@ def choose_forecast(terms: Terms, confidence: float, *, may_switch: bool) -> Run
 
 
 def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
-    """Spot as asked; not asked is on-demand, or both when a goal says what finishing means."""
+    """List the pricing models requested; by default on-demand, or both if the task has a goal."""
     if resources.use_spot is None:
         return (False, True) if task.goal else (False,)
     return (resources.use_spot,)

@@ -72,8 +72,8 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
     ("old", "new", "words"),
     [
         (b'"currencyCode": "USD"', b'"currencyCode": "EUR"', "EUR, not USD"),
-        (b'"retailPrice"', b'"retail_price"', "changed its form"),
-        (b"retail/prices?page=2", b"retail/prices?page=1", "does not end"),
+        (b'"retailPrice"', b'"retail_price"', "unexpected format"),
+        (b"retail/prices?page=2", b"retail/prices?page=1", "limit of pages"),
         (b"https://prices.azure.com", b"https://prices.example.com", "continues on another host"),
         (b"https://prices.azure.com", b"https://[prices.azure.com", "continues on another host"),
     ],
@@ -212,7 +212,7 @@ def test_gcp_without_a_key_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gcp_refuses_a_page_token_that_comes_again() -> None:
     again = json.dumps({"skus": [], "nextPageToken": "p2"}).encode()
-    with pytest.raises(SourceError, match="does not end"):
+    with pytest.raises(SourceError, match="repeats a page token"):
         list(GcpSource(key="k").fetch("gcp", FakeWeb({"": again}), known=KNOWN["gcp"], as_of_s=NOW_S))
 
 

@@ -162,7 +162,7 @@ def test_end_that_a_full_disk_does_not_take_is_told_and_written_when_there_is_ro
         await wait_for(lambda: not is_alive(Path(node.handle)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
         try:
-            with pytest.raises(TransientError, match="cannot be written down"):
+            with pytest.raises(TransientError, match="cannot record the end"):
                 await rig.cloud.terminate_nodes([node])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

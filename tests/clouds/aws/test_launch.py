@@ -185,9 +185,9 @@ def test_image_suits_the_machine(instance_type: str, accelerator: str | None, wo
 @pytest.mark.parametrize(
     ("instance_type", "accelerator", "why"),
     [
-        ("p2.xlarge", "K80", "Kepler needs NVIDIA's driver R470"),
-        ("g3s.xlarge", "M60", "Maxwell needs NVIDIA's proprietary driver, R580"),
-        ("p3.2xlarge", "V100", "Volta needs NVIDIA's proprietary driver, R580"),
+        ("p2.xlarge", "K80", "Kepler requires NVIDIA's driver R470"),
+        ("g3s.xlarge", "M60", "Maxwell requires NVIDIA's proprietary driver, R580"),
+        ("p3.2xlarge", "V100", "Volta requires NVIDIA's proprietary driver, R580"),
         ("p3dn.24xlarge", "V100-32GB", "Volta"),
         ("g4ad.xlarge", "Radeon-Pro-V520", "AMD's driver"),
         ("dl1.24xlarge", "Gaudi", "Habana's driver"),
@@ -294,7 +294,7 @@ def test_hopeless_quota_is_told_with_numbers_before_anything_is_made(bed: AwsBed
         with pytest.raises(QuotaError) as caught:
             await bed.cloud.create_nodes(make_request(bed, node_count=2))
         assert caught.value.message == (
-            "quota of us-east-1: 2 x p4d.24xlarge on-demand takes 192 vCPUs, the account may have 96"
+            "quota of us-east-1: 2 x p4d.24xlarge on-demand requires 192 vCPUs, the account's limit is 96"
         )
         assert "--quota-code L-417A185B --region us-east-1 --desired-value 192`" in caught.value.hints[0]
 
@@ -307,7 +307,9 @@ def test_quota_used_up_by_others_is_told_with_numbers_too(bed: AwsBed) -> None:
 
     async def act() -> None:
         await bed.cloud.create_nodes(make_request(bed, node_count=2))
-        with pytest.raises(QuotaError, match="takes 96 vCPUs, the account may have 200, and others run already"):
+        with pytest.raises(
+            QuotaError, match="requires 96 vCPUs, the account's limit is 200, and other machines run already"
+        ):
             await bed.cloud.create_nodes(make_request(bed))
 
     bed.run(act())
@@ -446,7 +448,7 @@ def test_spot_zone_that_aws_expects_nothing_of_is_passed_over_once(bed: AwsBed) 
             await bed.cloud.create_nodes(request)
         assert caught.value.scope == "zone"
         assert caught.value.message == (
-            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b 1 of 10 now, in us-east-1c 9"
+            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b at 1 of 10 now, in us-east-1c 9"
         )
         assert find_calls(bed, "RunInstances") == []
         assert len(await bed.cloud.create_nodes(request)) == 2

@@ -47,9 +47,9 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('region = "us-east-1"', "there is no `region`"),
+        ('region = "us-east-1"', "unknown setting `region`"),
         ('regions = "us-east-1"', "`regions` must be a list"),
-        ("regions = [1]", "`regions` must hold strings"),
+        ("regions = [1]", "`regions` must contain strings"),
         ('vpcs = ["vpc-1"]', "`vpcs` must be a table"),
         ("user = 1", "`user` must be a string"),
         ('uses_private_addresses = "yes"', "`uses_private_addresses` must be `true` or `false`"),

@@ -78,7 +78,7 @@ def test_a_project_that_may_have_no_gpu_at_all_is_told_so(bench: Any) -> None:
     assert inspect(bench)["quota of all GPUs"].note == "0 of 1000 in use"
     bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 0
     finding = inspect(bench)["quota of all GPUs"]
-    assert not finding.is_ok and not finding.is_needed and "none" in finding.note
+    assert not finding.is_ok and not finding.is_needed and "no region" in finding.note
     assert "--quota-id=GPUS-ALL-REGIONS-per-project --preferred-value=8" in finding.command
 
 

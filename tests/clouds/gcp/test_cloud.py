@@ -130,7 +130,7 @@ def test_a_quota_is_told_with_its_figures_before_anything_is_tried(
         bench.gce.limits["us-central1", f"{kind}NVIDIA_T4_GPUS"] = 2
     with pytest.raises(QuotaError) as caught:
         bench.run(bench.cloud.create_nodes(request_of(offer_of("n1-standard-4+1xT4"), node_count=3)))
-    assert "3 T4 GPUs wanted in us-central1, 2 of 2 left" in caught.value.message
+    assert "3 T4 GPUs requested in us-central1, 2 of 2 left" in caught.value.message
     assert "pretend" in caught.value.hints[0]
     assert not bench.gce.instances and not bench.gce.firewalls
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer_of("n1-standard-4+1xT4"), node_count=2)))) == 2
@@ -141,7 +141,7 @@ def test_a_project_without_gpus_anywhere_is_told_at_once(bench: Any, request_of:
     offer = offer_of("n1-standard-4+1xT4")
     with pytest.raises(QuotaError) as caught:
         bench.run(bench.cloud.create_nodes(request_of(offer, is_spot=False, node_count=2)))
-    assert "2 GPUs of any kind wanted in all regions together, 1 of 1 left" in caught.value.message
+    assert "2 GPUs of any kind requested in all regions together, 1 of 1 left" in caught.value.message
     assert bench.gce.calls["POST zones/instances/bulkInsert"] == 0
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer, node_count=2)))) == 2  # spot
 

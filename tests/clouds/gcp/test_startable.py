@@ -38,7 +38,7 @@ def test_machine_quota_network_disk_and_region_are_told_apart(bench: Any, offer_
         offer_of("g2-standard-4", zone=None, region="moon-west1", accelerator="L4", accelerator_count=1),
     )
     assert found["T4:1"].ways == ("on-demand", "spot") and found["T4:1"].why == ""
-    assert found["V100:1"].ways == () and "1 V100 GPUs wanted in us-central1, 0 of 0 left" in found["V100:1"].why
+    assert found["V100:1"].ways == () and "1 V100 GPUs requested in us-central1, 0 of 0 left" in found["V100:1"].why
     assert found["V100:1"].command.startswith("gcloud quotas preferences create")
     assert found["B200:8"].ways == ("on-demand", "spot")
     assert "without RDMA" in found["B200:8"].why and "Hyperdisk only" in found["B200:8"].why
