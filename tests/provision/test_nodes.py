@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, Market
+from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
@@ -46,7 +46,7 @@ def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_termina
 
 def test_a_node_whose_cloud_forgets_it_is_believed_gone_in_the_end(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.cloud.market = Market(vanish_s=0.0)
+    world.cloud.timings = CloudTimings(vanish_s=0.0)
     provisioner = world.make_provisioner()
     world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
     world.clock.run(lambda: provisioner.down("c"))
@@ -131,7 +131,7 @@ class SlowClock(VirtualClock):
 
 def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_name(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.cloud.market = Market(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
+    world.cloud.timings = CloudTimings(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
     slow = Provisioner({"simulated": world.cloud}, world.store, clock=SlowClock(world.clock), owner=OWNER)
 
     async def scenario() -> list[object]:

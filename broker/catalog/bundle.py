@@ -33,7 +33,7 @@ def open_live_book(cache: Path) -> Book | None:
 
     Raises StateError where a newer broker wrote them: it may have a reason that this one doesn't know.
     """
-    live = name_live_book(cache)
+    live = locate_live_book(cache)
     if not live.exists():
         return None
     version, book = _try_open(live)
@@ -45,7 +45,7 @@ def open_live_book(cache: Path) -> Book | None:
     return book
 
 
-def name_live_book(cache: Path) -> Path:
+def locate_live_book(cache: Path) -> Path:
     """Where refreshed and imported prices lie."""
     return cache / "prices-live.db"
 

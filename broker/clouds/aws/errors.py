@@ -152,7 +152,7 @@ OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would se
 MESSAGE_MAX = 300  # characters; a refusal by IAM brings a thousand that are encoded
 
 
-class RefusedError(Exception):
+class ApiError(Exception):
     """An answer that was no: `code` is AWS's, or the name of botocore's exception where none came."""
 
     def __init__(self, code: str, message: str, *, operation: str, region: str, status: int = 0) -> None:
@@ -176,7 +176,7 @@ def find_kind(code: str, status: int = 0) -> Kind:
     return "unknown" if status >= 500 or status == 0 else "invalid"
 
 
-def translate(refusal: RefusedError, *, is_create: bool = False) -> CloudError:
+def translate(refusal: ApiError, *, is_create: bool = False) -> CloudError:
     """Where nothing can have been made, an answer that never came is merely transient."""
     kind = find_kind(refusal.code, refusal.status)
     if kind == "unknown" and not is_create:
@@ -194,5 +194,5 @@ def translated(*, is_create: bool = False) -> Iterator[None]:
     """What leaves the adapter is one of our classes."""
     try:
         yield
-    except RefusedError as refusal:
+    except ApiError as refusal:
         raise translate(refusal, is_create=is_create) from refusal

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.aws.faults import CLASSES, CODES, HINTS, KINDS, OWN_HINTS, RefusedError, find_kind, translate
+from broker.clouds.aws.errors import CLASSES, CODES, HINTS, KINDS, OWN_HINTS, ApiError, find_kind, translate
 from broker.errors import (
     AuthError,
     CapacityError,
@@ -236,19 +236,19 @@ def test_region_that_amazon_still_looks_into_is_left_for_others(bed: AwsBed) -> 
 
 @pytest.mark.parametrize("code", list(OWN_HINTS))
 def test_fault_that_no_login_mends_does_not_send_anybody_to_log_in(code: str) -> None:
-    refusal = RefusedError(code, "?", operation="run_instances", region="us-east-1")
+    refusal = ApiError(code, "?", operation="run_instances", region="us-east-1")
     assert code in KINDS
     hints = " ".join(translate(refusal, is_create=True).hints)
     assert hints and "aws configure" not in hints and "--policy" not in hints
 
 
 def test_refusal_by_iam_is_cut_to_what_can_be_read() -> None:
-    refusal = RefusedError("UnauthorizedOperation", "x" * 1500, operation="run_instances", region="us-east-1")
+    refusal = ApiError("UnauthorizedOperation", "x" * 1500, operation="run_instances", region="us-east-1")
     assert len(translate(refusal).message) < 400
 
 
 def test_unwritten_code_of_no_answer_is_unknown_for_a_create_only() -> None:
     assert find_kind("UnknownFaultError") == "unknown"
-    refusal = RefusedError("UnknownFaultError", "?", operation="run_instances", region="us-east-1")
+    refusal = ApiError("UnknownFaultError", "?", operation="run_instances", region="us-east-1")
     assert type(translate(refusal, is_create=True)) is UnknownOutcomeError
     assert type(translate(refusal)) is TransientError

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from broker.catalog.age import CloudFacts
 from broker.catalog.book import Book
-from broker.catalog.opening import name_live_book, open_live_book
+from broker.catalog.bundle import locate_live_book, open_live_book
 from broker.catalog.schema import INDEXES
+from broker.catalog.staleness import CloudFacts
 from broker.catalog.writer import BookWriter
 from broker.errors import StateError
 from broker.types import Offer
 
 
-def exchange_book(
+def replace_clouds(
     cache: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool = False
 ) -> None:
     """Put the clouds' new offers in place of what the live book has of them; `book` where there is no live one yet.
@@ -26,7 +26,7 @@ def exchange_book(
     `is_alone` leaves no other cloud. Readers see the old book or the new one, never a part. Of two writers the second
     waits and adds to what the first wrote. Raises StateError; then the old book stands.
     """
-    target = name_live_book(cache)
+    target = locate_live_book(cache)
     aside = target.with_suffix(f".{os.urandom(8).hex()}.tmp")
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)

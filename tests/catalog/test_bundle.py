@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.catalog.opening import SHIPPED, UNPACKED_KEPT, name_live_book, open_book
+from broker.catalog.bundle import SHIPPED, UNPACKED_KEPT, locate_live_book, open_book
 from broker.catalog.refresh import refresh_book
 from broker.catalog.schema import SCHEMA_VERSION
 from broker.errors import StateError
@@ -36,7 +36,7 @@ def make_live(cache: Path) -> Path:
     refresh_book(
         cache, open_book(cache), ["lambda"], sources={"fake": Source(scale(1.1))}, get=lambda *_, **__: b"", now_s=NOW_S
     )
-    return name_live_book(cache)
+    return locate_live_book(cache)
 
 
 def test_a_book_of_a_newer_broker_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_plan(tmp_path: Path) -> 
 def test_a_disk_that_is_full_does_not_stop_a_plan(tmp_path: Path) -> None:
     """A real limit on the size of files, in a process of its own: bytes and indexes fail as on a full disk."""
     program = (
-        "import sys; from pathlib import Path; from broker.catalog.opening import open_book; "
+        "import sys; from pathlib import Path; from broker.catalog.bundle import open_book; "
         "print(sum(open_book(Path(sys.argv[1])).count_offers().values()))"
     )
     size = len(lzma.decompress(SHIPPED.read_bytes()))
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_does_not_stop_a_plan(tmp_path: Path) -> None:
 
 def test_processes_that_unpack_at_once_all_read_a_whole_book(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from broker.catalog.opening import open_book; sys.stdin.read(1); "
+        "import sys; from pathlib import Path; from broker.catalog.bundle import open_book; sys.stdin.read(1); "
         "print(sum(open_book(Path(sys.argv[1])).count_offers().values()))"
     )
     running = [

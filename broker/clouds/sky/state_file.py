@@ -13,24 +13,24 @@ from pathlib import Path
 
 import msgspec
 
-from broker.clouds.sky.gangs import Gang
+from broker.clouds.sky.gangs import SkyGang
 
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
 
 
-class Memory:
+class SkyStateFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def read(self) -> Mapping[str, Gang]:
+    def read(self) -> Mapping[str, SkyGang]:
         """By name; empty where the file is not there or cannot be understood."""
         try:
-            found = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[Gang])
+            found = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[SkyGang])
         except (OSError, msgspec.DecodeError):
             return {}
         return {gang.name: gang for gang in found}
 
-    def note(self, gangs: Sequence[Gang], *, now_s: float) -> None:
+    def note(self, gangs: Sequence[SkyGang], *, now_s: float) -> None:
         """Take over what these look like now; an end is never taken back, and forgotten after an hour."""
         if not gangs:
             return

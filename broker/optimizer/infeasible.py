@@ -40,7 +40,7 @@ def loosen_places(task: Task) -> Task:
     return replace(task, resources=tuple(loose))
 
 
-def explain_nothing(error: NoOfferError, task: Task, make_plan: Planner) -> NoOfferError:
+def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> NoOfferError:
     """The error with hints: single changes that help, the cheapest outcome first, else a pair of them.
 
     `make_plan` is asked with changed tasks, on the widest set of offers that there is.

@@ -13,12 +13,12 @@ import requests
 from google.api.error_reason_pb2 import ErrorReason
 from google.cloud import compute_v1
 
-from broker.clouds.gcp import faults
-from broker.clouds.gcp.faults import (
+from broker.clouds.gcp import errors
+from broker.clouds.gcp.errors import (
     BusyError,
     DisabledError,
     ExistsError,
-    MissingError,
+    NotFoundError,
     UnpaidError,
     make_error,
     translate,
@@ -55,7 +55,7 @@ DOCUMENTED = {
 }  # fmt: skip
 OURS = (
     *(AuthError, CapacityError, InvalidRequestError, QuotaError, ThrottledError, TransientError, UnknownOutcomeError),
-    *(BusyError, DeniedError, DisabledError, ExistsError, MissingError, UnpaidError),
+    *(BusyError, DeniedError, DisabledError, ExistsError, NotFoundError, UnpaidError),
 )
 API_ERRORS = sorted(
     (each for each in vars(api).values() if isinstance(each, type) and issubclass(each, api.GoogleAPICallError)),
@@ -68,18 +68,18 @@ AUTH_ERRORS = sorted(
 
 
 def test_the_table_has_every_code_that_google_documents() -> None:
-    assert DOCUMENTED - faults.CODES.keys() == set()
+    assert DOCUMENTED - errors.CODES.keys() == set()
     # The reasons of `google.rpc.ErrorInfo` in the domain googleapis.com, as Google's own library has them.
     reasons = set(ErrorReason.keys()) - {"ERROR_REASON_UNSPECIFIED"}
-    assert len(reasons) > 30 and reasons - faults.CODES.keys() == set()
-    assert all(kind in OURS for kind in (*faults.CODES.values(), *faults.STATUSES.values()))
-    assert set(faults.CAPACITY_SCOPES) <= {code for code, kind in faults.CODES.items() if kind is CapacityError}
+    assert len(reasons) > 30 and reasons - errors.CODES.keys() == set()
+    assert all(kind in OURS for kind in (*errors.CODES.values(), *errors.STATUSES.values()))
+    assert set(errors.CAPACITY_SCOPES) <= {code for code, kind in errors.CODES.items() if kind is CapacityError}
 
 
-@pytest.mark.parametrize("code", sorted(faults.CODES))
+@pytest.mark.parametrize("code", sorted(errors.CODES))
 def test_each_code_makes_its_error_with_googles_words(code: str) -> None:
     error = make_error(code, "It was so.")
-    assert type(error) is faults.CODES[code]
+    assert type(error) is errors.CODES[code]
     assert error.message == f"It was so ({code})"
     assert error.hints or not isinstance(error, AuthError | QuotaError)
 
@@ -93,7 +93,7 @@ def test_every_http_status_has_an_answer(does_change: bool) -> None:
         if status >= 500:
             assert isinstance(error, UnknownOutcomeError if does_change else TransientError)
         else:
-            assert type(error) is faults.STATUSES.get(status, InvalidRequestError)
+            assert type(error) is errors.STATUSES.get(status, InvalidRequestError)
 
 
 @pytest.mark.parametrize("kind", API_ERRORS, ids=lambda each: each.__name__)
@@ -147,10 +147,10 @@ def test_an_operation_tells_the_reason_before_what_follows_from_it() -> None:
             error=SimpleNamespace(errors=errors), http_error_status_code=status, http_error_message="BAD"
         )
 
-    assert faults.read_operation_error(operation()) is None
-    assert isinstance(faults.read_operation_error(operation(status=403)), AuthError)
+    assert errors.read_operation_error(operation()) is None
+    assert isinstance(errors.read_operation_error(operation(status=403)), AuthError)
     both = operation("RESOURCE_NOT_FOUND", "ZONE_RESOURCE_POOL_EXHAUSTED")
-    assert isinstance(faults.read_operation_error(both), CapacityError)
+    assert isinstance(errors.read_operation_error(both), CapacityError)
 
 
 def answer(status: int, reason: str, message: str, *, detail: str = "") -> api.GoogleAPICallError:
@@ -191,7 +191,7 @@ def test_an_exceeded_quota_is_named_as_the_console_names_it() -> None:
     details = {"quota_info": {**quota, "dimensions": dimensions, "limit": 0.0}}
     error = {"code": "QUOTA_EXCEEDED", "message": "Quota exceeded.", "error_details": [details]}
     operation = compute_v1.Operation({"error": {"errors": [error]}})
-    found = faults.read_operation_error(operation)
+    found = errors.read_operation_error(operation)
     assert isinstance(found, QuotaError)
     assert "filter `GPUS-PER-GPU-FAMILY-per-project-region`, gpu_family NVIDIA_H100" in found.hints[0]
 

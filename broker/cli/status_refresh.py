@@ -26,7 +26,7 @@ async def refresh_clusters(
     return await asyncio.gather(*(refresh(each) for each in clusters)), failures
 
 
-def raise_unasked(failures: Mapping[str, CloudError]) -> None:
+def raise_failures(failures: Mapping[str, CloudError]) -> None:
     """Raise CloudError, after everything known is shown: its exit code tells scripts that some of it is outdated."""
     if failures:
         raise CloudError(

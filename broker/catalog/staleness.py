@@ -48,7 +48,7 @@ def describe_age(ondemand_as_of: str, spot_as_of: str, now_s: float) -> PriceAge
     )
 
 
-def warn_of_age(placement: Placement, now_s: float) -> str | None:
+def warn_if_stale(placement: Placement, now_s: float) -> str | None:
     """One line where the price that would be paid is older than it should be; None where it is not, or is pretended."""
     as_of, cloud = placement.as_of, placement.offer.cloud
     if not as_of or cloud == "local" or not is_stale(as_of, now_s, is_spot=placement.is_spot):
@@ -58,7 +58,7 @@ def warn_of_age(placement: Placement, now_s: float) -> str | None:
     return f"{cloud}'s {model} prices are {days} days old; update them with `broker catalog update --cloud {cloud}`"
 
 
-def warn_of_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
+def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
     """Two lines for a list of prices, (cloud, is spot, ISO date) of each: which are old, and the remedy. None if none
     is old."""
     days: dict[tuple[bool, str], int] = {}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.sky import orders
-from broker.clouds.sky.orders import make_task
+from broker.clouds.sky import task_spec
+from broker.clouds.sky.task_spec import make_task
 from broker.errors import InvalidRequestError
 from broker.types import MachineSpec, NodeRequest, Offer, Placement
 
@@ -84,8 +84,8 @@ def test_an_offer_without_a_machine_is_refused() -> None:
 
 def keep(home: Path, monkeypatch: pytest.MonkeyPatch, *, looks: int = 6) -> subprocess.Popen[str]:
     """The keeper in a home of its own. A look takes no time, but a line of stdin; at "end" the agent ends the node."""
-    monkeypatch.setattr(orders, "UNCLAIMED_MINUTES", looks // 6)
-    monkeypatch.setattr(orders, "KEEPER_LOOK_S", 10)
+    monkeypatch.setattr(task_spec, "UNCLAIMED_MINUTES", looks // 6)
+    monkeypatch.setattr(task_spec, "KEEPER_LOOK_S", 10)
     agent = '[ "$line" != end ] || echo autostop >"$HOME/.broker/shutdown"'
     script = f"sleep() {{ read -r line || exit 9; {agent}; }}\n" + make_task(make_request())["run"]
     return subprocess.Popen(

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from broker.catalog.age import describe_age, is_stale, measure_age_days, warn_of_age, warn_of_dates
+from broker.catalog.staleness import describe_age, is_stale, measure_age_days, warn_if_stale, warn_of_stale_dates
 from broker.types import Offer, Placement
 
 NOW_S = datetime(2026, 11, 21, 3, tzinfo=UTC).timestamp()
@@ -43,7 +43,7 @@ def test_a_plan_is_warned_by_the_date_of_the_price_it_pays(is_spot: bool, cloud:
         cloud=cloud, region="r", zone=None, instance_type="x", vcpus=1, memory_gib=1, ondemand_usd_hour=1.0,
         spot_usd_hour=0.5, as_of="2026-11-01", spot_as_of="2026-11-11",
     )  # fmt: skip
-    assert warn_of_age(Placement(offer=offer, is_spot=is_spot, node_count=1), NOW_S) == warning
+    assert warn_if_stale(Placement(offer=offer, is_spot=is_spot, node_count=1), NOW_S) == warning
 
 
 def test_age_of_a_cloud_tells_both_models_apart() -> None:
@@ -53,10 +53,10 @@ def test_age_of_a_cloud_tells_both_models_apart() -> None:
 
 def test_list_of_prices_names_each_cloud_whose_prices_are_old() -> None:
     old, new = "2024-01-01", datetime.fromtimestamp(NOW_S, UTC).date().isoformat()
-    assert warn_of_dates([("aws", False, new), ("gcp", True, new), ("local", True, old)], NOW_S) is None
-    one = warn_of_dates([("aws", True, old), ("aws", True, old), ("gcp", False, new)], NOW_S)
+    assert warn_of_stale_dates([("aws", False, new), ("gcp", True, new), ("local", True, old)], NOW_S) is None
+    one = warn_of_stale_dates([("aws", True, old), ("aws", True, old), ("gcp", False, new)], NOW_S)
     assert (
         one is not None and "spot of aws (" in one and "gcp" not in one and "`broker catalog update --cloud aws`" in one
     )
-    two = warn_of_dates([("aws", True, old), ("gcp", False, old)], NOW_S)
+    two = warn_of_stale_dates([("aws", True, old), ("gcp", False, old)], NOW_S)
     assert two is not None and "on-demand of gcp" in two and "`broker catalog update`" in two

@@ -13,7 +13,7 @@ NEAR_COUNT = 3
 PLACES = "offers o JOIN types t ON t.id = o.type JOIN texts x ON x.id = o."
 
 
-class Places:
+class Suggestions:
     """Looks only where an answer is needed: each check reads whole columns."""
 
     def __init__(self, database: sqlite3.Connection) -> None:

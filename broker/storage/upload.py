@@ -25,7 +25,7 @@ BY_HAND = {
 
 
 @noun
-class Sent:
+class UploadResult:
     """What was there to send, and how much of it went."""
 
     files: int
@@ -56,7 +56,7 @@ def ensure_bucket(url: str) -> bool:
 
 def send_files(
     url: str, files: Mapping[str, Path], *, on_sent: Callable[[int, int], None] = lambda sent, total: None
-) -> Sent:
+) -> UploadResult:
     """Key below the URL -> file. What has the same size there and is no older stays; nothing is deleted.
 
     `on_sent` is told after each file how many bytes of how many have gone.
@@ -72,7 +72,7 @@ def send_files(
         for done in as_completed([pool.submit(_send, bucket, key, file) for key, file in changed.items()]):
             sent += done.result()
             on_sent(sent, total)
-    return Sent(files=len(files), sent_files=len(changed), sent_bytes=sent, is_new_bucket=is_new)
+    return UploadResult(files=len(files), sent_files=len(changed), sent_bytes=sent, is_new_bucket=is_new)
 
 
 def is_changed(file: Path, there: StoredKey | None) -> bool:

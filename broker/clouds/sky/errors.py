@@ -29,7 +29,7 @@ COLORS = re.compile(r"\x1b\[[0-9;]*m")
 MESSAGE_MAX = 400
 
 
-class MissingError(InvalidRequestError):
+class ClusterNotFoundError(InvalidRequestError):
     """There is no such cluster."""
 
 
@@ -49,7 +49,7 @@ KINDS: dict[str, type[CloudError]] = {
     "ClientError": InvalidRequestError,
     "CloudError": TransientError,
     "CloudUserIdentityError": AuthError,
-    "ClusterDoesNotExist": MissingError,
+    "ClusterDoesNotExist": ClusterNotFoundError,
     "ClusterNotUpError": TransientError,
     "ClusterOwnerIdentityMismatchError": AuthError,
     "ClusterSetUpError": TransientError,
@@ -161,17 +161,17 @@ CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)  # what says m
 
 
 @noun
-class Fault:
+class SkyError:
     """An exception of SkyPilot's as its worker describes it. `history`: what each place said that was tried."""
 
     type: str
     message: str = ""
     module: str = ""
     codes: tuple[str, ...] = ()
-    history: tuple[Fault, ...] = ()
+    history: tuple[SkyError, ...] = ()
 
     @classmethod
-    def parse(cls, found: Mapping[str, Any]) -> Fault:
+    def parse(cls, found: Mapping[str, Any]) -> SkyError:
         return cls(
             type=str(found["type"]),
             message=str(found.get("message", "")),
@@ -181,7 +181,7 @@ class Fault:
         )
 
 
-def translate(fault: Fault, *, does_change: bool = False) -> CloudError:
+def translate(fault: SkyError, *, does_change: bool = False) -> CloudError:
     """By what the place itself said, else by the table; what is in neither may pass, and may have had its effect."""
     kind = _find_kind(fault)
     said = [each for each in fault.history if each.message or each.codes]
@@ -205,7 +205,7 @@ def translate(fault: Fault, *, does_change: bool = False) -> CloudError:
     return kind(text)
 
 
-def _find_kind(fault: Fault) -> type[CloudError] | None:
+def _find_kind(fault: SkyError) -> type[CloudError] | None:
     coded = next((CODES[code] for code in fault.codes if code in CODES), None)
     return coded or KINDS.get(fault.type)
 

@@ -19,7 +19,7 @@ from broker.types import Node, NodeState
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
 
 
-class Memory:
+class GcpStateFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / "nodes.json"

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from broker.catalog.fetching import TRIES_MAX, HttpGet
+from broker.catalog.http_client import TRIES_MAX, HttpGet
 from broker.errors import AuthError, SourceError
 
 

@@ -12,7 +12,7 @@ import pytest
 from broker.errors import AuthError, InvalidRequestError
 from broker.storage import open_bucket
 from broker.storage.r2 import find_login
-from broker.storage.sending import ensure_bucket, send_files
+from broker.storage.upload import ensure_bucket, send_files
 from tests.testbed.s3 import S3Server, serve_s3
 
 
@@ -55,13 +55,13 @@ def test_bucket_that_is_there_is_left_alone(url: str) -> None:
 
 
 def test_bucket_elsewhere_is_made_by_hand_with_the_command_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from broker.storage import sending
+    from broker.storage import upload
 
     class Missing:
         def read(self, key: str) -> bytes:
             raise InvalidRequestError("NoSuchBucket")
 
-    monkeypatch.setattr(sending, "open_bucket", lambda url: Missing())
+    monkeypatch.setattr(upload, "open_bucket", lambda url: Missing())
     with pytest.raises(InvalidRequestError, match="bucket `gs://b` does not exist") as caught:
         ensure_bucket("gs://b/x")
     assert "gcloud storage buckets create gs://b" in caught.value.hints[0]

@@ -27,7 +27,7 @@ class UnpaidError(AuthError):
     """The project has no billing account that pays for machines."""
 
 
-class MissingError(InvalidRequestError):
+class NotFoundError(InvalidRequestError):
     """What was asked about does not exist; for most verbs that is an answer, not a fault."""
 
 
@@ -75,8 +75,8 @@ CODES: dict[str, type[CloudError]] = {
     "forbidden": AuthError,
     "insufficientPermissions": AuthError,
     "unauthorized": AuthError,
-    "RESOURCE_NOT_FOUND": MissingError,
-    "notFound": MissingError,
+    "RESOURCE_NOT_FOUND": NotFoundError,
+    "notFound": NotFoundError,
     "RESOURCE_ALREADY_EXISTS": ExistsError,
     "alreadyExists": ExistsError,
     "duplicate": ExistsError,
@@ -105,7 +105,7 @@ CODES: dict[str, type[CloudError]] = {
     "FIELD_SIZE_TOO_LARGE": InvalidRequestError,
     "MISSING_REQUIRED_FIELD": InvalidRequestError,
     "PROJECT_NOT_FOUND": AuthError,
-    "NETWORK_NOT_FOUND": MissingError,
+    "NETWORK_NOT_FOUND": NotFoundError,
     "SERVICE_UNAVAILABLE_FOR_LOCATION": TransientError,
     # Reasons that all of Google's APIs share: `google/api/error_reason.proto`
     "RESOURCE_QUOTA_EXCEEDED": QuotaError,
@@ -157,7 +157,7 @@ CAPACITY_SCOPES: dict[str, Scope] = {"REGION_RESOURCE_POOL_EXHAUSTED": "region"}
 STATUSES: dict[int, type[CloudError]] = {
     401: AuthError,
     403: AuthError,
-    404: MissingError,
+    404: NotFoundError,
     408: TransientError,
     409: ExistsError,
     412: DeniedError,
