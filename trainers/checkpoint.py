@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.errors import CheckpointError, StaleAttemptError
-from trainers.headway import Headway, LocalCounter
 from trainers.manifest import (
     INDEX,
     MANIFEST_VERSION,
@@ -26,7 +25,8 @@ from trainers.manifest import (
     warn,
 )
 from trainers.ranks import Ranks
-from trainers.restoring import Restorer, Stateful, copy_state, decide, name_own
+from trainers.restore import Restorer, Stateful, copy_state, decide, name_own
+from trainers.restore_progress import LocalCounter, RestoreProgress
 from trainers.storage import Storage
 
 __all__ = ["CheckpointManager", "CheckpointName", "Contents", "find_newest", "list_checkpoints"]
@@ -89,13 +89,14 @@ class CheckpointManager:
         if newer := self._find_newer_attempt():
             raise StaleAttemptError(newer)
 
-    def restore(self, headway: Headway | None = None) -> int | None:
+    def restore(self, progress: RestoreProgress | None = None) -> int | None:
         """Load the newest complete checkpoint into the objects and return its step; None where there is none.
 
-        Torn and corrupt ones are passed over with a warning, by all ranks alike. `headway` tells how far the ranks are.
+        All ranks skip torn and corrupt ones, with a warning. `progress` reports how far the ranks are.
         """
         restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
-        name = restorer.restore(headway or Headway(LocalCounter(), beat=lambda doing: None, tell=lambda found: None))
+        silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
+        name = restorer.restore(progress or silent)
         if name is None:
             return None
         self._step_saved = self.step_committed = name.step
@@ -120,10 +121,10 @@ class CheckpointManager:
                 warn(f"{error}; training continues until the next checkpoint")
         if step == self._step_saved:
             return
-        # Asked on every rank, for the ranks may have to settle what the state is.
-        found = {key: (each, each.state_dict()) for key, each in self._shared.items()}
-        live = {key: part for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
-        live[name_own(self._ranks)] = {key: each.state_dict() for key, each in self._own.items()}
+        # Called on every rank: for some strategies it is a collective operation.
+        states = {key: (holder, holder.state_dict()) for key, holder in self._shared.items()}
+        live = {key: state for key, (holder, state) in states.items() if getattr(holder, "is_holder", True)}
+        live[name_own(self._ranks)] = {key: holder.state_dict() for key, holder in self._own.items()}
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainers.headway import Counter, LocalCounter
+from trainers.restore_progress import Counter, LocalCounter
 
 # For a peer in a step. One that hangs should be an error soon, not after torch's 30 minutes: the broker restarts the
 # whole set anyway. One that died is an error at once, by its closed connection.
@@ -86,7 +86,8 @@ class Ranks:
         """Numbers that all ranks add to; usable beside any collective."""
         if self.world_size == 1:
             return LocalCounter()
-        return StoreCounter(dist.distributed_c10d._get_default_store().clone())
+        store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone` (2.13)
+        return StoreCounter(store.clone())
 
 
 class StoreCounter:

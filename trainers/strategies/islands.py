@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from trainers.checkpoint import HeldByOne
-from trainers.optimizer import AdamW, local
+from trainers.optimizer import Optimizer, local
 
 
 class OwnTensors:
     """One rank's model and moments, shard or whole, apart from those of the same names elsewhere."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Keep hold of the live tensors."""
         self._model, self._optimizer = model, optimizer
 
@@ -31,7 +31,7 @@ class OwnTensors:
                     each.copy_(state[key][name])
 
 
-def hold_by_first(model: nn.Module, optimizer: AdamW, *, is_first: bool) -> Mapping[str, Any]:
+def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> Mapping[str, Any]:
     """The shared state of ranks that drift apart: the first's model and moments stand for all."""
     return {
         "model": HeldByOne(model, is_holder=is_first),

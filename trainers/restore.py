@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from trainers.errors import CheckpointError
-from trainers.headway import Headway
 from trainers.manifest import (
     INDEX,
     CheckpointName,
@@ -24,6 +23,7 @@ from trainers.manifest import (
 )
 from trainers.optimizer import local
 from trainers.ranks import Ranks
+from trainers.restore_progress import RestoreProgress
 from trainers.storage import Storage
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class Restorer:
         self._shared, self._own = shared, own
         self._own_name = name_own(ranks)
 
-    def restore(self, headway: Headway) -> CheckpointName | None:
+    def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None where there is none.
 
         Torn and corrupt ones are passed over with a warning, by all ranks alike. Each rank verifies what it reads, on a
         copy of the state, so that a damaged checkpoint leaves no trace. That takes as much memory as a save. How far
-        the ranks are is told by `headway`.
+        the ranks are is told by `progress`.
         """
         names = decide(self._ranks, lambda: list_checkpoints(self._storage))
         live: dict[str, Any] | None = None
@@ -72,8 +72,8 @@ class Restorer:
             contents, index = found
             live = live or self._find_live()
             chosen = {key: state for key, state in live.items() if self._is_in(key, contents)}
-            with headway.follow(name.step, str(name)):
-                staged, damage = self._stage(name, contents, index, chosen, headway)
+            with progress.follow(name.step, str(name)):
+                staged, damage = self._stage(name, contents, index, chosen, progress)
             if damage is not None:
                 self._warn_skipped(name, damage)
                 continue
@@ -107,7 +107,7 @@ class Restorer:
         return contents.world_size == self._ranks.world_size
 
     def _stage(
-        self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], headway: Headway
+        self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], progress: RestoreProgress
     ) -> tuple[dict[str, Any], Damage | None]:
         """Read a checkpoint into a copy of the state, and agree with the other ranks on whether it is whole."""
         import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
@@ -119,7 +119,7 @@ class Restorer:
             own = {key: state for key, state in staged.pop(self._own_name).items() if key in contents.own}
             staged |= {self._own_name: own} if own else {}
         reader = VerifiedReader(
-            self._storage, name, contents, index, note_wanted=headway.note_wanted, note_read=headway.note_read
+            self._storage, name, contents, index, note_wanted=progress.note_wanted, note_read=progress.note_read
         )
         dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=ranks.world_size == 1)
         damage, verified = self._agree(reader)
