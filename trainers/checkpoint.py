@@ -25,8 +25,9 @@ from trainers.manifest import (
     warn,
 )
 from trainers.ranks import Ranks
-from trainers.restore import Restorer, Stateful, copy_state, decide, name_own
+from trainers.restore import Restorer, Stateful, decide, name_own
 from trainers.restore_progress import LocalCounter, RestoreProgress
+from trainers.snapshot import CudaStreams, Snapshot
 from trainers.storage import Storage
 
 __all__ = ["CheckpointManager", "CheckpointName", "Contents", "find_newest", "list_checkpoints"]
@@ -77,8 +78,7 @@ class CheckpointManager:
         self._failures = 0  # in a row
         self._step_saved: int | None = None
         self.step_committed: int | None = None
-        self._is_copied = threading.Event()
-        self._is_copied.set()
+        self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
         self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
         self.write_s = 0.0  # how long the last committed one was on its way, training going on
         self._run = ranks.share(uuid.uuid4().hex[:8])
@@ -128,15 +128,18 @@ class CheckpointManager:
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")
-        self._is_copied.clear()
+        self._snapshot.begin()
         self._thread.start()
         self.stall_s = time.perf_counter() - begin
 
     def settle(self) -> None:
-        """Return when the state may change again: when it is copied, though not yet written."""
-        if not self._is_copied.is_set():
+        """Return when the state may change again: when it is copied, though not yet written.
+
+        On a GPU the change itself waits, on the device; the host does not.
+        """
+        if not self._snapshot.is_settled:
             begin = time.perf_counter()
-            self._is_copied.wait()
+            self._snapshot.settle()
             self.stall_s += time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -156,10 +159,7 @@ class CheckpointManager:
         """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
         begin = time.perf_counter()
         try:
-            try:
-                state = copy_state(live)
-            finally:
-                self._is_copied.set()
+            state = self._snapshot.take(live)
             import torch.distributed.checkpoint as dcp
 
             is_alone = self._ranks.world_size == 1

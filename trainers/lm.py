@@ -51,6 +51,7 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         raise TrainerError(
             f"the data has {tokens.vocabulary} token ids, more than `--model.vocabulary {vocabulary}` allows"
         )
+    vocabulary = -(-vocabulary // config.model.vocabulary_multiple) * config.model.vocabulary_multiple
     is_empty = not (is_spread and config.model.tie_embeddings)
     with torch.device("meta") if is_empty else device:
         model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))

@@ -56,7 +56,7 @@ class ChunkedLoss(torch.autograd.Function):
                 slope = (part - log_sum).exp_()
                 if z_weight:
                     slope *= 1 + 2 * z_weight * log_sum
-                slope.scatter_add_(1, right, torch.full_like(log_sum, -1.0))
+                slope.scatter_(1, right, slope.gather(1, right) - 1.0)  # deterministic on GPUs, unlike scatter_add_
                 gradient[start : start + step] = slope.div_(rows)
         context.gradient = gradient
         return total / rows

@@ -124,7 +124,11 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
             torch.set_num_threads(1)  # ranks share the cores; torch would take them all for each
     if world_size == 1:
         return Ranks(rank=rank, world_size=world_size, device=device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=make_timeout(start_s))
+    # With a device NCCL connects now, rather than in the first collective, and a wrong device is an error at once.
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo", timeout=make_timeout(start_s), device_id=device if is_cuda else None
+    )
     # Two threads must not use one group: their messages would pair up wrongly between ranks.
     background_group = dist.new_group(backend="gloo", timeout=make_timeout(checkpoint_s))
     return Ranks(

@@ -24,6 +24,7 @@ from trainers.manifest import (
 from trainers.optimizer import local
 from trainers.ranks import Ranks
 from trainers.restore_progress import RestoreProgress
+from trainers.snapshot import copy_state
 from trainers.storage import Storage
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Restorer:
     ) -> tuple[dict[str, Any], Damage | None]:
         """Read a checkpoint into a copy of the state, and agree with the other ranks on whether it is whole."""
         import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
+        from torch.distributed.checkpoint.api import CheckpointException
 
         from trainers.verified_reader import VerifiedReader
 
@@ -121,7 +123,16 @@ class Restorer:
         reader = VerifiedReader(
             self._storage, name, contents, index, note_wanted=progress.note_wanted, note_read=progress.note_read
         )
-        dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=ranks.world_size == 1)
+        alone = ranks.world_size == 1
+        try:
+            dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=alone)
+        except CheckpointException as error:  # all ranks get it: planning found what does not fit
+            reasons = [str(failure) for failure, _ in error.failures.values()]
+            raise CheckpointError(
+                f"`{name}` does not fit this model: {reasons[0] if reasons else error}\n\n"
+                "hint: use the `--model.*` flags of the run that wrote it, and if that was before vocabularies were "
+                "rounded up, `--model.vocabulary_multiple 1`"
+            ) from None
         damage, verified = self._agree(reader)
         if damage is None:
             # What no rank needs, such as random numbers of ranks that are gone, must be whole all the same.
@@ -178,15 +189,6 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
         raise problem
     decision: Decision = value
     return decision
-
-
-def copy_state(value: Any) -> Any:
-    """A state whose tensors are copies, in the memory of the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_state(each) for key, each in value.items()}
-    return value
 
 
 def _fill(live: Any, staged: Any) -> Any:

@@ -38,14 +38,17 @@ def run_session(config: RunConfig, build: Build) -> int:
     """
     # Read at torch's import. At warning level every DDP run scolds us for a choice explained in strategies/ddp.py.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     environment = read_environment()
     notice = PreemptionNotice(environment.preemption_file)
     notice.listen()
     watchdog = Watchdog(config.watchdog.timeout_s, start_s=config.watchdog.start_s)
     watchdog.start()
-    from trainers.devices import advise, is_out_of_memory
+    from trainers.devices import advise, configure_arithmetic, is_out_of_memory
     from trainers.ranks import is_first_to_say, join_ranks, leave_ranks
 
+    configure_arithmetic(config)
     try:
         member = join_world(config)
         try:
