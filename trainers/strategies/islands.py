@@ -19,16 +19,16 @@ class OwnTensors:
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors by name."""
-        moments = self._optimizer.state_dict()
-        parts = {"model": self._model.state_dict(), "first": moments["first"], "second": moments["second"]}
-        return {key: {name: local(each.detach()) for name, each in part.items()} for key, part in parts.items()}
+        moments = {key: value for key, value in self._optimizer.state_dict().items() if isinstance(value, dict)}
+        parts = {"model": self._model.state_dict(), **moments}
+        return {key: {name: local(value.detach()) for name, value in part.items()} for key, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved tensors into the live ones."""
         with torch.no_grad():
             for key, part in self.state_dict().items():
-                for name, each in part.items():
-                    each.copy_(state[key][name])
+                for name, value in part.items():
+                    value.copy_(state[key][name])
 
 
 def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> Mapping[str, Any]:
