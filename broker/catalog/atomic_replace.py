@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 from broker.catalog.book import Book
@@ -15,6 +14,7 @@ from broker.catalog.schema import INDEXES
 from broker.catalog.staleness import CloudFacts
 from broker.catalog.writer import BookWriter
 from broker.errors import StateError
+from broker.locks import hold_lock
 from broker.types import Offer
 
 
@@ -29,8 +29,7 @@ def replace_clouds(
     target = locate_live_book(cache)
     aside = target.with_suffix(f".{os.urandom(8).hex()}.tmp")
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _hold_lock(cache / "prices.lock"):
+        with hold_lock(cache / "prices.lock"):
             try:
                 _write_aside(aside, open_live_book(cache) or book, clouds, is_alone=is_alone)
                 aside.replace(target)
@@ -57,16 +56,5 @@ def _write_aside(
     descriptor = os.open(aside, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # after a power cut the rename may survive and the bytes not
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _hold_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which the system releases when the process ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(descriptor)

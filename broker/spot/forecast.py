@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.spot.durations import hours_in_classes
-from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate
-from broker.spot.prior import MEASURED, OLD, Paces, Prior, live_through
+from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
 STINT_HOURS_MAX = 24.0  # nobody knows a market for longer than a day
@@ -114,16 +113,6 @@ def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) ->
         open_paces=prior.learn_open(candidate.seen, watched if candidate.is_open else None),
         closed_paces=prior.learn_closed(candidate.seen, None if candidate.is_open else watched),
     )
-
-
-def advise_interval_s(candidate: Candidate, stall_s: float, prior: Prior = MEASURED) -> float:
-    """Seconds of work between checkpoints for a job that runs there now; infinite on-demand.
-
-    Daly's optimum for the hazard of a spell of this age at this place: short while spot is young, longer as it lasts.
-    """
-    if not candidate.is_spot:
-        return math.inf
-    return best_interval_s(stall_s, read_market(candidate, None, prior).soon_hazard)
 
 
 def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket) -> float:

@@ -165,7 +165,7 @@ def test_users_session_that_cannot_federate_makes_a_user(store: FakeStore, confi
     """As with MFA: AWS lets only a user's long-lived key call GetFederationToken."""
     store.forbidden = {"GetFederationToken"}
     (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(), "aws")])
-    assert "which broker made" in sentence and len(store.users) == 1
+    assert "which broker created" in sentence and len(store.users) == 1
 
 
 def test_grant_that_cannot_write_is_found_by_writing(store: FakeStore, config: Config) -> None:

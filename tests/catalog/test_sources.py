@@ -73,7 +73,7 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
     [
         (b'"currencyCode": "USD"', b'"currencyCode": "EUR"', "EUR, not USD"),
         (b'"retailPrice"', b'"retail_price"', "unexpected format"),
-        (b"retail/prices?page=2", b"retail/prices?page=1", "limit of pages"),
+        (b"retail/prices?page=2", b"retail/prices?page=1", "exceeds the limit"),
         (b"https://prices.azure.com", b"https://prices.example.com", "continues on another host"),
         (b"https://prices.azure.com", b"https://[prices.azure.com", "continues on another host"),
     ],

@@ -127,7 +127,7 @@ def test_refused_login_says_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_unknown_scheme_and_a_way_out_of_the_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="no storage for `ftp://`"):
+    with pytest.raises(InvalidRequestError, match="unsupported storage `ftp://`"):
         open_bucket("ftp://host/x")
     with pytest.raises(InvalidRequestError, match="leads out of"):
         open_bucket(f"file://{tmp_path}/in").write("../out", b"")

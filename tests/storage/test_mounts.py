@@ -94,7 +94,7 @@ def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url:
     assert done.returncode == 69 and "done" not in done.stdout and not (node.home / "more").exists()
     assert done.stderr == f"error: `{url}/dat` does not exist or is empty\n"
     done = node.run(copy_to("~/in", "s3://no-such-bucket/x"))
-    assert done.returncode == 1 and "`s3://no-such-bucket/x` was not brought to `~/in`" in done.stderr
+    assert done.returncode == 1 and "cannot bring `s3://no-such-bucket/x` to `~/in`" in done.stderr
 
 
 def test_r2_bucket_is_copied_with_its_own_login(node: Node, url: str, server: S3Server) -> None:
@@ -236,6 +236,6 @@ def test_nodes_of_a_gang_see_the_data_and_a_missing_source_fails_the_run(rig: Ri
         await rig.start(cluster, add_mounts(replace(task, storage_mounts=(gone,))), run_id=2)
         report = await rig.finish(cluster, run_id=2)
         assert (report.status, report.returncode) == (RunStatus.FAILED_SETUP, 69)
-        assert f"error: `file://{tmp_path}/gone` is not there" in await rig.read_log(cluster, run_id=2)
+        assert f"error: `file://{tmp_path}/gone` does not exist" in await rig.read_log(cluster, run_id=2)
 
     asyncio.run(act())

@@ -69,7 +69,7 @@ class AzureSource:
             if not self._is_ours(following):
                 raise SourceError(f"azure's price list continues on another host: {str(following)[:80]!r}")
             if following in seen or len(seen) >= PAGES_MAX:
-                raise SourceError(f"azure's price list exceeds the limit of pages: {len(seen) + 1}")
+                raise SourceError(f"azure's price list exceeds the limit: {len(seen) + 1} pages")
             seen.add(following)
             body = get(following)
 

@@ -9,7 +9,6 @@ from broker.clouds.gcp.machine import make_gang, make_instance
 from broker.clouds.gcp.names import (
     STOP_LABEL,
     NodeId,
-    instance_names,
     label_value,
     read_description,
     request_id,
@@ -59,14 +58,6 @@ def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> Non
     except Exception as error:
         if not isinstance(as_cloud_error(error), ExistsError):
             raise
-
-
-def find_gang(clients: Clients, request: NodeRequest, zone: str) -> list[Node]:
-    """Return the nodes of this request in `zone`, by rank. Queried by name, which never lags."""
-    found = [
-        fetch(clients, NodeId(project=clients.login.project, zone=zone, name=each)) for each in instance_names(request)
-    ]
-    return [node for node in found if node is not None]
 
 
 def fetch(clients: Clients, where: NodeId) -> Node | None:

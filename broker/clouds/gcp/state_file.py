@@ -6,14 +6,13 @@ counts as gone only after it has been missing for long.
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from broker.locks import hold_lock
 from broker.types import Node, NodeState
 
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
@@ -35,7 +34,7 @@ class GcpStateFile:
         """Record the current state of these nodes. An end is never revoked, and is forgotten after an hour."""
         if not nodes:
             return
-        with self._locked():
+        with hold_lock(self._folder / "lock"):
             known = dict(self.read())
             for node in nodes:
                 before = known.get(node.id)
@@ -46,16 +45,6 @@ class GcpStateFile:
             with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(kept))
             aside.replace(self._path)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def _lives(node: Node) -> bool:

@@ -5,15 +5,14 @@ SkyPilot forgets a cluster as soon as it is gone. Without these files, its table
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from broker.clouds.sky.gangs import SkyGang
+from broker.locks import hold_lock
 
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
 
@@ -34,7 +33,7 @@ class SkyStateFile:
         """Record the current state of these gangs. An end is never revoked, and is forgotten after an hour."""
         if not gangs:
             return
-        with self._locked():
+        with hold_lock(self._folder / "lock"):
             known = dict(self.read())
             for gang in gangs:
                 before = known.get(gang.name)
@@ -47,7 +46,7 @@ class SkyStateFile:
             self._write("gangs.json", msgspec.json.encode(kept))
 
     def forget(self, name: str) -> None:
-        with self._locked():
+        with hold_lock(self._folder / "lock"):
             self._write("gangs.json", msgspec.json.encode([g for g in self.read().values() if g.name != name]))
 
     def keep_ssh(self, name: str, file: Path) -> None:
@@ -63,7 +62,7 @@ class SkyStateFile:
             return ()
 
     def note_enabled(self, clouds: Sequence[str]) -> None:
-        with self._locked():
+        with hold_lock(self._folder / "lock"):
             self._write("enabled.json", msgspec.json.encode(sorted(clouds)))
 
     def _write(self, name: str, content: bytes) -> None:
@@ -71,13 +70,3 @@ class SkyStateFile:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content)
         aside.replace(self._folder / name)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
