@@ -1,4 +1,4 @@
-"""A bad refresh never replaces a good book; a good one is one rename."""
+"""A bad refresh never replaces a good book; a good one is a single rename."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY_S = 86400.0
 
 
 class Source:
-    """A price source that sells what the book knows, changed."""
+    """A price source that returns the book's offers, changed."""
 
     name, clouds = "fake", ("lambda", "verda")
 
@@ -194,7 +194,7 @@ def test_a_history_that_is_damaged_does_not_stop_a_refresh(tmp_path: Path) -> No
 
 
 def test_two_refreshes_at_once_keep_what_each_brought(tmp_path: Path) -> None:
-    """Both opened the book before either wrote: what the first brought must outlive the second."""
+    """Both opened the book before either wrote: the first one's prices must survive the second."""
     book = open_book(tmp_path)
     for cloud in ("lambda", "verda"):
         facts = CloudFacts(cloud=cloud, ondemand_as_of="2026-12-01", spot_as_of="2026-12-01", source="test")

@@ -1,4 +1,4 @@
-"""Expected hours and dollars: limits that can be worked out by hand, and simulations of the same process."""
+"""Expected hours and dollars: limits computed by hand, and simulations of the same process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_daly_interval_is_near_the_best_of_a_grid(hazard: float, stall: float) -
 
 
 def test_recoveries_that_can_be_struck_change_little() -> None:
-    """Daly's model has exp(H R) / H where ours has 1/H + R: they part by less than (H R)^2."""
+    """Daly's model has exp(H R) / H where ours has 1/H + R: they differ by less than (H R)^2."""
     work, hazard, tau, stall, restart = 100.0, 0.05, 3600.0, 30.0, 900.0
     ours = expected_hours(work, hazard, tau, stall, restart)
     dalys = work / (tau / 3600) * math.exp(hazard * restart / 3600) / hazard * math.expm1(hazard * (tau + stall) / 3600)
@@ -64,7 +64,7 @@ class Run:
 
 
 def simulate(draw: random.Random, terms: Terms, segments: int, switch_after: float | None) -> Run:
-    """Stretch by stretch; leaves spot after the preemption that brings the losses over `switch_after`."""
+    """Simulate stretch by stretch; leave spot after the preemption that brings the losses over `switch_after`."""
     tau, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
     run, lost, left = Run(), 0.0, segments
     while left:
@@ -97,7 +97,7 @@ def make_terms(hazard: float, deadline: float | None, work: float = 24.0) -> Ter
 def test_spot_agrees_with_a_simulation(hazard: float) -> None:
     loose = make_terms(hazard, 30.0)
     segments = max(1, round(24 / loose.every_hours))
-    terms = make_terms(hazard, 30.0, work=segments * loose.every_hours)  # whole stretches, as the simulation does them
+    terms = make_terms(hazard, 30.0, work=segments * loose.every_hours)  # whole stretches, as in the simulation
     course = run_on_spot(terms)
     draw = random.Random(3)
     runs = [simulate(draw, terms, segments, None) for _ in range(SAMPLES)]
@@ -166,7 +166,7 @@ def test_spot_that_never_gets_through_a_stretch_has_no_finite_cost() -> None:
 
 
 def test_a_lost_machine_is_not_billed_and_clouds_start_the_clock_at_different_times() -> None:
-    assert bill_recovery_s("runpod", 1, 300, 0) == 270  # one node: nothing runs while the loss is noticed
-    assert bill_recovery_s("runpod", 4, 300, 0) == 292.5  # of four nodes three are paid for meanwhile
+    assert bill_recovery_s("runpod", 1, 300, 0) == 270  # one node: nothing runs until the loss is detected
+    assert bill_recovery_s("runpod", 4, 300, 0) == 292.5  # of four nodes, three are billed meanwhile
     assert bill_recovery_s("lambda", 1, 300, 0) < bill_recovery_s("aws", 1, 300, 0)
-    assert bill_recovery_s("aws", 1, 0, 60) == 60  # reading a checkpoint back is always paid
+    assert bill_recovery_s("aws", 1, 0, 60) == 60  # reading a checkpoint back is always billed

@@ -1,4 +1,4 @@
-"""The JSON Schema and the loader come from one table: they accept and refuse the same values."""
+"""The JSON Schema and the loader share one table: they accept and refuse the same values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fill(name: str, key: str, value: Any) -> dict[str, Any]:
 
 
 def is_backwards(value: Any) -> bool:
-    """The one rule that the schema cannot say: a range of ports goes up."""
+    """Return whether a range of ports is descending: the one rule that the schema cannot express."""
     if isinstance(value, list):
         return any(is_backwards(each) for each in value)
     ends = value.split("-") if isinstance(value, str) else []
@@ -94,7 +94,7 @@ def test_unknown_field_is_refused_by_both(name: str) -> None:
 @settings(QUIET, max_examples=150)
 @given(value=make_values(DEFS["resources"], DEFS))
 def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
-    """Through the whole loader: what the shapes take, the parts behind them can build a task of."""
+    """Through the whole loader: whatever the shapes accept can become a task."""
     if not is_valid(value, DEFS["resources"], DEFS):
         return
     try:
@@ -112,7 +112,7 @@ def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
         assert task.resources
 
 
-def test_schema_says_which_draft_it_follows_and_stays_small() -> None:
+def test_schema_names_its_draft_and_stays_small() -> None:
     assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert len(json.dumps(SCHEMA)) < 100_000
     assert {"task", "header", "resources", "service"} <= set(DEFS)
