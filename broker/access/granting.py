@@ -54,7 +54,7 @@ class Grants:
         if has_own_bucket_access(self._config):
             return []
         for index, plan in enumerate(plans):
-            clouds = sorted({each.placement.offer.cloud for each in plan.estimates} - {HERE})
+            clouds = sorted({estimate.placement.offer.cloud for estimate in plan.estimates} - {HERE})
             for scheme, needs in group_needs(list_needs(plan.task, self._config.owner)).items():
                 granter = self._get_granter(scheme)
                 lacking = [cloud for cloud in clouds if not granter.find_own(plan.task, cloud)]

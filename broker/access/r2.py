@@ -24,7 +24,7 @@ class R2Granter:
     def find_own(self, task: Task, cloud: str) -> str:
         if "R2_ACCESS_KEY_ID" in task.secrets or "R2_ACCESS_KEY_ID" in task.envs:
             return "the task's own `R2_ACCESS_KEY_ID`"
-        return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in each for each in task.file_mounts) else ""
+        return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in mount for mount in task.file_mounts) else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
         raise AuthError("broker cannot make short-lived keys for R2", hints=(KEYS,))

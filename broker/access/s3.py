@@ -55,7 +55,9 @@ class S3Granter:
         self._regions: dict[str, str] = {}
 
     def find_own(self, task: Task, cloud: str) -> str:
-        if name := next((each for each in OWN_VARIABLES if each in task.secrets or each in task.envs), ""):
+        if name := next(
+            (variable for variable in OWN_VARIABLES if variable in task.secrets or variable in task.envs), ""
+        ):
             return f"the task's own `{name}`"
         if any(target.strip("/").startswith("~/.aws") for target in task.file_mounts):
             return "the task's own `~/.aws`"

@@ -35,7 +35,7 @@ def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
     if parts := sorted(set(buckets) - set(whole)):
         # IfExists: S3 checks ListBucket, without a prefix, to decide whether a missing object is "404" or "403", and
         # programs depend on the 404. The cost: names (not contents) of other keys can be listed without a prefix.
-        patterns = sorted({each for need in needs if need.bucket in parts for each in need.list_patterns()})
+        patterns = sorted({pattern for need in needs if need.bucket in parts for pattern in need.list_patterns()})
         condition = {"StringLikeIfExists": {"s3:prefix": patterns}}
         statements.append(_allow(["s3:ListBucket"], [f"arn:{partition}:s3:::{bucket}" for bucket in parts], condition))
     # For buckets encrypted with a KMS key: objects of that bucket only (S3 User Guide, "SSE-KMS").

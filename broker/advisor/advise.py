@@ -124,8 +124,10 @@ def make_advice(
 
 def prefer_faster(options: Sequence[Option]) -> Option:
     """Return the fastest of the options within `SAME_COST` of the cheapest."""
-    least = min(each.usd for each in options)
-    return min((each for each in options if each.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd))
+    least = min(option.usd for option in options)
+    return min(
+        (option for option in options if option.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd)
+    )
 
 
 def find_hours(training: Training, layout: Layout) -> float:
@@ -198,7 +200,7 @@ def list_node_counts(hardware: Hardware, gpus_max: int) -> list[int]:
     if hardware.accelerators < 4:
         most = min(most, SMALL_NODE_COUNT_MAX)
     counts = {each for power in range(most.bit_length() + 1) for each in (2**power, 3 * 2**power)}
-    return sorted(each for each in counts if each <= most)
+    return sorted(count for count in counts if count <= most)
 
 
 def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
@@ -228,12 +230,12 @@ def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices
     chosen = bounds[:PRICED_MAX]
     cards = {each[2].hardware.figures.name for each in chosen}
     soonest = math.inf
-    for each in bounds[PRICED_MAX:]:
-        name = each[2].hardware.figures.name
-        if name not in cards or each[1] < soonest * 0.8:
+    for bound in bounds[PRICED_MAX:]:
+        name = bound[2].hardware.figures.name
+        if name not in cards or bound[1] < soonest * 0.8:
             cards.add(name)
-            soonest = min(soonest, each[1])
-            chosen.append(each)
+            soonest = min(soonest, bound[1])
+            chosen.append(bound)
     options = []
     for _, hours, layout, sold in chosen:
         option = _price(wish, layout, sold, hours, prices_as_of)

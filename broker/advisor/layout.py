@@ -133,8 +133,8 @@ def list_activations(training: Training, layout: Layout) -> dict[Recompute, floa
     """List bytes of a layout's activations under each kind of recomputation."""
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     return {
-        each: measure_memory(training, layout.sharding, micro_batch=layout.micro_batch, recompute=each).activations
-        for each in kinds
+        kind: measure_memory(training, layout.sharding, micro_batch=layout.micro_batch, recompute=kind).activations
+        for kind in kinds
     }
 
 

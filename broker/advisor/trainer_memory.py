@@ -37,7 +37,7 @@ def estimate_trainer_memory(
     own = count_own_parameters(shape, sharding, sequence=sequence)
     parts = sharding.data if is_sharded else 1
     keeps_gradients = is_sharded and micro_batches > 1  # accumulated in full, in float32, until the last micro-batch
-    weights, gradients, optimizer = (each * own for each in STATE_BYTES)
+    weights, gradients, optimizer = (byte * own for byte in STATE_BYTES)
     after = 0.0
     if is_sharded:
         copies = _count_gathered(shape, sharding, own, sequence=sequence, dtype=dtype)

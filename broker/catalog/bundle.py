@@ -135,5 +135,5 @@ def _remove_old(cache: Path) -> None:
     """Remove books that older versions unpacked; a process that has one open can still read it."""
     with suppress(OSError):
         books = sorted(cache.glob("prices-*-*-*.db"), key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in books[UNPACKED_KEPT:]:
-            each.unlink(missing_ok=True)
+        for book in books[UNPACKED_KEPT:]:
+            book.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ PRICES_AS_OF = {
 }
 ONDEMAND_AS_OF = {("aws", "us-east-1"): "2026-07-20"}  # a region whose list is newer than the rest of its cloud
 READ_ON = "2026-11-21"
-SOURCE = "bundled with broker"
+SOURCE = "shipped with broker"
 
 
 def main(arguments: list[str]) -> int:

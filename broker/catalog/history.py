@@ -41,7 +41,9 @@ def remember_changes(cache: Path, offers: Sequence[Offer], known: Sequence[Offer
     A history that cannot be written must not prevent a refresh: then nothing is recorded.
     """
     before = {_name_place(each): each for each in known}
-    changed = [each for each in offers if (old := before.get(_name_place(each))) is None or _pair(old) != _pair(each)]
+    changed = [
+        offer for offer in offers if (old := before.get(_name_place(offer))) is None or _pair(old) != _pair(offer)
+    ]
     olds = [before[place] for each in changed if (place := _name_place(each)) in before]
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,7 +98,7 @@ def _add_first(database: sqlite3.Connection, offers: Iterable[Offer]) -> None:
 def _add(database: sqlite3.Connection, offers: Iterable[Offer], day: str) -> None:
     database.executemany(
         "INSERT OR REPLACE INTO changes VALUES (?,?,?,?,?,?,?)",
-        [(each.cloud, each.instance_type, each.region, each.zone or "", day, *_pair(each)) for each in offers],
+        [(offer.cloud, offer.instance_type, offer.region, offer.zone or "", day, *_pair(offer)) for offer in offers],
     )
 
 

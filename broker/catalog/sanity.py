@@ -49,8 +49,8 @@ def _measure_ratio(offers: Sequence[Offer], known: Sequence[Offer], field: str) 
         if usd := getattr(each, field):
             old.setdefault((each.instance_type, each.region), usd)
     ratios = [
-        getattr(each, field) / before
-        for each in offers
-        if getattr(each, field) and (before := old.get((each.instance_type, each.region)))
+        getattr(offer, field) / before
+        for offer in offers
+        if getattr(offer, field) and (before := old.get((offer.instance_type, offer.region)))
     ]
     return statistics.median(ratios) if ratios else None

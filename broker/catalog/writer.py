@@ -76,7 +76,7 @@ class BookWriter:
         if not found:
             return round(nominal * min(1.0, offer.accelerator_count), 3)
         shares = (found, found / max(1.0, offer.accelerator_count))
-        return nominal if any(abs(each - nominal) <= NOMINAL_SHARE * nominal for each in shares) else found
+        return nominal if any(abs(share - nominal) <= NOMINAL_SHARE * nominal for share in shares) else found
 
     def _number_text(self, text: str) -> int:
         if text not in self._texts:

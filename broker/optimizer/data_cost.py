@@ -51,7 +51,7 @@ def price_data(task: Task, cloud: str, region: str, table: EgressTable) -> DataC
     size = task.checkpoint.size_gib
     return DataCost(
         start_usd=sum(_price_input(each, cloud, table) for each in task.inputs),
-        finish_usd=sum(each.size_gib * leaving for each in task.outputs if find_bucket_cloud(each.url) != cloud),
+        finish_usd=sum(output.size_gib * leaving for output in task.outputs if find_bucket_cloud(output.url) != cloud),
         checkpoint_usd=size * leaving if is_far else 0.0,
         restore_usd=size * _price_leaving(bucket, table) if is_far else 0.0,
         storage_usd_hour=size * GB_PER_GIB * CHECKPOINTS_KEPT * STORAGE_USD_GB_MONTH / HOURS_A_MONTH,

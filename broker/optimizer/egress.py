@@ -38,7 +38,7 @@ class EgressTable:
 
     @classmethod
     def from_prices(cls, prices: Iterable[EgressPrice]) -> EgressTable:
-        return cls(rows={(each.cloud, each.from_region, each.target): each.usd_per_gb for each in prices})
+        return cls(rows={(price.cloud, price.from_region, price.target): price.usd_per_gb for price in prices})
 
     def find(self, cloud: str, region: str) -> LeavingPrice:
         """Return the price of leaving a region. An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing

@@ -47,7 +47,7 @@ def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> N
     `make_plan` is called with changed tasks, on the widest set of offers.
     """
     goal, changes = task.goal, list(_list_relaxations(task))
-    hints = sorted(_try_all([(each,) for each in changes], task, make_plan))
+    hints = sorted(_try_all([(change,) for change in changes], task, make_plan))
     if not hints:
         if goal and goal.deadline_hours is not None:
             changes.append(Relaxation(words="extend `deadline`", change=_set_goal(deadline_hours=None)))

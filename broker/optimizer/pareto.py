@@ -24,10 +24,10 @@ def find_frontier(estimates: Iterable[Estimate]) -> list[Estimate]:
 def list_timed(estimates: Iterable[Estimate]) -> list[Estimate]:
     """List estimates with finite hours and dollars."""
     return [
-        each
-        for each in estimates
-        if each.expected_usd is not None
-        and each.expected_hours is not None
-        and math.isfinite(each.expected_usd)
-        and math.isfinite(each.expected_hours)
+        estimate
+        for estimate in estimates
+        if estimate.expected_usd is not None
+        and estimate.expected_hours is not None
+        and math.isfinite(estimate.expected_usd)
+        and math.isfinite(estimate.expected_hours)
     ]

@@ -38,7 +38,7 @@ def make_plan(
         candidates, rejected = _plan_alternative(task, resources, index.pick(resources), rater, usable_clouds, avoid)
         rejections += [each for each in rejected if each not in rejections]
         if len(task.resources) > 1:
-            candidates = [each for each in candidates if IDENTITY(each) not in seen]
+            candidates = [candidate for candidate in candidates if IDENTITY(candidate) not in seen]
             seen.update(map(IDENTITY, candidates))
         ranked += candidates
     if not ranked:
@@ -72,15 +72,15 @@ def _plan_alternative(
         kept = reached
     candidates = rater.rate(resources, kept)
     if kept and not candidates:
-        pricing = " or ".join("spot" if each else "on-demand" for each in list_pricing_models(task, resources))
+        pricing = " or ".join("spot" if model else "on-demand" for model in list_pricing_models(task, resources))
         rejections.append(Rejection(filter=f"no {pricing} price", count=len(kept), nearest=kept[0].instance_type))
     candidates.sort(key=RANK)
 
     def keep(name: str, test: Callable[[RankedOffer], bool], show: Show) -> None:
         nonlocal candidates
-        passed = [each for each in candidates if test(each)]
+        passed = [candidate for candidate in candidates if test(candidate)]
         if len(passed) < len(candidates):
-            nearest = next(each for each in candidates if not test(each))
+            nearest = next(candidate for candidate in candidates if not test(candidate))
             rejections.append(
                 Rejection(filter=name, count=len(candidates) - len(passed), nearest=show(nearest) or None)
             )

@@ -72,7 +72,7 @@ class Infra(Scalar):
         )
 
     def describe(self) -> Schema:
-        others = any_case([each for each in CLOUDS if each not in WITH_CONTEXTS])
+        others = any_case([cloud for cloud in CLOUDS if cloud not in WITH_CONTEXTS])
         part = r"/(?!-)[^/\s\x00-\x1f\x7f]{1,253}"
         context = r"/(?!-)(?=[^\s]{1,253}/?\s*$)[^/\s\x00-\x1f\x7f]+(?:/[^/\s\x00-\x1f\x7f]+)*"
         pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{context})?/?"

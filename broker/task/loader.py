@@ -64,7 +64,7 @@ def load_tasks_text(
         raise TaskError(sorted(reader.issues, key=lambda issue: (issue.line, issue.column)))
     if header and len(tasks) == 1:
         return (replace(tasks[0], name=tasks[0].name or header.get("name")),)
-    return tuple(replace(each, pipeline=header.get("name")) for each in tasks) if header else tasks
+    return tuple(replace(task, pipeline=header.get("name")) for task in tasks) if header else tasks
 
 
 def _read_document(

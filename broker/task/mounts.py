@@ -93,7 +93,7 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:
     """Return whether it is a supported bucket: an existing one, or one by name, created if missing, with uploads from
     `source`."""
-    if any("://" in each for each in sources):
+    if any("://" in source for source in sources):
         return len(sources) == 1 and sources[0].startswith(SERVED_SCHEMES)
     return bool(name) and (store or "").lower() in SERVED_STORES
 

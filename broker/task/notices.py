@@ -12,15 +12,15 @@ def refuse_blocking(notices: Sequence[Notice]) -> None:
     """Raise TaskError with every notice that prevents a launch."""
     issues = [
         Issue(
-            file=each.origin.file,
-            line=each.origin.line,
-            column=each.origin.column,
-            message=each.message,
-            hint=each.hint,
-            source_line=each.source_line,
+            file=notice.origin.file,
+            line=notice.origin.line,
+            column=notice.origin.column,
+            message=notice.message,
+            hint=notice.hint,
+            source_line=notice.source_line,
         )
-        for each in notices
-        if each.blocks_launch
+        for notice in notices
+        if notice.blocks_launch
     ]
     if issues:
         raise TaskError(issues)

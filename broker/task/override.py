@@ -51,7 +51,7 @@ def override_resources(
             if (merged := replace(each, **changes)) not in resources:
                 resources.append(merged)
     replaced = {*given, "cloud"} if "infra" in given else {*given, "infra"} if "cloud" in given else set(given)
-    kept = tuple(each for each in task.notices if each.field not in replaced)
+    kept = tuple(notice for notice in task.notices if notice.field not in replaced)
     return replace(
         task,
         resources=tuple(resources),

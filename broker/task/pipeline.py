@@ -19,7 +19,7 @@ Document = tuple[Section, Task]  # a task with the section that it was read from
 
 def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section | None, list[Marked]]:
     """Return the header, if the first of several documents has only a header's fields, and the tasks."""
-    found = [each for each in documents if each.value is not None]
+    found = [document for document in documents if document.value is not None]
     if len(found) > TASKS_MAX + 1:
         reader.fault(
             found[TASKS_MAX + 1], f"the file contains more than {TASKS_MAX:,} tasks", "split it into several files"
@@ -108,7 +108,7 @@ def _list_needs(section: Section) -> dict[str, tuple[Marked, Any]]:
 
 
 def _measure_outputs(task: Task) -> float:
-    return sum(each.size_gib for each in task.outputs)
+    return sum(output.size_gib for output in task.outputs)
 
 
 def _find_circle(edges: Mapping[str, Sequence[str]]) -> list[str] | None:

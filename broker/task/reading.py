@@ -27,7 +27,7 @@ class Reader:
 
     def hide(self, texts: Iterable[str]) -> None:
         """Replace these secrets by `***` in lines shown with later issues and notices."""
-        self._hidden += sorted((each for each in texts if len(each) >= _SECRET_MIN), key=len, reverse=True)
+        self._hidden += sorted((text for text in texts if len(text) >= _SECRET_MIN), key=len, reverse=True)
 
     def find_origin(self, marked: Marked) -> Origin:
         return Origin(file=self.file, line=marked.line, column=marked.column)

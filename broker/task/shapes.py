@@ -280,13 +280,13 @@ class Either(Shape):
 
     def __init__(self, *, shapes: Sequence[Shape]) -> None:
         self.shapes = shapes
-        self.expected = " or ".join(dict.fromkeys(each.expected for each in shapes))
+        self.expected = " or ".join(dict.fromkeys(shape.expected for shape in shapes))
 
     def admits_kind(self, value: Any) -> bool:
-        return any(each.admits_kind(value) for each in self.shapes)
+        return any(shape.admits_kind(value) for shape in self.shapes)
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
-        fitting = [each for each in self.shapes if each.admits_kind(marked.value)]
+        fitting = [shape for shape in self.shapes if shape.admits_kind(marked.value)]
         for each in fitting:
             if isinstance(each, Scalar) and each.parse(marked) is not None:
                 return each.parse(marked)
@@ -296,7 +296,7 @@ class Either(Shape):
         return None
 
     def describe(self) -> Schema:
-        return {"anyOf": [each.describe() for each in self.shapes]}
+        return {"anyOf": [shape.describe() for shape in self.shapes]}
 
 
 def allow_null(schema: Schema) -> Schema:

@@ -208,7 +208,7 @@ class _Composer:
 
     def _list_merged(self, value: Marked, mark: Any) -> list[Marked]:
         sources = value.value if isinstance(value.value, list) else [value]
-        if not all(isinstance(each.value, dict) for each in sources):
+        if not all(isinstance(source.value, dict) for source in sources):
             raise ComposeError(
                 mark, "`<<` must refer to a mapping or a list of mappings", "for example `<<: *defaults`"
             )

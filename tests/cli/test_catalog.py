@@ -142,7 +142,7 @@ def test_a_failed_cloud_keeps_its_prices_and_the_command_reports_it(market: Mark
     market.mirror.pages["/azure"] = (200, "<html>down for maintenance</html>")
     done = market.shell.run("catalog", "update", "--cloud", "azure", "--cloud", "lambda", code=1)
     assert "lambda: 391 offers from skypilot" in done.stdout
-    assert "azure: not updated: " in done.stdout and "other than JSON" in done.stdout
+    assert "azure: not updated: " in done.stdout and "is not JSON" in done.stdout
     assert "error: could not update 1 of 2 clouds" in done.stderr
     info = market.info()
     assert (info["azure"]["source"], info["azure"]["offers"]) == ("shipped with broker", 31_742)

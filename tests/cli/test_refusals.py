@@ -75,7 +75,7 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
 @pytest.mark.parametrize(
     ("code", "status", "hint"),
     [
-        ("UnauthorizedOperation", 403, "`broker check --policy aws` prints the permissions that are needed."),
+        ("UnauthorizedOperation", 403, "`broker check --policy aws` prints the required permissions."),
         ("ExpiredToken", 400, "Log in with `aws configure` or `aws sso login`, then run `broker check`."),
     ],
 )

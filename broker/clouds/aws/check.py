@@ -191,7 +191,7 @@ async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[CheckR
 
 
 def _judge_quota(name: str, limits: Sequence[Quota], missing: Quota) -> CheckResult:
-    some = [each for each in limits if each.vcpus]
+    some = [limit for limit in limits if limit.vcpus]
     note = ", ".join(f"{each.region} {each.vcpus:g} vCPUs" for each in some[:NAMED_MAX])
     worst = limits[-1] if limits else missing
     return CheckResult(

@@ -177,7 +177,7 @@ def describe_fleet(request: NodeRequest, template: str, overrides: Sequence[Mapp
     """Describe the fleet: all nodes of one type in one zone, or none. EC2 reference, `MinTargetCapacity`."""
     placement = request.placement
     whole = {"SingleInstanceType": True, "SingleAvailabilityZone": True, "MinTargetCapacity": placement.node_count}
-    is_ranked = any("Priority" in each for each in overrides)
+    is_ranked = any("Priority" in override for override in overrides)
     options: dict[str, Any]
     if placement.is_spot:
         strategy = "capacity-optimized-prioritized" if is_ranked else "price-capacity-optimized"
@@ -191,7 +191,7 @@ def describe_fleet(request: NodeRequest, template: str, overrides: Sequence[Mapp
         "LaunchTemplateConfigs": [
             {
                 "LaunchTemplateSpecification": {"LaunchTemplateName": template, "Version": "1"},
-                "Overrides": [dict(each) for each in overrides],
+                "Overrides": [dict(override) for override in overrides],
             }
         ],
         "TargetCapacitySpecification": {

@@ -197,8 +197,8 @@ def read_operation_error(operation: Any) -> CloudError | None:
     """Read the error of an operation that is DONE; a capacity error takes precedence over the errors that follow from
     it."""
     found = [
-        make_error(each.code, each.message or each.code, hints=_find_quota_hint(each))
-        for each in operation.error.errors
+        make_error(error.code, error.message or error.code, hints=_find_quota_hint(error))
+        for error in operation.error.errors
     ]
     if not found:
         status = operation.http_error_status_code
@@ -208,8 +208,8 @@ def read_operation_error(operation: Any) -> CloudError | None:
 
 def _find_quota_hint(error: Any) -> tuple[str, ...]:
     """Name the quota that was exceeded, which Google reports even where it cannot be queried."""
-    for each in error.error_details:
-        quota = each.quota_info
+    for detail in error.error_details:
+        quota = detail.quota_info
         if quota.limit_name or quota.metric_name:
             place = ", ".join(f"{key} {value}" for key, value in sorted(quota.dimensions.items()))
             name = quota.limit_name or quota.metric_name

@@ -86,7 +86,7 @@ def list_all(clients: Clients, owner: str) -> tuple[list[Node], frozenset[str]]:
         for scope, scoped in page.items.items():
             if scoped.warning.code == UNREACHABLE:
                 unseen.add(scope)
-            nodes = (read_node(each) for each in scoped.instances)
+            nodes = (read_node(instance) for instance in scoped.instances)
             found += [node for node in nodes if node is not None and node.owner == owner]
     return found, frozenset(scope.rpartition("/")[2] for scope in unseen)
 

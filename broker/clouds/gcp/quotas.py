@@ -85,13 +85,13 @@ def _cpu_metric(offer: Offer) -> str:
 
 def read_quotas(clients: Clients, region: str) -> Mapping[str, Quota]:
     found = clients.get("Regions").get(project=clients.login.project, region=region, timeout=TIMEOUT_S)
-    return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
+    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in found.quotas}
 
 
 def read_project_quotas(clients: Clients) -> Mapping[str, Quota]:
     """Read the quotas of all regions together."""
     found = clients.get("Projects").get(project=clients.login.project, timeout=TIMEOUT_S)
-    return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
+    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in found.quotas}
 
 
 def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
@@ -106,7 +106,7 @@ def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
 def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, project: str, region: str = "") -> None:
     """Raise QuotaError with the figures if none of the applicable quotas suffices."""
     for need in needs:
-        known = [quotas[each] for each in need.metrics if each in quotas]
+        known = [quotas[metric] for metric in need.metrics if metric in quotas]
         if not known or any(quota.left >= need.amount for quota in known):
             continue
         best = max(known, key=lambda quota: quota.left)

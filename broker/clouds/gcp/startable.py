@@ -36,7 +36,7 @@ def _read_all_quotas(clients: Clients) -> Mapping[str, Quotas]:
     found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
     return {
         region.name: {
-            each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in region.quotas
+            quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in region.quotas
         }
         for region in found
     }

@@ -158,7 +158,7 @@ class SkyCloud:
             self._state_file.note([gang], now_s=self._clock.now_s())
             gang = replace(gang, request_id=await self._engine.launch(gang.name, gang.task))
         elif not gang.request_id:
-            request_id = next((each.id for each in look.requests if each.cluster == gang.name), "")
+            request_id = next((request.id for request in look.requests if request.cluster == gang.name), "")
             gang = replace(gang, request_id=request_id)
         self._state_file.note([gang], now_s=self._clock.now_s())
         return gang
@@ -209,8 +209,8 @@ class SkyCloud:
     def _adopt_strangers(self, owner: str, look: Look) -> dict[str, SkyGang]:
         """Adopt clusters that are ours by name but not recorded: the state folder was lost, or a command died
         mid-call."""
-        names = {each.name for each in look.clusters}
-        names |= {each.cluster for each in look.requests if look.is_launching(each.cluster)}
+        names = {cluster.name for cluster in look.clusters}
+        names |= {request.cluster for request in look.requests if look.is_launching(request.cluster)}
         ours = [name for name in names if (found := NAME.fullmatch(name)) and found["cloud"] == self.name]
         adopted = [adopt(name, owner, look.find(name)) for name in ours]
         return {gang.name: gang for gang in adopted if gang is not None}

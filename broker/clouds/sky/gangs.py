@@ -83,14 +83,16 @@ class Look:
     requests: Sequence[Request] = ()
 
     def find(self, name: str) -> Seen | None:
-        return next((each for each in self.clusters if each.name == name), None)
+        return next((cluster for cluster in self.clusters if cluster.name == name), None)
 
     def is_launching(self, name: str) -> bool:
-        return any(each.cluster == name and each.verb in LAUNCHES and each.status in LIVE for each in self.requests)
+        return any(
+            request.cluster == name and request.verb in LAUNCHES and request.status in LIVE for request in self.requests
+        )
 
     def read_status(self, request_id: str) -> str:
         """Return the request's status; empty if the server does not know it."""
-        return next((each.status for each in self.requests if each.id == request_id), "")
+        return next((request.status for request in self.requests if request.id == request_id), "")
 
 
 def make_prefix(owner: str) -> str:
