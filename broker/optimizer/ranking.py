@@ -28,6 +28,7 @@ class RankedOffer(NamedTuple):
     forecast: RunForecast | None
     data: DataCost
     hazard: float
+    alternative: int = 0  # of the task: the first one that the offer fits
 
 
 RANK = itemgetter(slice(0, 7))
