@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.clouds.gcp.faults import BusyError, ExistsError, MissingError, translate
+from broker.clouds.gcp.errors import BusyError, ExistsError, NotFoundError, translate
 from broker.clouds.gcp.machine import make_gang, make_instance
 from broker.clouds.gcp.names import (
     STOP_LABEL,
@@ -136,7 +136,7 @@ def delete(clients: Clients, where: NodeId) -> None:
             project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
         )
     except Exception as error:
-        if not isinstance(as_cloud_error(error), MissingError):
+        if not isinstance(as_cloud_error(error), NotFoundError):
             raise
 
 
