@@ -35,7 +35,7 @@ LONGEST = (
     "tests/cli/test_managed.py",
     "tests/simulation/test_scenes.py",
     "tests/simulation/test_commands.py",
-    "tests/optimizer/test_trainer_memory.py",
+    "tests/advisor/test_trainer_memory.py",
     "tests/runtime/test_container.py",
     "tests/cli/test_life.py",
     "tests/cli/test_rehearse.py",

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_hours
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.errors import UsageError
+from broker.formatting import format_hours, to_plain
 
 if TYPE_CHECKING:
-    from broker.optimizer.advise import Advice, Option, Wish
-    from broker.optimizer.layout import Training
+    from broker.advisor.advise import Advice, Option, Wish
+    from broker.advisor.layout import Training
     from broker.optimizer.model_shape import ModelShape
     from broker.types import Offer
 
@@ -78,9 +80,9 @@ def advise(
 
     Nothing is started.
     """
-    from broker.optimizer.advise import Wish, make_advice
-    from broker.optimizer.advise_task import write_task
-    from broker.optimizer.layout import Training
+    from broker.advisor.advise import Wish, make_advice
+    from broker.advisor.layout import Training
+    from broker.advisor.task_file import write_task
 
     if not tokens:
         raise UsageError(
@@ -97,7 +99,7 @@ def advise(
         shape=shape, tokens=read_amount(tokens, "--tokens"), sequence=seq, dtype=dtype,
         batch=round_batch(step_tokens / seq), trainer=trainer or ("megatron" if shape.idle_parameters else "bundled"),
     )  # fmt: skip
-    context = Context()
+    context = make_context()
     wish = Wish(
         training=training,
         gpus=tuple(context.book.resolve_accelerator(each.strip()) for each in (gpus or "").split(",") if each.strip()),
@@ -228,7 +230,7 @@ def round_batch(sequences: float) -> int:
 
 def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
     """Find the catalog's offers of suitable GPUs."""
-    from broker.optimizer.advise import can_train
+    from broker.advisor.advise import can_train
     from broker.task.override import override_resources
     from broker.types import Resources, Task
 
@@ -239,7 +241,7 @@ def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
 
 def show_advice(wish: Wish, advice: Advice, top: int) -> None:
     """Print the training run, the table of options, and faster ones."""
-    from broker.optimizer.amounts import show_amount
+    from broker.advisor.amounts import show_amount
 
     training, shape = wish.training, wish.training.shape
     active = f", {show_amount(shape.active_parameters)} of them active" if shape.idle_parameters else ""
@@ -268,8 +270,8 @@ def show_advice(wish: Wish, advice: Advice, top: int) -> None:
 
 def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
     """Note the limits of the table: the trainer's layouts, the batch, and spot capacity in one zone."""
-    from broker.optimizer.advise import SPOT_GANG_GPUS, find_better_batch, find_field_speedup
-    from broker.optimizer.amounts import show_amount
+    from broker.advisor.advise import SPOT_GANG_GPUS, find_better_batch, find_field_speedup
+    from broker.advisor.amounts import show_amount
 
     if wish.training.trainer == "megatron":
         print_note(
@@ -304,7 +306,7 @@ def _print_options(found: tuple[Option, ...]) -> None:
             layout.strategy + ("*" if layout.recompute == "full" else ""),
             f"~{layout.memory.total / 2**30:.0f}", f"~{layout.mfu:.0%}",
             f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}",
-            "spot" if placement.is_spot else "od", f"~{show_hours(each.hours)}", f"~{each.usd:,.0f}",
+            "spot" if placement.is_spot else "od", f"~{format_hours(each.hours)}", f"~{each.usd:,.0f}",
         ])  # fmt: skip
     columns = ["#", "GPUS", "STRATEGY", "GiB", "MFU", "PLACE", "", "TIME", "USD"]
     numbers = ("#", "GiB", "MFU", "TIME", "USD")
@@ -315,7 +317,7 @@ def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str
     """Return the advice, JSON-ready: memory in bytes, times in hours, and in seconds per step."""
     training: Training = wish.training
     return {
-        "training": {**plain(training), "parameters": training.shape.parameters, "steps": training.steps},
+        "training": {**to_plain(training), "parameters": training.shape.parameters, "steps": training.steps},
         "prices_as_of": advice.prices_as_of,
         "options": [describe_option(each) for each in advice.options[:top]],
         "faster": [describe_option(each) for each in advice.faster],
@@ -331,14 +333,14 @@ def describe_option(option: Option) -> dict[str, object]:
         "accelerator_count": layout.hardware.accelerators,
         "num_nodes": layout.node_count,
         "strategy": layout.strategy,
-        "sharding": plain(layout.sharding),
+        "sharding": to_plain(layout.sharding),
         "micro_batch": layout.micro_batch,
         "recompute": layout.recompute,
-        "memory": {**plain(layout.memory), "total": layout.memory.total},
-        "step": {**plain(layout.step), "total_s": layout.step.total_s},
+        "memory": {**to_plain(layout.memory), "total": layout.memory.total},
+        "step": {**to_plain(layout.step), "total_s": layout.step.total_s},
         "mfu": layout.mfu,
         "work_hours": option.work_hours,
         "expected_hours": option.hours,
         "expected_usd": option.usd,
-        "estimate": plain(option.estimate),
+        "estimate": to_plain(option.estimate),
     }

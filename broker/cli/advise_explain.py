@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from broker.cli.render import print_line, show_duration, show_hours
-from broker.optimizer.advise import OVERHEAD, Option
-from broker.optimizer.layout import Training, list_activations
+from broker.advisor.advise import OVERHEAD, Option
+from broker.advisor.layout import Training, list_activations
+from broker.cli.render import print_line
+from broker.formatting import format_duration, format_hours
 from broker.optimizer.memory_model import usable_bytes
 from broker.optimizer.roofline import PRODUCT_EFFICIENCY, PRODUCT_EFFICIENCY_ELSE
 
@@ -72,10 +73,10 @@ def _show_time(training: Training, option: Option) -> None:
     tokens = training.batch * training.sequence / step.total_s
     print_line(f"  {tokens:,.0f} tokens/s, MFU {option.layout.mfu:.0%}")
     print_line("\nTime for the whole run")
-    print_line(f"  {training.steps:,.0f} steps                {show_hours(option.work_hours / OVERHEAD)}")
-    print_line(f"  x {OVERHEAD:g}, evaluation and stalls  {show_hours(option.work_hours)}")
-    print_line(f"  {estimate.expected_preemptions or 0:.1f} preemptions expected    {show_hours(option.hours)}")
+    print_line(f"  {training.steps:,.0f} steps                {format_hours(option.work_hours / OVERHEAD)}")
+    print_line(f"  x {OVERHEAD:g}, evaluation and stalls  {format_hours(option.work_hours)}")
+    print_line(f"  {estimate.expected_preemptions or 0:.1f} preemptions expected    {format_hours(option.hours)}")
     if estimate.checkpoint_every_s:
-        print_line(f"  a checkpoint every {show_duration(estimate.checkpoint_every_s)}")
+        print_line(f"  a checkpoint every {format_duration(estimate.checkpoint_every_s)}")
     if estimate.deadline_chance is not None:
         print_line(f"  deadline chance {estimate.deadline_chance:.3f}")

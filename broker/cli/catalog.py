@@ -13,10 +13,11 @@ import typer
 
 from broker.api import find_cache
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, print_note, print_table
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.cli.terminal import Bar, is_drawing, show_wait
 from broker.errors import SourceError, UsageError
+from broker.formatting import to_plain
 
 if TYPE_CHECKING:
     from broker.catalog.sources.base import Get
@@ -36,15 +37,15 @@ URL_VARIABLE = "BROKER_PRICES_URL_"  # with the source's name in capitals: anoth
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
     """Show the number, age and source of each cloud's offers."""
-    from broker.catalog.age import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
+    from broker.catalog.staleness import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
 
-    context = Context()
+    context = make_context()
     book, now_s = context.book, context.clock.now_s()
     counts, estimated = book.count_offers(), book.count_estimated()
     rows = []
     for cloud, count in counts.items():
         known = {"cloud": cloud, "offers": count, "estimated": estimated.get(cloud, 0)}
-        rows.append({**known, "source": book.get_facts(cloud).source, **plain(book.describe_age(cloud, now_s))})
+        rows.append({**known, "source": book.get_facts(cloud).source, **to_plain(book.describe_age(cloud, now_s))})
     if as_json:
         print_json(rows)
         return
@@ -79,11 +80,11 @@ def update(
 
     A cloud without a plausible answer keeps its prices; the exit code is then 1.
     """
-    from broker.catalog.fetching import HttpGet
+    from broker.catalog.http_client import HttpGet
     from broker.catalog.refresh import load_sources, refresh_book
     from broker.catalog.sources import SOURCES
 
-    context = Context()
+    context = make_context()
     if source is not None and source not in SOURCES:
         raise UsageError(f"unknown price source `{source}`", hints=[f"known sources: {', '.join(SOURCES)}"])
     urls = {name: url for name in SOURCES if (url := os.getenv(f"{URL_VARIABLE}{name.upper()}"))}
@@ -102,7 +103,7 @@ def update(
             on_cloud=lambda name, where: print_note(f"{name}: querying {where} ..."),
         )
     if as_json:
-        print_json(plain(list(reports)))
+        print_json(to_plain(list(reports)))
     else:
         for each in reports:
             if each.error is None:
@@ -139,7 +140,7 @@ def import_(
     """Import a SkyPilot catalog (versions 5 to 8)."""
     from broker.catalog.importing import import_catalog
 
-    context = Context()
+    context = make_context()
     report = import_catalog(
         find_cache(), context.book, folder, now_s=context.clock.now_s(), is_alone=only,
         on_cloud=lambda name: print_note(f"{name}: reading ..."),
@@ -158,9 +159,9 @@ def import_(
 @app.command()
 def reset() -> None:
     """Reset to the prices that ship with broker."""
-    from broker.catalog.opening import name_live_book
+    from broker.catalog.bundle import locate_live_book
 
-    live = name_live_book(find_cache())
+    live = locate_live_book(find_cache())
     if live.exists():
         live.unlink()
         print_line("Reset to the shipped prices")

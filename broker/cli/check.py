@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.findings import CanGlance, InspectsTypes
@@ -21,7 +22,7 @@ from broker.errors import AuthError, CloudError, UsageError
 from broker.task.reading import suggest
 
 if TYPE_CHECKING:
-    from broker.clouds.findings import Finding, Inspector
+    from broker.clouds.findings import CheckResult, Inspector
 
 EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
 LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
@@ -66,7 +67,7 @@ def check(
 
     With a cloud: exit code 5 where a required check fails.
     """
-    context = Context()
+    context = make_context()
     if live:
         from broker.cli.check_live import check_live
 
@@ -177,7 +178,7 @@ def _name_ways(ways: Sequence[str]) -> str:
     return "no" if not ways else ways[0] if len(ways) == 1 else "yes"
 
 
-def _show_finding(finding: Finding) -> None:
+def _show_finding(finding: CheckResult) -> None:
     """Print a finding; the command stays on one line, to be copied."""
     word = "ok" if finding.is_ok else "wrong" if finding.is_needed else "none"
     print_wrapped(f"{word:5}  {finding.name}: {finding.note}", indent=7)

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
-from broker.cli.context import Context
 from broker.cli.launch import tell_what_is_left
-from broker.cli.render import print_json, print_line, print_note, print_wrapped, show_duration, show_usd
+from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.clouds.base import CanObserve, Cloud
 from broker.clouds.tape import Scrubber, Tape
 from broker.errors import CloudError, NoOfferError, UsageError
+from broker.formatting import format_duration, format_usd
 from broker.jobs.checkpoints import BUCKET_SCHEMES
 from broker.provision.trial import MARK, PROGRAM, Step, StepOutcome, Trial, choose_places
 from broker.types import Plan
 
 PLACES = 3  # the cheapest ones: spot may be unavailable in one zone
 HOURS = 0.25  # upper estimate of a trial's duration, for the price shown
-SPEND_USD = 1.0
 OWNER = "0123456789ab"  # replaces the installation's id in recordings
 
 
@@ -104,11 +104,11 @@ def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
     likely_usd = usd_hour * HOURS
     if likely_usd > spend_usd_max:
         raise UsageError(
-            f"15 minutes of {offer.instance_type} cost {show_usd(likely_usd)} USD, the limit is {spend_usd_max:.2f}",
+            f"15 minutes of {offer.instance_type} cost {format_usd(likely_usd)} USD, the limit is {spend_usd_max:.2f}",
             hints=[f"raise the limit: `--spend {likely_usd:.2f}`"],
         )
     print_note(
-        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {show_usd(usd_hour)} USD/h for a\n"
+        f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {format_usd(usd_hour)} USD/h for a\n"
         f"few minutes, terminated at {spend_usd_max:.2f} USD; clouds bill at least a minute, plus disks"
     )
     if offer.cloud != "local" and not yes:
@@ -137,7 +137,7 @@ def _find_private(cloud: Cloud) -> dict[str, str]:
 
 
 def _show(step: Step) -> None:
-    took = f" ({show_duration(step.took_s)}, {step.spent_usd:.4f} USD so far)" if step.took_s >= 1 else ""
+    took = f" ({format_duration(step.took_s)}, {step.spent_usd:.4f} USD so far)" if step.took_s >= 1 else ""
     print_wrapped(f"{step.outcome.value:8}{step.name}: {step.note}{took}", indent=8)
     for hint in step.hints:
         print_wrapped(f"        {hint}", indent=8)

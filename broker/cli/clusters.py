@@ -7,23 +7,14 @@ from typing import Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
 from broker.cli.completion import complete_clusters
-from broker.cli.context import Context
-from broker.cli.refreshing import raise_unasked, refresh_clusters
-from broker.cli.render import (
-    clean,
-    note_damage,
-    plain,
-    print_json,
-    print_line,
-    print_note,
-    print_table,
-    show_count,
-    show_duration,
-    show_usd,
-)
+from broker.cli.context import make_context
+from broker.cli.render import note_damage, print_json, print_line, print_note, print_table
+from broker.cli.status_refresh import raise_failures, refresh_clusters
 from broker.errors import RunFailedError, UsageError
+from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
 from broker.types import Cluster, ClusterStatus, Run, RunStatus
 
 POLL_S = 0.3
@@ -63,13 +54,13 @@ async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_followi
         chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            print_line(clean(line.decode(errors="replace")))
+            print_line(strip_control(line.decode(errors="replace")))
         if not chunk and (report.status.is_terminal or not is_following):
             break
         if not chunk:
             await context.clock.sleep(POLL_S)
     if rest:
-        print_line(clean(rest.decode(errors="replace")))
+        print_line(strip_control(rest.decode(errors="replace")))
     if report.status.is_terminal:
         print_note(f"run {run_id} on `{cluster.name}` ended with status {report.status.value}")
         if report.status is not RunStatus.SUCCEEDED:
@@ -85,7 +76,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing until the run ends.")] = True,
 ) -> None:
     """Print the output of a run."""
-    context = Context()
+    context = make_context()
     found = find_up(context, cluster)
     wanted = run_id or context.store.newest_run_id(cluster)
     if not wanted:
@@ -101,10 +92,10 @@ def logs(
 
 def queue(cluster: ClusterName, as_json: options.AsJson = False) -> None:
     """List the runs of a cluster."""
-    context = Context()
+    context = make_context()
     runs = asyncio.run(context.gang.list_runs(find_up(context, cluster)))
     if as_json:
-        print_json(plain(list(runs)))
+        print_json(to_plain(list(runs)))
         return
     now_s = context.clock.now_s()
     rows = [
@@ -117,7 +108,7 @@ def queue(cluster: ClusterName, as_json: options.AsJson = False) -> None:
 
 def _show_time(run: Run, now_s: float) -> str:
     """Show the time since submission; a run that was submitted just now may not have recorded it."""
-    return show_duration((run.ended_s or now_s) - run.started_s) if run.started_s else "-"
+    return format_duration((run.ended_s or now_s) - run.started_s) if run.started_s else "-"
 
 
 def cancel(
@@ -126,7 +117,7 @@ def cancel(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live runs.")] = False,
 ) -> None:
     """Cancel runs on a cluster."""
-    context = Context()
+    context = make_context()
     found = find_up(context, cluster)
 
     async def end() -> list[int]:
@@ -154,7 +145,7 @@ def status(
 
     With --refresh: exit code 5 where a cloud could not be queried.
     """
-    context = Context()
+    context = make_context()
     known = context.store.list_clusters(on_damage=note_damage)
     clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
     now_s = context.clock.now_s()
@@ -164,13 +155,13 @@ def status(
     if as_json:
         print_json(
             {
-                "clusters": [{**plain(each), "spent_usd": spent[each.name]} for each in clusters],
+                "clusters": [{**to_plain(each), "spent_usd": spent[each.name]} for each in clusters],
                 "live_jobs": list(jobs),
                 "spent_usd": context.store.spend_usd(now_s=now_s),
                 "not_asked": {name: error.message for name, error in failures.items()},
             }
         )
-        raise_unasked(failures)
+        raise_failures(failures)
         return
     rows = []
     for each in clusters:
@@ -178,10 +169,10 @@ def status(
         lost = sum(1 for node in each.nodes if node.state == "TERMINATED")
         state = each.status.value + (f" ({lost} lost)" if lost else "")
         where = f"{offer.cloud} {offer.zone or offer.region}"
-        rate = "-" if each.status is ClusterStatus.STOPPED else show_usd(each.placement.usd_hour)
+        rate = "-" if each.status is ClusterStatus.STOPPED else format_usd(each.placement.usd_hour)
         rows.append(
             [each.name, state, f"{each.placement.node_count} x {offer.instance_type}", where,
-             show_duration(now_s - each.created_s), rate, show_usd(spent[each.name])]
+             format_duration(now_s - each.created_s), rate, format_usd(spent[each.name])]
         )  # fmt: skip
     if rows:
         columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]
@@ -189,6 +180,6 @@ def status(
     else:
         print_line("No clusters; start one with `broker launch TASK.yaml`")
     if jobs:
-        print_line(f"{show_count(len(jobs), 'managed job')} live; see `broker jobs queue`")
-    print_line(f"Total cost so far: {show_usd(context.store.spend_usd(now_s=now_s))} USD")
-    raise_unasked(failures)
+        print_line(f"{format_count(len(jobs), 'managed job')} live; see `broker jobs queue`")
+    print_line(f"Total cost so far: {format_usd(context.store.spend_usd(now_s=now_s))} USD")
+    raise_failures(failures)

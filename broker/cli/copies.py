@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.cli.context import Context
-from broker.cli.render import print_note, show_usd
+from broker.app.container import Context
+from broker.cli.render import print_note
 from broker.errors import AuthError, MissingPackageError, TransientError
+from broker.formatting import format_usd
 from broker.types import Plan
 
 
@@ -17,7 +18,7 @@ def note_copies(context: Context, plans: Sequence[Plan]) -> None:
     """
     if not any(plan.task.storage_mounts for plan in plans):
         return
-    from broker.optimizer.dag_egress import EgressTable
+    from broker.optimizer.egress import EgressTable
     from broker.storage.mounts import measure_mounts, plan_mounts, price_mounts
 
     table: EgressTable | None = None
@@ -32,5 +33,5 @@ def note_copies(context: Context, plans: Sequence[Plan]) -> None:
         placement = plan.choice.placement
         for price in price_mounts(sizes, cloud=placement.offer.cloud, node_count=placement.node_count, table=table):
             nodes = f" to {placement.node_count} nodes" if placement.node_count > 1 else ""
-            cost = f"{show_usd(price.usd)} USD at every start" if price.usd else "free within a cloud"
+            cost = f"{format_usd(price.usd)} USD at every start" if price.usd else "free within a cloud"
             print_note(f"copying `{price.url}`{nodes}: {price.gib:,.2f} GiB each, {cost}")

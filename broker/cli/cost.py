@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import note_damage, print_json, print_line, print_table, show_usd
+from broker.cli.context import make_context
+from broker.cli.render import note_damage, print_json, print_line, print_table
+from broker.formatting import format_usd
 
 if TYPE_CHECKING:
     from broker.state.store import Bill, Total
@@ -32,7 +33,7 @@ def cost(
     as_json: options.AsJson = False,
 ) -> None:
     """Show spending by job, cloud or day."""
-    context = Context()
+    context = make_context()
     store = context.store
     context.keep_jobs_going()
     names = {job.id: job.name for job in store.list_job_lines(on_damage=note_damage)} if by is By.JOB else {}
@@ -57,10 +58,10 @@ def cost(
 
     print_table(
         [by.value.upper(), "NODE HOURS", "USD"],
-        [[label(key), f"{hours:.2f}", show_usd(usd)] for key, (hours, usd) in sums.items()],
+        [[label(key), f"{hours:.2f}", format_usd(usd)] for key, (hours, usd) in sums.items()],
         right=("NODE HOURS", "USD"),
     )
-    print_line(f"Total: {show_usd(total_usd)} USD")
+    print_line(f"Total: {format_usd(total_usd)} USD")
     if pruned_before is not None:
         print_line(f"Jobs that ended before {pruned_before} are kept as totals only (`keep_days` in config.toml)")
 

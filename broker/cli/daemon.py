@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.jobs.daemon import run_daemon
 
 DESCRIPTORS = 65536
@@ -24,7 +24,7 @@ def daemon(
 ) -> None:
     """Run the managed jobs of a state folder."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    context = Context()
+    context = make_context()
     _allow_descriptors()
     os.chdir(context.config.home)  # the caller's folder may be deleted
     asyncio.run(

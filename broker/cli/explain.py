@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from broker.cli.plan_table import describe_choice, fold_zones, join_zones
-from broker.cli.render import print_line, print_wrapped, show_count, show_duration, show_hours, show_usd
+from broker.cli.render import print_line, print_wrapped
+from broker.formatting import format_count, format_duration, format_hours, format_usd
 from broker.optimizer.data_cost import list_assumptions, measure_restore_s
-from broker.optimizer.explain import Loser, list_losers, show_chance
+from broker.optimizer.explain import Rejected, list_losers, show_chance
 from broker.types import Breakdown, Estimate, Plan, Task
 
 LOSERS_MAX = 12
@@ -35,19 +36,19 @@ def _show_terms(plan: Plan) -> None:
             print_wrapped(f"  {name:<24}{text}", indent=26)
 
 
-def _say_loser(loser: Loser) -> str:
+def _say_loser(loser: Rejected) -> str:
     placement = loser.estimate.placement
     model = "spot" if placement.is_spot else "on-demand"
     more = f" (and {loser.others} more places)" if loser.others else ""
     where = f"{placement.offer.cloud} {placement.offer.instance_type} {model}"
-    return f"  {where} at {show_usd(placement.usd_hour)} USD/h{more}: {loser.reason}"
+    return f"  {where} at {format_usd(placement.usd_hour)} USD/h{more}: {loser.reason}"
 
 
 def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
     """List (name, value) of every term of E[T] and E[$], in the order of the sum."""
     placement, parts = estimate.placement, estimate.breakdown
-    nodes = show_count(placement.node_count, "node")
-    terms = [("price c", f"{show_usd(placement.usd_hour)} USD/h for {nodes}")]
+    nodes = format_count(placement.node_count, "node")
+    terms = [("price c", f"{format_usd(placement.usd_hour)} USD/h for {nodes}")]
     if placement.is_spot:
         terms.append(("hazard H", _say_hazard(estimate)))
     if parts is not None:
@@ -72,40 +73,40 @@ def _say_hazard(estimate: Estimate) -> str:
 
 def _list_hours(task: Task, estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
     spec = task.checkpoint
-    terms = [("work W", f"{show_hours(parts.work_hours)} without failures")]
+    terms = [("work W", f"{format_hours(parts.work_hours)} without failures")]
     if estimate.checkpoint_every_s:
         origin = "from the task" if spec.every_s else "Young/Daly"
-        terms.append(("interval tau", f"{show_duration(estimate.checkpoint_every_s)} ({origin})"))
-        terms.append(("checkpoint stalls", f"{show_hours(parts.stall_hours)}, {show_duration(spec.stall_s)} each"))
+        terms.append(("interval tau", f"{format_duration(estimate.checkpoint_every_s)} ({origin})"))
+        terms.append(("checkpoint stalls", f"{format_hours(parts.stall_hours)}, {format_duration(spec.stall_s)} each"))
     if estimate.placement.is_spot:
         restore_s = measure_restore_s(spec.size_gib)
-        restore = f" + {show_duration(restore_s)} restore" if restore_s else ""
-        billed = f"{show_duration(parts.recovery_billed_s)} billed"
+        restore = f" + {format_duration(restore_s)} restore" if restore_s else ""
+        billed = f"{format_duration(parts.recovery_billed_s)} billed"
         terms += [
             ("expected preemptions", f"{estimate.expected_preemptions or 0:.2f}"),
-            ("lost work", show_hours(parts.lost_hours)),
-            ("recovery R", f"{show_duration(spec.restart_s)} restart{restore}, {billed}"),
-            ("recovery time", show_hours(parts.recovery_hours)),
+            ("lost work", format_hours(parts.lost_hours)),
+            ("recovery R", f"{format_duration(spec.restart_s)} restart{restore}, {billed}"),
+            ("recovery time", format_hours(parts.recovery_hours)),
         ]
     if estimate.switch_after_hours is not None:
-        terms.append(("switch to on-demand", f"after preemptions cost {show_hours(estimate.switch_after_hours)}"))
+        terms.append(("switch to on-demand", f"after preemptions cost {format_hours(estimate.switch_after_hours)}"))
         terms.append(("switch chance", show_chance(parts.switch_chance or 0.0)))
-    return [*terms, ("expected time", show_hours(estimate.expected_hours))]
+    return [*terms, ("expected time", format_hours(estimate.expected_hours))]
 
 
 def _list_dollars(estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
     offer, nodes = estimate.placement.offer, estimate.placement.node_count
     billed = []
     if parts.spot_hours:
-        billed.append(f"{show_hours(parts.spot_hours)} at {show_usd((offer.spot_usd_hour or 0) * nodes)}")
+        billed.append(f"{format_hours(parts.spot_hours)} at {format_usd((offer.spot_usd_hour or 0) * nodes)}")
     if parts.ondemand_hours:
-        billed.append(f"{show_hours(parts.ondemand_hours)} at {show_usd((offer.ondemand_usd_hour or 0) * nodes)}")
-    terms = [("machines", f"{show_usd(parts.compute_usd)} USD: {' + '.join(billed)}")]
+        billed.append(f"{format_hours(parts.ondemand_hours)} at {format_usd((offer.ondemand_usd_hour or 0) * nodes)}")
+    terms = [("machines", f"{format_usd(parts.compute_usd)} USD: {' + '.join(billed)}")]
     if parts.egress_usd:
-        terms.append(("data transfer", f"{show_usd(parts.egress_usd)} USD"))
+        terms.append(("data transfer", f"{format_usd(parts.egress_usd)} USD"))
     if parts.storage_usd:
-        terms.append(("checkpoint storage", f"{show_usd(parts.storage_usd)} USD"))
-    return [*terms, ("expected cost", f"{show_usd(estimate.expected_usd)} USD")]
+        terms.append(("checkpoint storage", f"{format_usd(parts.storage_usd)} USD"))
+    return [*terms, ("expected cost", f"{format_usd(estimate.expected_usd)} USD")]
 
 
 def _show_assumptions(plan: Plan) -> None:

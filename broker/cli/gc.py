@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import note_damage, plain, print_json, print_line, print_note, show_count
+from broker.cli.context import make_context
+from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.cli.terminal import show_wait
 from broker.errors import CloudError
+from broker.formatting import format_count, to_plain
 
 
 def gc(
@@ -24,21 +26,21 @@ def gc(
 
     These are left by a crash, or by a termination that was interrupted.
     """
-    context = Context()
+    context = make_context()
     context.keep_jobs_going()
     clouds = ", ".join(context.clouds)
     with show_wait(f"searching {clouds} for nodes of this installation") as bar:
         adopted = [] if dry_run else asyncio.run(context.provisioner.adopt())
         nodes, names = asyncio.run(context.provisioner.find_lost())
         if not dry_run and (nodes or names):
-            bar.describe(f"terminating {show_count(len(nodes), 'node')} and {show_count(len(names), 'cluster')}")
+            bar.describe(f"terminating {format_count(len(nodes), 'node')} and {format_count(len(names), 'cluster')}")
         if not dry_run:
             asyncio.run(context.provisioner.collect())
     if not dry_run:
         _sweep_access(context)
     if as_json:
         print_json(
-            {"nodes": plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}
+            {"nodes": to_plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}
         )
         return
     verb = "would terminate" if dry_run else "terminated"
@@ -64,4 +66,4 @@ def _sweep_access(context: Context) -> None:
         print_note(f"could not delete bucket access accounts yet: {error.message}")
         return
     if count:
-        print_note(f"deleted {show_count(count, 'bucket access account')}")
+        print_note(f"deleted {format_count(count, 'bucket access account')}")

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.catalog.age import warn_of_dates
+from broker.app.container import Context
+from broker.catalog.staleness import warn_of_stale_dates
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, print_table, print_wrapped_note, show_usd
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_line, print_table, print_wrapped_note
 from broker.errors import UsageError
+from broker.formatting import format_usd, to_plain
 
 if TYPE_CHECKING:
     from broker.catalog.book import AcceleratorPrice
@@ -28,7 +30,7 @@ def gpus(
 ) -> None:
     """List accelerators with their lowest prices."""
     wanted, _, count = (name or "").partition(":")
-    context = Context()
+    context = make_context()
     book = context.book
     if cloud:
         book.check_cloud(cloud)
@@ -39,7 +41,7 @@ def gpus(
         prices = [each for each in prices if each.spot_usd_hour is not None]
         prices = sorted(prices, key=lambda each: (each.name, each.count, each.spot_usd_hour or 0.0))
     if as_json:
-        print_json(plain(list(prices)))
+        print_json(to_plain(list(prices)))
         return
     if not wanted:  # one row an accelerator: the cheapest single unit, or the smallest count offered
         smallest = {each.name: each.count for each in reversed(prices)}
@@ -48,7 +50,7 @@ def gpus(
             prices = list({each.name: each for each in reversed(prices)}.values())[::-1]
     rows = [
         [each.name, f"{each.count:g}", f"{each.memory_gib:g}", each.cloud, each.region,
-         show_usd(each.ondemand_usd_hour), show_usd(each.spot_usd_hour)]
+         format_usd(each.ondemand_usd_hour), format_usd(each.spot_usd_hour)]
         for each in prices
     ]  # fmt: skip
     if not rows:
@@ -73,7 +75,7 @@ def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
             dates.append((each.cloud, False, age.ondemand_as_of))
         if each.spot_usd_hour is not None:
             dates.append((each.cloud, True, age.spot_as_of))
-    if warning := warn_of_dates(dates, now_s):
+    if warning := warn_of_stale_dates(dates, now_s):
         print_wrapped_note(f"note: {warning}")
 
 

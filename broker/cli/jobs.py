@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import jobs_queue, jobs_show, options
 from broker.cli.completion import complete_jobs
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.jobs_show import JobName, find_job, follow_job
 from broker.cli.plan import show_plan
-from broker.cli.render import note_damage, print_json, print_line, print_note, show_count
+from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
+from broker.formatting import format_count
 from broker.types import JobStatus
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def launch(
 
     check_flag("--name", name, JOB_NAME)
     check_flag("--request-id", request_id, REQUEST_ID)
-    context = Context()
+    context = make_context()
     as_json = as_json or output is options.Format.JSON
     overrides = options.Overrides(
         workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
@@ -135,7 +137,7 @@ def cancel(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Cancel jobs and terminate their clusters."""
-    context = Context()
+    context = make_context()
     known = context.store.list_jobs(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     if not jobs and not everything:
@@ -164,7 +166,7 @@ def cancel(
         print_json(told)
     if missing:
         raise BrokerError(
-            f"could not find {show_count(len(missing), 'job')}", details=[each.message for each in missing],
+            f"could not find {format_count(len(missing), 'job')}", details=[each.message for each in missing],
             hints=missing[0].hints,
         )  # fmt: skip
 
@@ -185,7 +187,7 @@ def retry(
     from broker.types import Secret
 
     check_flag("--request-id", request_id, REQUEST_ID)
-    context = Context()
+    context = make_context()
     secrets = {name: Secret(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
     again = retry_job(
         context.store, find_job(context, job), secrets=secrets, request_id=request_id,
@@ -227,7 +229,7 @@ def wait(
 
     Exit code 1 when the job ends in another status, or at the timeout.
     """
-    context = Context()
+    context = make_context()
     try:
         wanted = JobStatus(state.upper())
     except ValueError:

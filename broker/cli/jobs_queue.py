@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options, terminal
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.jobs_show import describe
-from broker.cli.render import format_table, note_damage, print_json, print_line, show_duration, show_usd
+from broker.cli.render import format_table, note_damage, print_json, print_line
+from broker.formatting import format_duration, format_usd
 from broker.types import JobStatus
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def queue(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """List managed jobs, newest first."""
-    context = Context()
+    context = make_context()
     as_json = as_json or output is options.Format.JSON
     newest = None if everything else NEWEST
     if not watch:
@@ -105,9 +107,9 @@ def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float
 
 def _list_cells(line: JobLine, indent: str, usd: float, now_s: float) -> list[str]:
     step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
-    duration = show_duration((line.ended_s or now_s) - line.submitted_s)
+    duration = format_duration((line.ended_s or now_s) - line.submitted_s)
     recoveries = str(max(0, line.starts - 1))
-    return [str(line.id), indent + line.name, line.status.value, step, recoveries, duration, show_usd(usd)]
+    return [str(line.id), indent + line.name, line.status.value, step, recoveries, duration, format_usd(usd)]
 
 
 def _list_pipeline_cells(group: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[str]:
@@ -116,8 +118,8 @@ def _list_pipeline_cells(group: Sequence[JobLine], spent: Mapping[int, float], n
     return [
         "", group[0].pipeline, sum_up([line.status for line in group]).value, f"{done}/{len(group)} jobs",
         str(sum(max(0, line.starts - 1) for line in group)),
-        show_duration(ended_s - min(line.submitted_s for line in group)),
-        show_usd(sum(spent.get(line.id, 0.0) for line in group)),
+        format_duration(ended_s - min(line.submitted_s for line in group)),
+        format_usd(sum(spent.get(line.id, 0.0) for line in group)),
     ]  # fmt: skip
 
 

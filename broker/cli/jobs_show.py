@@ -10,20 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
 from broker.cli.completion import complete_jobs
-from broker.cli.context import Context
-from broker.cli.render import (
-    clean,
-    note_damage,
-    plain,
-    print_json,
-    print_line,
-    print_note,
-    show_duration,
-    show_usd,
-)
+from broker.cli.context import make_context
+from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import RunFailedError, UsageError
+from broker.formatting import format_duration, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
@@ -51,7 +44,7 @@ MEANING = {
 
 
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
-    data: dict[str, object] = plain(job)
+    data: dict[str, object] = to_plain(job)
     del data["task"]
     attempts = [_describe_attempt(each) for each in job.attempts]
     return {**data, "attempts": attempts, "spent_usd": spent_usd}
@@ -61,7 +54,7 @@ def _describe_attempt(attempt: Attempt) -> dict[str, object]:
     """`outcome` is a sentence; `outcome_kind` is what scripts compare."""
     outcome = attempt.outcome
     return {
-        **plain(attempt),
+        **to_plain(attempt),
         "outcome": describe_outcome(outcome),
         "outcome_kind": outcome and outcome.kind.value,
         "outcome_step": outcome and outcome.step,
@@ -71,7 +64,7 @@ def _describe_attempt(attempt: Attempt) -> dict[str, object]:
 
 
 def _describe_event(event: EventRow) -> dict[str, object]:
-    return {**plain(event), "message": event.message}
+    return {**to_plain(event), "message": event.message}
 
 
 def logs(
@@ -81,7 +74,7 @@ def logs(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Print the output of a job across its recoveries."""
-    context = Context()
+    context = make_context()
     found = find_job(context, job)
     as_json = as_json or output is options.Format.JSON
     if follow:
@@ -93,21 +86,21 @@ def logs(
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """List the events of a job."""
-    context = Context()
+    context = make_context()
     context.keep_jobs_going()
     found = context.store.list_events(job_id=find_job(context, job).id)
     if as_json or output is options.Format.JSON:
         print_json([_describe_event(each) for each in found])
         return
     for event in found:
-        print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
+        print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
 
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Explain the status of a job: its history, recoveries and cost."""
     from broker.jobs.summary import summarize
 
-    context = Context()
+    context = make_context()
     context.keep_jobs_going()
     found, now_s = find_job(context, job), context.clock.now_s()
     paid = context.store.spend_usd(job_id=found.id, now_s=now_s)
@@ -115,7 +108,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     story = context.store.list_events(job_id=found.id)
     if as_json or output is options.Format.JSON:
         print_json(
-            {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": plain(summary)}
+            {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": to_plain(summary)}
         )
         return
     reason = f": {found.failure}" if found.failure else ""
@@ -130,15 +123,15 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     print_line(f"{_show_time(found.submitted_s)}  submitted")
     for event in story:
         if event.kind is not EventKind.LAST_LINES:
-            print_line(f"{_show_time(event.time_s)}  {clean(event.message)}")
+            print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
     if printed := [event.message for event in story if event.kind is EventKind.LAST_LINES]:
-        print_line(clean(printed[-1]).replace("\n", "\n  "))
+        print_line(strip_control(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     print_line(
         f"Steps {summary.steps}{total}, {summary.steps_lost} lost in {summary.recoveries} recoveries that took "
-        f"{show_duration(summary.recovery_s)}."
+        f"{format_duration(summary.recovery_s)}."
     )
-    print_line(f"Paid {show_usd(summary.paid_usd)} USD; on-demand {show_usd(summary.ondemand_usd)} USD.")
+    print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand {format_usd(summary.ondemand_usd)} USD.")
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
@@ -195,7 +188,7 @@ def _print_log(context: Context, job_id: int, offset: int, *, as_json: bool = Fa
         chunk = file.read()
     complete = chunk[: chunk.rfind(b"\n") + 1]
     for line in complete.decode(errors="replace").splitlines():
-        print_line(json.dumps({"job": job_id, "line": clean(line)}) if as_json else clean(line))
+        print_line(json.dumps({"job": job_id, "line": strip_control(line)}) if as_json else strip_control(line))
     sys.stdout.flush()
     return offset + len(complete)
 

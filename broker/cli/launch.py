@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up, follow_unless
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.copies import note_copies
 from broker.cli.plan import show_plan
-from broker.cli.render import print_json, print_note, show_count, show_usd
+from broker.cli.render import print_json, print_note
 from broker.cli.terminal import Bar, show_wait
 from broker.cli.uploads import fill_buckets
 from broker.errors import NoOfferError, TransientError, UnknownNameError, UnreachedError, UsageError
+from broker.formatting import format_count, format_usd
 from broker.task.allowed import CLUSTER_NAME
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Plan, Task
 from broker.wording import describe_event
@@ -43,9 +45,9 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool) -> Plan:
 def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
     """Ask before anything paid starts, unless `yes`."""
     choices = [plan.choice for plan in plans]
-    text = f"{show_usd(max(each.placement.usd_hour for each in choices))} USD/h"
+    text = f"{format_usd(max(each.placement.usd_hour for each in choices))} USD/h"
     if all(each.expected_usd is not None for each in choices):
-        text += f", {show_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
+        text += f", {format_usd(sum(each.expected_usd or 0.0 for each in choices))} USD expected in total"
     if all(each.placement.offer.cloud == "local" for each in choices):
         print_note(f"simulated price: {text}")
     elif not yes:
@@ -88,7 +90,7 @@ def launch(
     as_json: Annotated[bool, typer.Option("--json", help="With --dryrun: print the plan as JSON.")] = False,
 ) -> None:
     """Start a cluster and run a task on it."""
-    context = Context()
+    context = make_context()
     overrides = options.Overrides(
         name=name, workdir=workdir, infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type,
         num_nodes=num_nodes, use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (),
@@ -192,10 +194,10 @@ async def _launch(
     )
     if len(cluster.nodes) < task.num_nodes:
         raise UsageError(
-            f"cluster `{name}` has {show_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
+            f"cluster `{name}` has {format_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
             hints=["launch a new cluster: pass another name with `-c`"],
         )
-    print_note(f"cluster `{name}` is up: {show_count(len(cluster.nodes), 'node')}")
+    print_note(f"cluster `{name}` is up: {format_count(len(cluster.nodes), 'node')}")
     bar.describe(
         f"uploading files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`"
     )
@@ -218,12 +220,14 @@ def tell_what_is_left(context: Context, name: str) -> None:
     begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
     cluster = context.store.get_cluster(name)
     if cluster is not None and cluster.status is ClusterStatus.UP:
-        lines = [f"interrupted; cluster `{name}` is up at {show_usd(cluster.placement.usd_hour)} USD/h"]
+        lines = [f"interrupted; cluster `{name}` is up at {format_usd(cluster.placement.usd_hour)} USD/h"]
         lines += [f"  also being released: {describe(each)}; `broker gc` terminates it" for each in begun]
         lines.append(f"terminate it with `broker down {name}`, or run a task on it with `broker exec {name} TASK.yaml`")
     elif begun:
         at_stake_usd = sum(each.usd_hour for each in begun)
-        lines = [f"interrupted; these requests may cost up to {show_usd(at_stake_usd)} USD/h until they are cancelled:"]
+        lines = [
+            f"interrupted; these requests may cost up to {format_usd(at_stake_usd)} USD/h until they are cancelled:"
+        ]
         lines += [f"  {describe(each)}" for each in begun]
         lines.append(f"cancel them with `broker down {name}`, or continue with the same launch and `-c {name}`")
     else:
@@ -274,7 +278,7 @@ def explain_unreachable(
 ) -> TransientError:
     """Make the error for a cluster that does not answer: where to look, its cost, and how to terminate it."""
     usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
-    end = f"terminate the cluster with `broker down {cluster.name}`; until then it costs {show_usd(usd_hour)} USD/h"
+    end = f"terminate the cluster with `broker down {cluster.name}`; until then it costs {format_usd(usd_hour)} USD/h"
     if lost:
         message = f"{len(lost)} of {len(cluster.nodes)} nodes terminated ({lost[0].reason})"
         return TransientError(message, hints=[end, *error.hints])
@@ -305,7 +309,7 @@ def exec_(
     """
     from dataclasses import replace
 
-    context = Context()
+    context = make_context()
     found = find_up(context, cluster)
     overrides = options.Overrides(
         name=name, workdir=workdir, gpus=gpus, env=env or (), env_file=env_file, secret=secret or ()

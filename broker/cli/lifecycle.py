@@ -13,19 +13,21 @@ from typing import Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
 from broker.cli.clusters import ClusterName, find_up
 from broker.cli.completion import complete_clusters
-from broker.cli.context import Context
-from broker.cli.render import note_damage, print_line, show_count
+from broker.cli.context import make_context
+from broker.cli.render import note_damage, print_line
 from broker.cli.terminal import show_wait
 from broker.errors import BrokerError, RunFailedError, UsageError
+from broker.formatting import format_count
 from broker.types import Autostop, Cluster
 
 
 def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster and keep its disks."""
-    context = Context()
+    context = make_context()
     find_up(context, cluster)
     with show_wait(f"stopping `{cluster}`", is_told=False):
         asyncio.run(context.provisioner.stop(cluster))
@@ -34,7 +36,7 @@ def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
 
 def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Restart a stopped cluster."""
-    context = Context()
+    context = make_context()
     rule = context.find_cluster(cluster).autostop
 
     async def go_on() -> None:
@@ -55,7 +57,7 @@ def down(
     yes: options.Yes = False,
 ) -> None:
     """Terminate clusters and delete their disks."""
-    context = Context()
+    context = make_context()
     patterns = ["*"] if everything else clusters or []
     if not patterns:
         raise UsageError("no cluster was named", hints=["name one: `broker down NAME`, or pass `--all`"])
@@ -64,7 +66,7 @@ def down(
         raise_failures(failures, ended_count=0)
     if wanted and not yes and sys.stdin.isatty():
         typer.confirm(f"Terminate {', '.join(each.name for each in wanted)}?", abort=True)
-    with show_wait(f"terminating {show_count(len(wanted), 'cluster')}", is_told=False):
+    with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
         refused = asyncio.run(_take_down(context, wanted))
     raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
 
@@ -111,7 +113,7 @@ def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None
         raise failures[0]
     is_wrong_line = not ended_count and all(isinstance(each, UsageError) for each in failures)
     raise (UsageError if is_wrong_line else BrokerError)(
-        f"could not terminate {show_count(len(failures), 'cluster')}",
+        f"could not terminate {format_count(len(failures), 'cluster')}",
         details=[line for each in failures for line in (each.message, *each.details)],
         hints=list(dict.fromkeys(hint for each in failures for hint in each.hints)),
     )
@@ -127,7 +129,7 @@ def autostop(
     cancel: Annotated[bool, typer.Option("--cancel", help="Disable autostop.")] = False,
 ) -> None:
     """Stop a cluster automatically when it is idle."""
-    context = Context()
+    context = make_context()
     found = find_up(context, cluster)
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
     context.check_autostop(rule, {found.placement.offer.cloud})
@@ -152,7 +154,7 @@ def ssh(
     command: Annotated[list[str] | None, typer.Argument(help="Command to run, after `--` (default: a shell).")] = None,
 ) -> None:
     """Open a shell on a node, or run a command there."""
-    context = Context()
+    context = make_context()
     name, rank = node, 0
     if context.store.get_cluster(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
         name, rank = found[1], int(found[2])

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from broker.cli.completion import complete_clusters
-from broker.cli.context import Context
-from broker.cli.render import print_line, show_duration
+from broker.cli.context import make_context
+from broker.cli.render import print_line
 from broker.clouds.base import CanPreempt
 from broker.errors import UsageError
+from broker.formatting import format_duration
 
 app = typer.Typer(
     help="Control the local simulated cloud.",
@@ -41,7 +42,7 @@ def preempt(
     ] = 0,
 ) -> None:
     """Preempt nodes, as a spot market does."""
-    context = Context()
+    context = make_context()
     clusters = context.store.list_clusters()
     jobs = [job for job in context.store.list_jobs() if cluster in (str(job.id), job.name)]
     ids = {job.id for job in jobs if not job.status.is_terminal}
@@ -56,5 +57,5 @@ def preempt(
     if not wanted:
         raise UsageError(f"`{found.name}` has no node {node}")
     asyncio.run(cloud.preempt_nodes([each.id for each in wanted], notice_s=notice))
-    when = f"in {show_duration(notice)}" if notice else "now"
+    when = f"in {format_duration(notice)}" if notice else "now"
     print_line(f"preempting {len(wanted)} of {len(found.nodes)} nodes of `{found.name}` {when}")

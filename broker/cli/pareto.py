@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from broker.cli.plan_table import MODELS
-from broker.cli.render import print_line, print_table, show_hours, show_usd
+from broker.cli.render import print_line, print_table
 from broker.errors import UsageError
+from broker.formatting import format_hours, format_usd
 from broker.optimizer.pareto import find_frontier, list_timed
 from broker.types import Estimate, Plan
 
@@ -29,7 +30,7 @@ def show_pareto(plan: Plan, file: Path | None) -> None:
         print_line(line)
     rows = [
         [
-            mark, show_usd(each.expected_usd), show_hours(each.expected_hours), each.placement.offer.cloud,
+            mark, format_usd(each.expected_usd), format_hours(each.expected_hours), each.placement.offer.cloud,
             each.placement.offer.zone or each.placement.offer.region, each.placement.offer.instance_type,
             MODELS[each.strategy],
         ]
@@ -58,26 +59,23 @@ def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
         put(each, "·")
     for mark, each in reversed(list(zip(MARKS, frontier, strict=False))):
         put(each, mark)
-    labels = {0: show_usd(usd.high), HEIGHT - 1: show_usd(usd.low)}
+    labels = {0: format_usd(usd.high), HEIGHT - 1: format_usd(usd.low)}
     lines = [f"{labels.get(row, ''):>11} │{''.join(line)}".rstrip() for row, line in enumerate(cells)]
-    left, right = show_hours(hours.low), show_hours(hours.high)
+    left, right = format_hours(hours.low), format_hours(hours.high)
     gap = " " * max(1, WIDTH - len(left) - len(right))
     return [*lines, f"{'USD':>11} └{'─' * WIDTH}", f"{'':>13}{left}{gap}{right}"]
 
 
 def write_plot(file: Path, points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> None:
-    """Write SVG ourselves, PNG with matplotlib. Raises UsageError for another suffix or a missing library."""
-    suffix = file.suffix.lower()
+    """Write SVG. Raises UsageError for another suffix, or where the file cannot be written."""
+    from broker.cli.svg import draw_svg
+
+    if file.suffix.lower() != ".svg":
+        raise UsageError(
+            f"`--plot` must name a .svg file, not `{file}`",
+            hints=[f"write `--plot {file.with_suffix('.svg')}`; browsers and editors show SVG and export it as PNG"],
+        )
     try:
-        if suffix == ".svg":
-            from broker.cli.svg import draw_svg
-
-            file.write_text(draw_svg(points, frontier, title=title), encoding="utf-8")
-        elif suffix == ".png":
-            from broker.cli.png import write_png
-
-            write_png(file, points, frontier, title=title)
-        else:
-            raise UsageError(f"`--plot` must name a .svg or .png file, not `{file}`")
+        file.write_text(draw_svg(points, frontier, title=title), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None

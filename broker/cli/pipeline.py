@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from broker.cli.render import plain, print_line, print_table, show_count, show_hours, show_usd
+from broker.cli.render import print_line, print_table
+from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.types import PipelineEdge, PipelinePlan, PipelineStep
 
 
 def show_pipeline(plan: PipelinePlan, *, name: str | None = None) -> None:
     """Print steps in a possible order of execution, transfers that are not free, the total, and the greedy total."""
     aim = "lowest cost" if plan.objective == "cost" else "shortest time"
-    limit = f" within {show_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
+    limit = f" within {format_hours(plan.deadline_hours)}" if plan.deadline_hours else ""
     count = len(plan.steps)
     named = f" {name}" if name else ""
-    print_line(f"Pipeline{named} of {show_count(count, 'task')}: {aim} overall{limit}")
+    print_line(f"Pipeline{named} of {format_count(count, 'task')}: {aim} overall{limit}")
     print_table(
         ["TASK", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL", "USD", "TIME"],
         [_list_cells(step) for step in plan.steps],
@@ -26,7 +27,8 @@ def show_pipeline(plan: PipelinePlan, *, name: str | None = None) -> None:
             [
                 [
                     edge.source, edge.target, f"{edge.gib:,.4g}",
-                    show_usd(edge.transfer.usd, is_estimated=edge.transfer.is_assumed), show_hours(edge.transfer.hours),
+                    format_usd(edge.transfer.usd, is_estimated=edge.transfer.is_assumed),
+                    format_hours(edge.transfer.hours),
                 ]
                 for edge in moving
             ],
@@ -41,15 +43,15 @@ def _list_cells(step: PipelineStep) -> list[str]:
     instances = f"{placement.node_count} x {offer.instance_type}" if placement.node_count > 1 else offer.instance_type
     return [
         step.name, offer.cloud, offer.zone or offer.region, instances, "spot" if placement.is_spot else "od",
-        show_usd(step.usd, is_estimated=step.is_assumed or (offer.is_estimated and not placement.is_spot)),
-        f"{'~' if step.is_assumed else ''}{show_hours(step.hours)}",
+        format_usd(step.usd, is_estimated=step.is_assumed or (offer.is_estimated and not placement.is_spot)),
+        f"{'~' if step.is_assumed else ''}{format_hours(step.hours)}",
     ]  # fmt: skip
 
 
 def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
-    egress = f", of which {show_usd(plan.egress_usd)} for data transfer" if moving else ""
-    print_line(f"Total: {show_usd(plan.usd)} USD{egress}; {show_hours(plan.hours)} on the critical path")
-    greedy = f"{show_usd(plan.greedy_usd)} USD and {show_hours(plan.greedy_hours)}"
+    egress = f", of which {format_usd(plan.egress_usd)} for data transfer" if moving else ""
+    print_line(f"Total: {format_usd(plan.usd)} USD{egress}; {format_hours(plan.hours)} on the critical path")
+    greedy = f"{format_usd(plan.greedy_usd)} USD and {format_hours(plan.greedy_hours)}"
     is_same = abs(plan.greedy_usd - plan.usd) < 0.005 and abs(plan.greedy_hours - plan.hours) < 1 / 60
     print_line(
         "Choosing each task separately costs the same"
@@ -69,13 +71,13 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
 
 def _say_gap(plan: PipelinePlan) -> str:
     if plan.objective == "cost":
-        return f"the lower bound is {show_usd(plan.lower_bound)} USD, this plan costs {show_usd(plan.usd)}"
+        return f"the lower bound is {format_usd(plan.lower_bound)} USD, this plan costs {format_usd(plan.usd)}"
     if plan.lower_bound < plan.hours:
-        return f"the lower bound is {show_hours(plan.lower_bound)}, this plan takes {show_hours(plan.hours)}"
+        return f"the lower bound is {format_hours(plan.lower_bound)}, this plan takes {format_hours(plan.hours)}"
     return "no plan is faster, but an equally fast one may be cheaper"
 
 
 def describe_pipeline(plan: PipelinePlan) -> dict[str, object]:
     """Return the whole plan, JSON-ready."""
-    data: dict[str, object] = plain(plan)
+    data: dict[str, object] = to_plain(plan)
     return {**data, "egress_usd": plan.egress_usd}

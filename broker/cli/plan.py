@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from broker.app.container import Context
 from broker.cli import options
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.plan_table import describe_plan, show_plan
 from broker.cli.render import print_json, print_note
 from broker.errors import UsageError
@@ -56,12 +57,12 @@ def plan(
     ] = None,
     pareto: Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
 ) -> None:
     """Rank placements for a task by cost, without starting anything."""
-    context = Context()
+    context = make_context()
     overrides = options.Overrides(
         infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type, num_nodes=num_nodes,
         use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (), max_price=max_price,

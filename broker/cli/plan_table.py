@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.cli.render import (
-    measure_width,
-    plain,
-    print_line,
-    print_note,
-    print_table,
-    print_wrapped,
-    show_count,
-    show_hours,
-    show_usd,
-)
+from broker.cli.render import measure_width, print_line, print_note, print_table, print_wrapped
+from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.types import Estimate, Plan
 
 ZONE_WIDTH = 17  # the longest name of a zone at the large clouds, and one more zone
@@ -25,7 +16,7 @@ MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note."""
     task = plan.task
-    print_line(f"Task {task.name or '(no name)'}: {show_count(task.num_nodes, 'node')}")
+    print_line(f"Task {task.name or '(no name)'}: {format_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
     shown = [group[0] for group in groups]
     has_work = plan.choice.expected_usd is not None
@@ -59,9 +50,9 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
         marks.append("spot>od starts on spot and may switch to on-demand")
     print_line(", ".join([f"Prices of {as_of}", *marks]))
     if now_s is not None:
-        from broker.catalog.age import warn_of_age
+        from broker.catalog.staleness import warn_if_stale
 
-        if warning := warn_of_age(plan.choice.placement, now_s):
+        if warning := warn_if_stale(plan.choice.placement, now_s):
             print_note(f"note: {warning}")
 
 
@@ -98,8 +89,8 @@ def list_cells(number: int, estimate: Estimate, zones: str) -> list[str]:
         str(number), offer.cloud, zones, offer.instance_type,
         f"{offer.accelerator}:{offer.accelerator_count:g}" if offer.accelerator else "-",
         f"{offer.vcpus:g}/{offer.memory_gib:g}", MODELS[estimate.strategy],
-        show_usd(estimate.placement.usd_hour, is_estimated=is_estimated),
-        show_usd(estimate.expected_usd, is_estimated=is_estimated), show_hours(estimate.expected_hours),
+        format_usd(estimate.placement.usd_hour, is_estimated=is_estimated),
+        format_usd(estimate.expected_usd, is_estimated=is_estimated), format_hours(estimate.expected_hours),
     ]  # fmt: skip
 
 
@@ -140,10 +131,10 @@ def describe_plan(plan: Plan, top: int) -> dict[str, object]:
         "candidates": len(plan.estimates),
         "choice": describe_estimate(plan.choice),
         "estimates": [describe_estimate(each) for each in plan.estimates[:top]],
-        "rejections": plain(plan.rejections),
+        "rejections": to_plain(plan.rejections),
     }
 
 
 def describe_estimate(estimate: Estimate) -> dict[str, object]:
-    data: dict[str, object] = plain(estimate)
+    data: dict[str, object] = to_plain(estimate)
     return {**data, "strategy": estimate.strategy, "usd_hour": estimate.placement.usd_hour}

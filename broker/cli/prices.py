@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.api import find_cache
-from broker.catalog.age import warn_of_dates
+from broker.catalog.staleness import warn_of_stale_dates
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import plain, print_json, print_line, print_note, print_table, print_wrapped_note, show_usd
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_line, print_note, print_table, print_wrapped_note
+from broker.formatting import format_usd, to_plain
 
 if TYPE_CHECKING:
     from broker.catalog.history import PricePoint
@@ -22,10 +23,10 @@ InstanceType = Annotated[str, typer.Argument(help="Instance type, e.g. p4d.24xla
 
 def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None:
     """Show the price of an instance type in every location."""
-    context = Context()
+    context = make_context()
     offers = context.book.find_prices(instance_type)
     if as_json:
-        print_json(plain(list(offers)))
+        print_json(to_plain(list(offers)))
         return
     first = offers[0]
     accelerators = f", {first.accelerator_count:g} x {first.accelerator}" if first.accelerator else ""
@@ -34,8 +35,8 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
         ["CLOUD", "REGION", "ZONE", "USD/h", "OF", "SPOT", "OF", "INTERRUPTED"],
         [
             [each.cloud, each.region, each.zone or "-",
-             show_usd(each.ondemand_usd_hour, is_estimated=each.is_estimated),
-             each.as_of[:7] if each.ondemand_usd_hour else "", show_usd(each.spot_usd_hour),
+             format_usd(each.ondemand_usd_hour, is_estimated=each.is_estimated),
+             each.as_of[:7] if each.ondemand_usd_hour else "", format_usd(each.spot_usd_hour),
              each.spot_as_of[:7] if each.spot_usd_hour else "", _show_band(each.interruption_band)]
             for each in offers
         ],
@@ -45,7 +46,7 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
         print_line("~ marks an estimate")
     dates = [(each.cloud, False, each.as_of) for each in offers if each.ondemand_usd_hour]
     dates += [(each.cloud, True, each.spot_as_of) for each in offers if each.spot_usd_hour]
-    if warning := warn_of_dates(dates, context.clock.now_s()):
+    if warning := warn_of_stale_dates(dates, context.clock.now_s()):
         print_wrapped_note(f"note: {warning}")
 
 
@@ -66,11 +67,11 @@ def history(
     """
     from broker.catalog.history import find_points
 
-    context = Context()
+    context = make_context()
     offers = context.book.find_prices(instance_type)
     points = find_points(find_cache(), instance_type, region=region)
     if as_json:
-        print_json(plain(list(points)))
+        print_json(to_plain(list(points)))
         return
     if not points:
         days = " and ".join(sorted({date for each in offers for date in (each.as_of, each.spot_as_of)}))
@@ -83,8 +84,8 @@ def history(
     print_table(
         ["CLOUD", "REGION/ZONE", "SINCE", "SPOT USD/h", "", "USD/h", ""],
         [
-            [cloud, zone or where, found[0].day, show_usd(found[-1].spot_usd_hour),
-             _draw([each.spot_usd_hour for each in found]), show_usd(found[-1].ondemand_usd_hour),
+            [cloud, zone or where, found[0].day, format_usd(found[-1].spot_usd_hour),
+             _draw([each.spot_usd_hour for each in found]), format_usd(found[-1].ondemand_usd_hour),
              _draw([each.ondemand_usd_hour for each in found])]
             for (cloud, where, zone), found in places.items()
         ],

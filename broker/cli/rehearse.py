@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.cli import options
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.plan_table import show_plan
-from broker.cli.render import clean, print_json, print_line, print_note
+from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
 from broker.errors import BrokerError, UsageError
+from broker.formatting import strip_control
 from broker.types import JobStatus, Plan, Task
 
 if TYPE_CHECKING:
-    from broker.cli.rehearse_context import Stage
-    from broker.cli.rehearse_result import Rehearsal
-    from broker.clouds.rehearsed_market import PlaceMarket
+    from broker.rehearsal.context import Stage
+    from broker.rehearsal.market import PlaceMarket
+    from broker.rehearsal.result import Rehearsal
 
 SPEED = 600.0  # without a goal to say how much work the run represents: a second is ten minutes
 PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
@@ -87,7 +88,7 @@ def rehearse(
     (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
-    context = Context()
+    context = make_context()
     task = choose_resources(context.resolve(first))
     options.check_notices([task], is_launch=True)
     options.check_place(task, {"local"}, is_launch=False)
@@ -123,11 +124,11 @@ def choose_resources(task: Task) -> Task:
 
 def open_market(traces: Path | None, seed: int) -> PlaceMarket:
     """Open the traces, or a seeded market. Raises UsageError without traces, SourceError for an invalid file."""
-    from broker.clouds.rehearsed_market import RecordedMarket, SeededMarket
+    from broker.rehearsal.market import RecordedMarket, SeededMarket
 
     if traces is None:
         return SeededMarket(seed=seed)
-    from broker.spot.traces import parse_trace
+    from broker.lab.traces import parse_trace
 
     files = sorted(traces.rglob("*.json")) if traces.is_dir() else [traces]
     if not files or not all(file.is_file() for file in files):
@@ -139,7 +140,7 @@ def open_market(traces: Path | None, seed: int) -> PlaceMarket:
 
 def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_given_speed: bool) -> Stage:
     """Simulate all clouds of the plan, and no more nodes than this machine can run."""
-    from broker.cli.rehearse_context import Stage
+    from broker.rehearsal.context import Stage
 
     task = lift_stall_limit(plan.task)
     limit = nodes_local or max(2, os.cpu_count() or 1)
@@ -179,13 +180,13 @@ def play(
     is_calm: bool = False,
 ) -> Rehearsal:
     """Run the task to its end in a temporary state folder. `is_calm`: no preemptions, unlimited capacity."""
-    from broker.cli.rehearse_context import RehearsalContext
-    from broker.cli.rehearse_result import draw_up
-    from broker.cli.rehearse_run import Driver
-    from broker.clouds.rehearsed_market import SeededMarket
+    from broker.rehearsal.context import RehearsalContext
+    from broker.rehearsal.market import SeededMarket
+    from broker.rehearsal.result import draw_up
+    from broker.rehearsal.run import Driver
 
     def tell(text: str) -> None:
-        (print_note if is_quiet else print_line)(clean(text))
+        (print_note if is_quiet else print_line)(strip_control(text))
 
     if is_calm:
         tell("running again without preemptions:")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from broker.cli.rehearse_result import Rehearsal, list_places
-from broker.cli.render import print_line, print_wrapped, show_count, show_duration, show_hours, show_usd
+from broker.cli.render import print_line, print_wrapped
+from broker.formatting import format_count, format_duration, format_hours, format_usd
+from broker.rehearsal.result import Rehearsal, list_places
 
 MARKS = {"good": "ok ", "note": "!  ", "bad": "BAD"}
 
@@ -18,20 +19,20 @@ def show_rehearsal(result: Rehearsal) -> None:
         ("status", result.status.value),
         ("steps", f"{summary.steps}{total}"),
         ("steps lost", str(lost)),
-        ("preemptions", f"{result.preemptions}; {show_count(result.refusals, 'refused request')}"),
+        ("preemptions", f"{result.preemptions}; {format_count(result.refusals, 'refused request')}"),
         ("recoveries", str(summary.recoveries)),
         ("ran in", ", then ".join(list_places(result.places)) or "-"),
         (
             "simulated time",
-            f"{show_duration(summary.total_s)}, {show_duration(summary.useful_s)} useful; "
-            f"{show_duration(summary.recovery_s)} in recovery",
+            f"{format_duration(summary.total_s)}, {format_duration(summary.useful_s)} useful; "
+            f"{format_duration(summary.recovery_s)} in recovery",
         ),
         (
             "simulated bill",
-            f"{show_usd(summary.paid_usd)} USD; on-demand {show_usd(summary.ondemand_usd)}, saved {share:.0%}",
+            f"{format_usd(summary.paid_usd)} USD; on-demand {format_usd(summary.ondemand_usd)}, saved {share:.0%}",
         ),
         ("measured here", _say_measures(result) or "-"),
-        ("real time", show_duration(result.real_s)),
+        ("real time", format_duration(result.real_s)),
     ]:
         print_wrapped(f"{name:>16}  {text}", indent=18)
     print_line()
@@ -71,10 +72,11 @@ def _show_forecast(result: Rehearsal) -> None:
         )
         return
     text = (
-        f"forecast: {show_usd(estimate.expected_usd)} USD and {show_hours(estimate.expected_hours)} for the real run, "
+        f"forecast: {format_usd(estimate.expected_usd)} USD and {format_hours(estimate.expected_hours)} "
+        "for the real run, "
         f"{estimate.expected_preemptions or 0:.1f} preemptions expected"
     )
     mark = MARKS["good"]
     if estimate.deadline_chance is not None:
-        text += f"; {estimate.deadline_chance:.0%} chance to meet the deadline of {show_hours(result.deadline_hours)}"
+        text += f"; {estimate.deadline_chance:.0%} chance to meet the deadline of {format_hours(result.deadline_hours)}"
     print_wrapped(f"{mark} {text}", indent=4)

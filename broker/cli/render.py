@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -14,11 +13,11 @@ from typing import Any
 from broker.cli import terminal
 from broker.config import find_home
 from broker.errors import BrokerError, StateError, TaskError
+from broker.formatting import strip_control
 
 WIDTH_DEFAULT = 80
 COLUMN_MIN = 4
 STATES = "STATUS"  # the column whose words have colours
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def print_error(error: Exception) -> int:
@@ -81,7 +80,9 @@ def print_wrapped(text: str, *, indent: int) -> None:
     """Print a sentence wrapped to the width, with a hanging indent."""
     import textwrap
 
-    print_line(textwrap.fill(clean(text), WIDTH_DEFAULT, subsequent_indent=" " * indent, break_on_hyphens=False))
+    print_line(
+        textwrap.fill(strip_control(text), WIDTH_DEFAULT, subsequent_indent=" " * indent, break_on_hyphens=False)
+    )
 
 
 def print_wrapped_note(text: str) -> None:
@@ -89,7 +90,7 @@ def print_wrapped_note(text: str) -> None:
     import textwrap
 
     for line in text.splitlines():
-        print_note(textwrap.fill(clean(line), WIDTH_DEFAULT, subsequent_indent="  ", break_on_hyphens=False))
+        print_note(textwrap.fill(strip_control(line), WIDTH_DEFAULT, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def print_note(text: str) -> None:
@@ -138,7 +139,7 @@ def format_table(
 
     Columns in `least` keep that width until no other can shrink. Different cells are never cut to the same text.
     """
-    cells = [[clean(cell) for cell in row] for row in rows]
+    cells = [[strip_control(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
     soft = [i for i, name in enumerate(columns) if name not in firm] or list(range(len(columns)))
     width_max = measure_width()
@@ -185,55 +186,3 @@ def _fit(cell: str, width: int, *, head: int | None = None) -> str:
         return cell
     head = width - 1 if head is None else head
     return f"{cell[:head]}…{cell[len(cell) - (width - 1 - head) :]}"
-
-
-def clean(text: str) -> str:
-    """Remove control characters: remote output must not control this terminal."""
-    return _CONTROL.sub("", text)
-
-
-def show_count(count: int, noun: str) -> str:
-    """Show a count with its noun: `1 node`, `2 nodes`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def show_usd(amount: float | None, *, is_estimated: bool = False) -> str:
-    """Show an amount with two decimals, more for small ones; `~` marks an estimate."""
-    if amount is None:
-        return "-"
-    digits = 2 if amount >= 1 or amount == 0 else 4
-    return f"{'~' if is_estimated else ''}{amount:,.{digits}f}"
-
-
-def show_hours(hours: float | None) -> str:
-    return "-" if hours is None else show_duration(hours * 3600)
-
-
-def show_duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
-    minutes = int(seconds // 60)
-    if minutes < 60:
-        return f"{minutes}m {int(seconds % 60):02d}s"
-    hours = minutes // 60
-    return f"{hours}h {minutes % 60:02d}m" if hours < 48 else f"{hours // 24}d {hours % 24}h"
-
-
-def plain(value: Any) -> Any:
-    """Convert frozen dataclasses to JSON-ready data; secrets become `***`."""
-    import msgspec
-
-    from broker.types import Secret
-
-    def encode(each: Any) -> Any:
-        if isinstance(each, Secret):
-            return "***"
-        if isinstance(each, Mapping):
-            return {key: encode(item) for key, item in each.items()}
-        if isinstance(each, (list, tuple)):
-            return [encode(item) for item in each]
-        if hasattr(each, "__dataclass_fields__"):
-            return {name: encode(getattr(each, name)) for name in each.__dataclass_fields__}
-        return msgspec.to_builtins(each)
-
-    return encode(value)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.cli import options
-from broker.cli.render import plain, print_json, print_line, print_note, print_table, show_count, show_hours, show_usd
+from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.cli.terminal import show_progress
 from broker.errors import NoOfferError, UsageError
+from broker.formatting import format_count, format_hours, format_usd, to_plain
 
 if TYPE_CHECKING:
-    from broker.spot.study import Score, Study
-    from broker.spot.traces import Trace
+    from broker.lab.benchmark import Benchmark, Score
+    from broker.lab.traces import Trace
     from broker.types import Estimate, Task
 
 SLACK_DEFAULT = 1.5  # deadline / work, for a task without a deadline
@@ -66,14 +67,14 @@ def simulate(
 
     Without --traces, the markets are synthetic.
     """
-    from broker.cli.context import Context
+    from broker.cli.context import make_context
+    from broker.lab.benchmark import run_study
     from broker.spot.policies import POLICIES
-    from broker.spot.study import run_study
 
     names = _choose_policies(policy, tuple(POLICIES))
     task = options.read_task(entrypoint, options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes))
     found = _read_traces(traces)
-    job = _measure(Context(), task, found, deadline_hours, notice)
+    job = _measure(make_context(), task, found, deadline_hours, notice)
     scenes = _set_scenes(job, found, starts, is_apart=apart)
     with show_progress("replaying") as bar:
 
@@ -114,13 +115,13 @@ class SimulatedJob:
     def list_facts(self) -> list[tuple[str, str]]:
         offer = self.estimate.placement.offer
         assumed = f" (assumed: {SLACK_DEFAULT:g} times the work)" if self.is_deadline_assumed else ""
-        every = show_hours(self.save_every_hours) if self.save_every_hours else "-"
+        every = format_hours(self.save_every_hours) if self.save_every_hours else "-"
         return [
             ("machines", f"{self.estimate.placement.node_count} x {offer.cloud} {offer.instance_type}"),
-            ("prices", f"{show_usd(self.ondemand_usd_hour)} on-demand, {show_usd(self.spot_usd_hour)} spot, USD/h"),
-            ("work", show_hours(self.work_hours)),
-            ("deadline", f"{show_hours(self.deadline_hours)}{assumed}"),
-            ("start", f"{show_hours(self.start_hours)} each time, billed"),
+            ("prices", f"{format_usd(self.ondemand_usd_hour)} on-demand, {format_usd(self.spot_usd_hour)} spot, USD/h"),
+            ("work", format_hours(self.work_hours)),
+            ("deadline", f"{format_hours(self.deadline_hours)}{assumed}"),
+            ("start", f"{format_hours(self.start_hours)} each time, billed"),
             ("checkpoint", f"every {every}"),
         ]
 
@@ -140,8 +141,8 @@ def _choose_policies(text: str | None, known: Sequence[str]) -> list[str]:
 
 
 def _read_traces(path: Path | None) -> list[Trace]:
-    from broker.cli.trace_files import read_traces
-    from broker.spot.traces import make_default_traces
+    from broker.lab.trace_files import read_traces
+    from broker.lab.traces import make_default_traces
 
     return list(make_default_traces()) if path is None else read_traces(path)
 
@@ -188,8 +189,8 @@ def _measure(
     )
     if job.deadline_hours < job.work_hours + job.start_hours:
         raise UsageError(
-            f"the deadline of {show_hours(job.deadline_hours)} cannot be met even on-demand: "
-            f"{show_hours(job.work_hours)} of work and {show_hours(job.start_hours)} to start",
+            f"the deadline of {format_hours(job.deadline_hours)} cannot be met even on-demand: "
+            f"{format_hours(job.work_hours)} of work and {format_hours(job.start_hours)} to start",
             hints=[f"pass `--deadline-hours {1.2 * (job.work_hours + job.start_hours):.1f}"],
         )
     return job
@@ -203,9 +204,9 @@ def _mean_hazard(traces: Sequence[Trace]) -> float:
 
 
 def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_apart: bool) -> list[Any]:
-    from broker.spot.markets import Site
-    from broker.spot.replay import Case
-    from broker.spot.study import Scene, spread_starts
+    from broker.lab.benchmark import Scene, spread_starts
+    from broker.lab.markets import Site
+    from broker.lab.replay import Case
     from broker.types import Offer, Placement
 
     # The catalog's price is the cheapest zone's; differences between zones and over time are as recorded.
@@ -240,7 +241,7 @@ def _set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_a
     return scenes
 
 
-def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: Path | None) -> None:
+def _show(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace], *, source: Path | None) -> None:
     print_line(f"{len(study.scenes)} replays per policy on {_name_source(traces, source)}")
     for name, text in job.list_facts():
         print_line(f"{name:>12}  {text}")
@@ -264,7 +265,7 @@ def _show(job: SimulatedJob, study: Study, traces: Sequence[Trace], *, source: P
 
 def _name_source(traces: Sequence[Trace], source: Path | None) -> str:
     if source is not None:
-        return f"{show_count(len(traces), 'trace')} from {source}"
+        return f"{format_count(len(traces), 'trace')} from {source}"
     return f"{len(traces)} synthetic traces (use recordings with `--traces DIR`)"
 
 
@@ -272,17 +273,17 @@ def _list_cells(score: Score, base: float) -> list[str]:
     over = "-" if score.over_optimum is None else f"{score.over_optimum:+.1%}"
     return [
         score.policy + ("*" if score.is_oracle else ""), _show_cost(score.usd_mean), _show_cost(score.usd_p95),
-        f"{1 - score.usd_mean / base:.0%}", over, show_hours(score.hours_mean), show_hours(score.hours_p95),
+        f"{1 - score.usd_mean / base:.0%}", over, format_hours(score.hours_mean), format_hours(score.hours_p95),
         f"{score.preemptions_mean:.1f}", f"{score.late / score.replays:.0%}" if score.late else "0",
     ]  # fmt: skip
 
 
 def _show_cost(usd: float) -> str:
     """Show amounts from 1,000 USD without cents, so that the table fits."""
-    return f"{usd:,.0f}" if usd >= 1000 else show_usd(usd)
+    return f"{usd:,.0f}" if usd >= 1000 else format_usd(usd)
 
 
-def _draw(study: Study, base: float) -> list[str]:
+def _draw(study: Benchmark, base: float) -> list[str]:
     """Draw mean costs as bars."""
     bars = [(each.policy, each.usd_mean) for each in study.scores]
     if study.optimum_usd_mean is not None:
@@ -292,7 +293,7 @@ def _draw(study: Study, base: float) -> list[str]:
     return [f"{name:>{width}}  {'█' * max(round(usd / most * BAR_WIDTH), 1)} {usd / base:.0%}" for name, usd in bars]
 
 
-def _describe(job: SimulatedJob, study: Study, traces: Sequence[Trace]) -> dict[str, object]:
+def _describe(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace]) -> dict[str, object]:
     offer = job.estimate.placement.offer
     return {
         "job": {
@@ -302,7 +303,7 @@ def _describe(job: SimulatedJob, study: Study, traces: Sequence[Trace]) -> dict[
             "save_every_hours": job.save_every_hours, "notice_hours": job.notice_hours,
         },
         "traces": [{"name": each.name, "hours": each.hours, "open_share": each.open_share} for each in traces],
-        "policies": [plain(each) for each in study.scores],
+        "policies": [to_plain(each) for each in study.scores],
         "optimum_usd": list(study.optima),
         "optimum_usd_mean": study.optimum_usd_mean,
         "outcomes": {

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from broker.cli.render import show_hours, show_usd
 from broker.errors import UsageError
+from broker.formatting import format_hours, format_usd
+from broker.lab.benchmark import Benchmark, Scene, pick_evenly
+from broker.lab.replay import Outcome, replay
 from broker.spot.policies import ORACLES, load_policy
-from broker.spot.replay import Outcome, replay
-from broker.spot.study import Scene, Study, pick_evenly
 
 SCENES_SHOWN = 3
 WIDTH, LEFT, ROW = 960, 150, 22
@@ -27,7 +27,7 @@ svg { max-width: 100%; height: auto; } .key span { margin-right: 18px; white-spa
 """
 
 
-def write_report(file: Path, study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -> None:
+def write_report(file: Path, study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> None:
     """Write the report. Raises UsageError where the file cannot be written."""
     text = "\n".join(draw_report(study, title=title, facts=facts)) + "\n"
     try:
@@ -36,7 +36,7 @@ def write_report(file: Path, study: Study, *, title: str, facts: Sequence[tuple[
         raise UsageError(f"cannot write {file}: {error.strerror}") from None
 
 
-def draw_report(study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -> Iterator[str]:
+def draw_report(study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
@@ -59,22 +59,22 @@ def draw_report(study: Study, *, title: str, facts: Sequence[tuple[str, str]]) -
     yield "</body></html>"
 
 
-def _draw_table(study: Study) -> Iterator[str]:
+def _draw_table(study: Benchmark) -> Iterator[str]:
     names = ("policy", "USD, mean", "USD, p95", "over the optimum", "time, mean", "time, p95", "preemptions", "late")
     yield f"<h2>{len(study.scenes)} replays per policy</h2><table><tr>"
     yield "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for each in study.scores:
         over = "-" if each.over_optimum is None else f"{each.over_optimum:+.1%}"
         cells = (
-            escape(each.policy) + (" (knows the future)" if each.policy in ORACLES else ""), show_usd(each.usd_mean),
-            show_usd(each.usd_p95), over, show_hours(each.hours_mean), show_hours(each.hours_p95),
+            escape(each.policy) + (" (knows the future)" if each.policy in ORACLES else ""), format_usd(each.usd_mean),
+            format_usd(each.usd_p95), over, format_hours(each.hours_mean), format_hours(each.hours_p95),
             f"{each.preemptions_mean:.1f}", str(each.late),
         )  # fmt: skip
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     yield "</table>"
 
 
-def _draw_costs(study: Study) -> Iterator[str]:
+def _draw_costs(study: Benchmark) -> Iterator[str]:
     """Draw one line a policy: the sorted costs of its replays."""
     height, right, bottom = 300, 170, 34
     most = max(each.usd for found in study.outcomes for each in found) * 1.05
@@ -87,7 +87,7 @@ def _draw_costs(study: Study) -> Iterator[str]:
     for part in range(5):
         usd = most * part / 4.2
         yield f'<line x1="60" x2="{WIDTH - right}" y1="{y(usd)}" y2="{y(usd)}" stroke="#e6e9ee"/>'
-        yield f'<text x="54" y="{y(usd) + 4}" text-anchor="end">{show_usd(usd)}</text>'
+        yield f'<text x="54" y="{y(usd) + 4}" text-anchor="end">{format_usd(usd)}</text>'
     labels = spread_labels([y(max(each.usd for each in found)) for found in study.outcomes], height - 6)
     for number, (score, found, label) in enumerate(zip(study.scores, study.outcomes, labels, strict=True)):
         ranked = sorted(each.usd for each in found)
@@ -111,7 +111,7 @@ def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
     return placed
 
 
-def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
+def _draw_scene(study: Benchmark, scene: Scene) -> Iterator[str]:
     """Draw the markets above and one line a policy below, from submission to the last end or the deadline."""
     case = scene.case
     names = [each.policy for each in study.scores]
@@ -142,7 +142,7 @@ def _draw_scene(study: Study, scene: Scene) -> Iterator[str]:
     for name, life in zip(names, lives, strict=True):
         yield f'<text x="{LEFT - 8}" y="{top + 15}" text-anchor="end">{escape(name)}</text>'
         yield from _draw_life(life, top, x, scene)
-        yield f'<text x="{x(life.hours) + 5}" y="{top + 15}">{show_usd(life.usd)}</text>'
+        yield f'<text x="{x(life.hours) + 5}" y="{top + 15}">{format_usd(life.usd)}</text>'
         top += ROW
     line = x(case.deadline_hours)
     yield f'<line x1="{line}" x2="{line}" y1="0" y2="{top + 6}" stroke="#d64545" stroke-dasharray="4 3"/>'
@@ -155,7 +155,7 @@ def _draw_life(life: Outcome, top: int, x: Callable[[float], float], scene: Scen
         if each.mode == "waiting":
             continue
         where = scene.case.sites[each.site].trace.name if each.site is not None else ""
-        tip = f"{each.mode} at {where}, {show_hours(each.to_hours - each.from_hours)}"
+        tip = f"{each.mode} at {where}, {format_hours(each.to_hours - each.from_hours)}"
         yield _box(x(each.from_hours), top + 3, x(each.to_hours), 16, COLOURS[each.mode], tip)
         if each.start_hours:
             started = x(each.from_hours + each.start_hours)

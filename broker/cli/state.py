@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from broker.cli import options
-from broker.cli.context import Context
+from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line
 from broker.config import Config, find_home, read_guarded_owner, read_owner, write_owner
 from broker.errors import StateError, UsageError
@@ -65,7 +65,7 @@ def info(as_json: options.AsJson = False) -> None:
 @app.command()
 def backup() -> None:
     """Write a copy of the state file."""
-    print_line(f"copied to {Context().store.copy()}")
+    print_line(f"copied to {make_context().store.copy()}")
 
 
 @app.command()
@@ -131,7 +131,7 @@ def drop(
     """
     from broker.state.restoring import drop_row
 
-    context = Context()
+    context = make_context()
     _confirm(f"Delete row {key} of {table}?", yes=yes)
     if not drop_row(context.store, table, key):
         raise UsageError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from broker.cli.axes import Axis
-from broker.cli.render import show_hours, show_usd
+from broker.formatting import format_hours, format_usd
 from broker.types import Estimate
 
 WIDTH, HEIGHT = 860, 520
@@ -52,11 +52,11 @@ class _Picture:
         for tick in self.hours.list_ticks():
             x = self.x(tick)
             yield f'<line x1="{x}" y1="{TOP}" x2="{x}" y2="{bottom}" stroke="{PALE}"/>'
-            yield f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{show_hours(tick)}</text>'
+            yield f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{format_hours(tick)}</text>'
         for tick in self.usd.list_ticks():
             y = self.y(tick)
             yield f'<line x1="{LEFT - 14}" y1="{y}" x2="{right}" y2="{y}" stroke="{PALE}"/>'
-            yield f'<text x="{LEFT - 20}" y="{y + 4}" text-anchor="end">{show_usd(tick)}</text>'
+            yield f'<text x="{LEFT - 20}" y="{y + 4}" text-anchor="end">{format_usd(tick)}</text>'
         yield f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 12}" text-anchor="middle">time to finish</text>'
         yield f'<text x="20" y="{TOP - 14}">USD to finish</text>'
 
@@ -76,7 +76,7 @@ class _Picture:
         for number, (each, (x, y)) in enumerate(zip(frontier, places, strict=True)):
             offer = each.placement.offer
             words = f"{offer.cloud} {offer.zone or offer.region}, {offer.instance_type}, {each.strategy}"
-            tip = f"{words}: {show_usd(each.expected_usd)} USD, {show_hours(each.expected_hours)}"
+            tip = f"{words}: {format_usd(each.expected_usd)} USD, {format_hours(each.expected_hours)}"
             yield f'<circle cx="{x}" cy="{y}" r="5" fill="{LINE}"><title>{escape(tip)}</title></circle>'
             if number < LABELS_MAX:
                 is_left = x < WIDTH / 2

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from broker.cli import options
-from broker.cli.context import Context
-from broker.cli.render import print_json, print_note, print_table, show_count, show_hours, show_usd
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_note, print_table
 from broker.errors import UsageError
-from broker.provision.recording import Recorder
+from broker.formatting import format_count, format_hours, format_usd
+from broker.lab.recording import Recorder
 from broker.types import Estimate, Plan
 
 app = typer.Typer(
@@ -36,20 +37,20 @@ def info(
     as_json: options.AsJson = False,
 ) -> None:
     """Summarize recordings: spot availability and interruptions."""
-    from broker.cli.trace_files import read_traces
-    from broker.spot.traces import make_default_traces, measure_trace
+    from broker.lab.trace_files import read_traces
+    from broker.lab.traces import make_default_traces, measure_trace
 
     found = [measure_trace(each) for each in (make_default_traces() if path is None else read_traces(path))]
     if as_json:
-        from broker.cli.render import plain
+        from broker.formatting import to_plain
 
-        print_json([plain(each) for each in found])
+        print_json([to_plain(each) for each in found])
         return
     columns = ["TRACE", "LENGTH", "TICK", "GANG", "OPEN", "LOST", "MEAN OPEN", "MEAN SHUT", "PRICE"]
     rows = [
-        [each.name, show_hours(each.hours), f"{each.gap_hours * 3600:.0f}s", str(each.gang), f"{each.open_share:.0%}",
-         str(each.preemptions), show_hours(each.mean_open_hours), show_hours(each.mean_closed_hours),
-         show_usd(each.mean_usd_hour)]
+        [each.name, format_hours(each.hours), f"{each.gap_hours * 3600:.0f}s", str(each.gang), f"{each.open_share:.0%}",
+         str(each.preemptions), format_hours(each.mean_open_hours), format_hours(each.mean_closed_hours),
+         format_usd(each.mean_usd_hour)]
         for each in found
     ]  # fmt: skip
     print_table(columns, rows, right=columns[1:], firm=columns[1:])
@@ -77,7 +78,7 @@ def record(
 
     Each observation requests the spot nodes of the task, records the result, and terminates them.
     """
-    context = Context()
+    context = make_context()
     overrides = options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=True)
     task = context.resolve(options.read_task(entrypoint, overrides))
     plan = context.plan(task, usable_clouds=frozenset(context.clouds))
@@ -94,8 +95,8 @@ def record(
         raise UsageError(f"cannot create folder {out}: {error.strerror}") from None
     usd_hour = sum(each.placement.usd_hour for each in chosen)
     print_note(
-        f"{show_count(ticks, 'observation')} of {show_count(len(chosen), 'zone')}, {every:g} minutes apart: each\n"
-        f"launches and terminates the nodes, and clouds bill about a minute of each ({show_usd(usd_hour)} USD/h)"
+        f"{format_count(ticks, 'observation')} of {format_count(len(chosen), 'zone')}, {every:g} minutes apart: each\n"
+        f"launches and terminates the nodes, and clouds bill about a minute of each ({format_usd(usd_hour)} USD/h)"
     )
     if not yes and usd_hour > 0 and not typer.confirm("Start recording?", err=True):
         raise typer.Exit(1)

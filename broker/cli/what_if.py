@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from broker.cli.plan_table import MODELS
-from broker.cli.render import print_line, print_table, print_wrapped, show_hours, show_usd
+from broker.cli.render import print_line, print_table, print_wrapped
 from broker.errors import NoOfferError, UsageError
-from broker.optimizer.diagnosis import drop_fields
+from broker.formatting import format_hours, format_usd
 from broker.optimizer.explain import show_chance
+from broker.optimizer.infeasible import drop_fields
 from broker.task.loader import load_tasks_text
 from broker.task.override import override_resources
 from broker.types import Goal, Plan, Task
@@ -145,7 +146,7 @@ def _list_cells(text: str, plan: Plan, base: Plan) -> list[str]:
     difference = own - other
     chance = choice.deadline_chance
     return [
-        text, f"{offer.cloud} {MODELS[choice.strategy]}", show_usd(own),
-        "" if plan is base else f"{'+' if difference >= 0 else '-'}{show_usd(abs(difference))}",
-        show_hours(choice.expected_hours), "-" if chance is None else show_chance(chance),
+        text, f"{offer.cloud} {MODELS[choice.strategy]}", format_usd(own),
+        "" if plan is base else f"{'+' if difference >= 0 else '-'}{format_usd(abs(difference))}",
+        format_hours(choice.expected_hours), "-" if chance is None else show_chance(chance),
     ]  # fmt: skip

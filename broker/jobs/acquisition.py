@@ -9,7 +9,7 @@ from broker.errors import AccountError, AuthError, CapacityError, InvalidRequest
 from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.endings import Endings
 from broker.jobs.order import cut_to_rest, drop_limits, order_plan
-from broker.jobs.pilot import Pause, Pilot
+from broker.jobs.policy_runner import Pause, PolicyRunner
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -35,13 +35,19 @@ class Acquisition:
     """Of one job."""
 
     def __init__(
-        self, store: Store, provisioner: Provisioner, planner: Planner, clock: Clock, pilot: Pilot, endings: Endings
+        self,
+        store: Store,
+        provisioner: Provisioner,
+        planner: Planner,
+        clock: Clock,
+        policy_runner: PolicyRunner,
+        endings: Endings,
     ) -> None:
         self._store = store
         self._provisioner = provisioner
         self._planner = planner
         self._clock = clock
-        self._pilot = pilot
+        self._policy_runner = policy_runner
         self._endings = endings
         self._refusals = 0  # in a row; only paces the retries
 
@@ -53,7 +59,7 @@ class Acquisition:
         if job.status is JobStatus.PENDING:
             self._store.set_job_status(job.id, JobStatus.STARTING)
         try:
-            plan = self._pilot.plan(job) or order_plan(self.plan_rest(job), job.attempts)
+            plan = self._policy_runner.plan(job) or order_plan(self.plan_rest(job), job.attempts)
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:

@@ -14,7 +14,7 @@ from broker.clock import Clock
 from broker.config import SETTINGS, Config, find_unattended
 from broker.errors import UsageError
 from broker.jobs.checkpoints import HERE
-from broker.jobs.watch import LEASE_EVERY_S
+from broker.jobs.monitor import LEASE_EVERY_S
 from broker.state.store import Store
 from broker.task.measures import UNATTENDED_S_MIN, Duration
 from broker.types import Cluster, Job, Plan, Task

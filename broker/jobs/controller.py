@@ -24,20 +24,20 @@ from broker.errors import (
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.budget import find_overspending
-from broker.jobs.burial import Undertaker
 from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
+from broker.jobs.health import Verdict, classify, list_lost_ranks
 from broker.jobs.in_place import InPlace, Kept, are_running
-from broker.jobs.judgement import Verdict, judge, list_lost_ranks
 from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
-from broker.jobs.mending import Mender
+from broker.jobs.monitor import AttemptMonitor, list_answering
+from broker.jobs.node_replacement import NodeReplacer
 from broker.jobs.order import get_recovery
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
-from broker.jobs.pilot import Pilot
+from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.run_end import RunEnd, read_run_end
-from broker.jobs.watch import Watch, list_answering
+from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
@@ -89,16 +89,16 @@ class JobController:
         self._gang = gang
         self._clock = clock
         self._config = config
-        self._undertaker = Undertaker(store, provisioner, gang, clock, config)
-        self._pilot = Pilot(store, planner, clock, self._undertaker)
+        self._teardown = AttemptTeardown(store, provisioner, gang, clock, config)
+        self._policy_runner = PolicyRunner(store, planner, clock, self._teardown)
         self._endings = Endings(job_id, store, clock)
-        self._acquisition = Acquisition(store, provisioner, planner, clock, self._pilot, self._endings)
-        self._mender = Mender(store, provisioner, gang, clock)
-        self._in_place = InPlace(store, provisioner, gang, clock, self._undertaker)
+        self._acquisition = Acquisition(store, provisioner, planner, clock, self._policy_runner, self._endings)
+        self._replacer = NodeReplacer(store, provisioner, gang, clock)
+        self._in_place = InPlace(store, provisioner, gang, clock, self._teardown)
         self._keeping = Keeping(store, provisioner, self._acquisition, clock)
         self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
-        self._watch: Watch | None = None
-        self._watched = 0  # number of the attempt
+        self._monitor: AttemptMonitor | None = None
+        self._monitored = 0  # number of the attempt
         self._blind_to = ""  # why lists tell nothing of its nodes, as last told
         self._quiet: tuple[Cluster, int] | None = None  # runs, with this id, and only news or time changes what to do
 
@@ -118,11 +118,11 @@ class JobController:
             return math.inf  # a user has dropped its damaged row: the collector ends what it left
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
-            self._mender.stop()
+            self._replacer.stop()
         if live is None or live.kept_until_s is None or job.status.is_terminal or job.cancel_requested:
             self._in_place.stop()
         if job.status.is_terminal:
-            await self._undertaker.clean_up(job, live)
+            await self._teardown.clean_up(job, live)
             return math.inf
         if job.cancel_requested:
             return await self._cancel(job, live)
@@ -168,7 +168,7 @@ class JobController:
         """What comes after an attempt that has ended."""
         if live.kept_until_s is not None:
             return await self._until_unwanted(job, self._continue_in_place(job, live))
-        await self._undertaker.bury(live)
+        await self._teardown.terminate(live)
         return self._endings.conclude_unstarted(job, live)
 
     async def _continue_in_place(self, job: Job, live: Attempt) -> float:
@@ -184,7 +184,7 @@ class JobController:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is None:
             return self._endings.lose_cluster(attempt)
-        watch = self._get_watch(attempt)
+        monitor = self._get_monitor(attempt)
         try:
             task = add_mounts(job.task)
             await self._gang.prepare(cluster, task)
@@ -194,17 +194,17 @@ class JobController:
         except InvalidRequestError as error:
             return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.REFUSED, detail=error.message))
         except CloudError as error:
-            return await self._judge_start(job, attempt, cluster, watch, error)
+            return await self._judge_start(job, attempt, cluster, monitor, error)
         now_s = self._clock.now_s()
         with self._store.transaction():
             self._store.put_attempt(replace(attempt, running_s=now_s))
             self._store.set_job_status(job.id, JobStatus.RUNNING)
             self._tell(make_event(EventKind.STARTED))
-        watch.note_lease(now_s)
+        monitor.note_lease(now_s)
         return POLL_S
 
     async def _judge_start(
-        self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, error: CloudError
+        self, job: Job, attempt: Attempt, cluster: Cluster, monitor: AttemptMonitor, error: CloudError
     ) -> float:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
@@ -214,56 +214,56 @@ class JobController:
                 return wait_s
             return self._endings.lose(attempt, describe_lost_start(error.message))
         now_s = self._clock.now_s()
-        is_silent = watch.note_silence(now_s)
+        is_silent = monitor.note_silence(now_s)
         # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
-        is_booting = isinstance(error, UnreachedError) and watch.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
+        is_booting = isinstance(error, UnreachedError) and monitor.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
         if is_booting or not is_silent:
             return POLL_S
         return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
     async def _look(self, job: Job, attempt: Attempt) -> float:
-        cluster, watch = self._store.get_cluster(attempt.cluster), self._get_watch(attempt)
-        if cluster is None and watch.has_succeeded:
+        cluster, monitor = self._store.get_cluster(attempt.cluster), self._get_monitor(attempt)
+        if cluster is None and monitor.has_succeeded:
             return self._endings.succeed(job, attempt)
-        if cluster is None and watch.unflushed:
-            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=watch.unflushed))
+        if cluster is None and monitor.unflushed:
+            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=monitor.unflushed))
         if cluster is None:
             return self._endings.lose_cluster(attempt)
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
-        watch.hear(report)
-        self._undertaker.note_flush(job.id, report)
+        monitor.hear(report)
+        self._teardown.note_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._note_progress(job, attempt, report.progress)
-        for rank in watch.take_advised(report, cluster):
+        for rank in monitor.take_advised(report, cluster):
             self._tell(make_event(EventKind.ADVISED, rank=rank))
-        refreshed = await self._refresh(watch, report, cluster)
+        refreshed = await self._refresh(monitor, report, cluster)
         if refreshed is None:  # no answer is no evidence, and a failure is not judged without the list
-            await self._renew_lease(job, watch, cluster)
+            await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed
-        await self._undertaker.copy_log(attempt, cluster)
+        await self._teardown.copy_log(attempt, cluster)
         nodes_min = get_recovery(job.task).nodes_min
-        signs = watch.read_signs(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
-        verdict = judge(signs)
+        signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
+        verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
-            await self._renew_lease(job, watch, cluster)
+            await self._renew_lease(job, monitor, cluster)
             find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
             run_id = get_run_id(attempt, cluster)
-            await self._mender.look(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
-            return await self._look_closer(job, attempt, cluster, watch, report)
+            await self._replacer.look(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
+            return await self._look_closer(job, attempt, cluster, monitor, report)
         if verdict is Verdict.LOST:
-            was_attended = watch.is_attended(self._clock.now_s())
+            was_attended = monitor.is_attended(self._clock.now_s())
             return await self._lost_gang.conclude(
                 job,
                 attempt,
                 cluster,
                 report,
-                is_noticed=signs.is_noticed,
+                is_noticed=signals.is_noticed,
                 was_attended=was_attended,
                 find_kept_until_s=partial(self._keeping.find_until_s, job, attempt, cluster, report),
             )
-        run = replace(self._read_end(attempt, cluster, report), unflushed=watch.unflushed)
+        run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
         return self._endings.conclude(job, attempt, verdict, run)
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
@@ -276,37 +276,37 @@ class JobController:
             is_whole=are_running(cluster.nodes) and not report.unreachable,
         )
 
-    async def _refresh(self, watch: Watch, report: GangReport, cluster: Cluster) -> Cluster | None:
+    async def _refresh(self, monitor: AttemptMonitor, report: GangReport, cluster: Cluster) -> Cluster | None:
         """As the cloud lists it now, where it is time to look; None where a list that is needed tells nothing."""
-        if not watch.needs_list(report, self._clock.now_s()):
+        if not monitor.needs_list(report, self._clock.now_s()):
             return cluster
-        age_s_max = 0.0 if watch.is_suspicious(report) else LIST_AGE_S_MAX
+        age_s_max = 0.0 if monitor.is_suspicious(report) else LIST_AGE_S_MAX
         answering = list_answering(report, cluster)
         try:
             cluster = await self._provisioner.refresh(cluster, age_s_max=age_s_max, answering=answering)
             self._blind_to = ""
         except CloudError as error:
-            if not watch.has_succeeded:
+            if not monitor.has_succeeded:
                 self._tell_blind(error)
                 return None
-        watch.note_list(self._clock.now_s())
+        monitor.note_list(self._clock.now_s())
         return cluster
 
     async def _look_closer(
-        self, job: Job, attempt: Attempt, cluster: Cluster, watch: Watch, report: GangReport
+        self, job: Job, attempt: Attempt, cluster: Cluster, monitor: AttemptMonitor, report: GangReport
     ) -> float:
         """It runs: but does it get anywhere, and is there money left?"""
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
-            await self._undertaker.end_program(attempt, cluster, grace_s=GRACE_S)
+            await self._teardown.end_program(attempt, cluster, grace_s=GRACE_S)
             return self._endings.exceed_budget(job, attempt, failure)
-        if await self._pilot.reconsider(job, attempt, cluster, report.progress):
+        if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
         recovery = get_recovery(job.task)
         timeout_s = None if report.flush else recovery.stall_timeout_s
-        if timeout_s is None or watch.measure_stall_s(report, now_s) < timeout_s:
+        if timeout_s is None or monitor.measure_stall_s(report, now_s) < timeout_s:
             # A gang that is being mended, or whose signs are not clear, is looked at closely.
-            is_clear = not watch.is_suspicious(report) and recovery.nodes_min is None
+            is_clear = not monitor.is_suspicious(report) and recovery.nodes_min is None
             self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
         return self._endings.stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
@@ -336,11 +336,11 @@ class JobController:
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:
             self._store.set_job_status(job.id, JobStatus.CANCELLING)
-        await self._undertaker.cancel(job, live)
+        await self._teardown.cancel(job, live)
         with self._store.transaction():
             if live:
                 outcome = live.outcome or Outcome(kind=OutcomeKind.CANCELLED)
-                self._undertaker.close(replace(live, outcome=outcome))
+                self._teardown.close(replace(live, outcome=outcome))
             self._endings.finish(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
         return 0.0
 
@@ -365,22 +365,22 @@ class JobController:
         while not self._store.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
             await self._clock.sleep(POLL_S)
 
-    async def _renew_lease(self, job: Job, watch: Watch, cluster: Cluster) -> None:
-        if not watch.needs_lease(self._clock.now_s()):
+    async def _renew_lease(self, job: Job, monitor: AttemptMonitor, cluster: Cluster) -> None:
+        if not monitor.needs_lease(self._clock.now_s()):
             return
         try:
             await self._gang.renew_lease(cluster, lease_s=find_lease_s(job, cluster, self._store, self._clock))
         except CloudError:
             return  # tried again at the next step; the lease holds for many of them
-        watch.note_lease(self._clock.now_s())
+        monitor.note_lease(self._clock.now_s())
 
-    def _get_watch(self, attempt: Attempt) -> Watch:
-        if self._watch is None or self._watched != attempt.number:
-            self._watch, self._watched = Watch(attempt.cluster), attempt.number
-        return self._watch
+    def _get_monitor(self, attempt: Attempt) -> AttemptMonitor:
+        if self._monitor is None or self._monitored != attempt.number:
+            self._monitor, self._monitored = AttemptMonitor(attempt.cluster), attempt.number
+        return self._monitor
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
-        return make_envs(self._config, job, attempt, cluster, advice=self._pilot.advise(job.task, attempt))
+        return make_envs(self._config, job, attempt, cluster, advice=self._policy_runner.advise(job.task, attempt))
 
     def _tell_blind(self, error: CloudError) -> None:
         """Once for each reason that only the user can mend; what passes by itself is no news."""

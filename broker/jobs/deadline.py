@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
 from broker.jobs.order import get_recovery
-from broker.jobs.sightings import PlaceKey, Sighting, name_place, note_sightings
+from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.spot.interval import best_interval_s
@@ -23,7 +24,6 @@ from broker.spot.policies.base import (
     spare_hours,
 )
 from broker.spot.prior import MEASURED
-from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.events import Refusal
 from broker.types import Attempt, Estimate, Event, EventKind, Job, Placement, Plan, Task, make_event
 from broker.wording import make_place
@@ -40,7 +40,7 @@ class Situation:
 
     view: JobView
     candidates: tuple[Candidate, ...]
-    sightings: Mapping[PlaceKey, Sighting]
+    availability: Mapping[PlaceKey, Availability]
 
 
 def follows_deadline(task: Task) -> bool:
@@ -57,15 +57,15 @@ def read_situation(
     *,
     now_s: float,
     refusals: Sequence[Refusal],
-    spells: Mapping[PlaceKey, Spells],
+    durations: Mapping[PlaceKey, Durations],
     look_hours: float,
-    sightings: Mapping[PlaceKey, Sighting],
+    availability: Mapping[PlaceKey, Availability],
     spent_usd: float,
     live: Attempt | None = None,
 ) -> Situation:
     """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up.
 
-    `sightings` tell of places seen before, `spells` of stays that are over.
+    `availability` holds what was seen of places before, `spells` of stays that are over.
     """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
@@ -78,8 +78,8 @@ def read_situation(
         for each in estimates
         if each.placement.is_spot
     }
-    seen = note_sightings(sightings, places.items(), job.attempts, live=live, now_s=now_s)
-    candidates = [_read_candidate(each, left, seen, spells, now_s=now_s, live=live) for each in estimates]
+    seen = update_availability(availability, places.items(), job.attempts, live=live, now_s=now_s)
+    candidates = [_read_candidate(each, left, seen, durations, now_s=now_s, live=live) for each in estimates]
     if here is not None and not any(is_same_place(each.placement, here) for each in candidates):
         candidates.append(Candidate(placement=here))  # what runs is for sale no more
     spot = next((each for each in estimates if each.placement.is_spot), None)
@@ -98,7 +98,7 @@ def read_situation(
         deadline_hours=goal.deadline_hours,
         spent_usd=spent_usd,
     )
-    return Situation(view=view, candidates=tuple(candidates), sightings=seen)
+    return Situation(view=view, candidates=tuple(candidates), availability=seen)
 
 
 def arrange(plan: Plan, target: Candidate) -> Plan:
@@ -160,8 +160,8 @@ def estimate_start_hazard(
     placement: Placement,
     *,
     history: Mapping[PlaceKey, Observation],
-    spells: Mapping[PlaceKey, Spells],
-    sightings: Mapping[PlaceKey, Sighting],
+    durations: Mapping[PlaceKey, Durations],
+    availability: Mapping[PlaceKey, Availability],
     now_s: float,
 ) -> float:
     """As `estimate_hazard`, for a start now: with a deadline also by how young the market is there, and by how long it
@@ -169,8 +169,8 @@ def estimate_start_hazard(
     hazard = estimate_hazard(placement, history)
     if hazard > 0 and _is_urgent(task):
         place = name_place(placement)
-        known = note_sightings(sightings, [(place, True)], (), live=None, now_s=now_s)[place]
-        here = _sight(Candidate(placement=placement), known, spells.get(place, NOTHING_SEEN), now_s=now_s)
+        known = update_availability(availability, [(place, True)], (), live=None, now_s=now_s)[place]
+        here = _observe(Candidate(placement=placement), known, durations.get(place, NOTHING_SEEN), now_s=now_s)
         hazard = max(hazard, read_market(here, None, MEASURED).soon_hazard)
     return hazard
 
@@ -201,8 +201,8 @@ def _choose(estimates: Sequence[Estimate], here: Placement | None) -> list[Estim
 def _read_candidate(
     estimate: Estimate,
     left_hours: float,
-    sightings: Mapping[PlaceKey, Sighting],
-    spells: Mapping[PlaceKey, Spells],
+    availability: Mapping[PlaceKey, Availability],
+    durations: Mapping[PlaceKey, Durations],
     *,
     now_s: float,
     live: Attempt | None,
@@ -219,16 +219,16 @@ def _read_candidate(
     if not placement.is_spot:
         return common
     place = name_place(placement)
-    known = _sight(common, sightings[place], spells.get(place, NOTHING_SEEN), now_s=now_s)
+    known = _observe(common, availability[place], durations.get(place, NOTHING_SEEN), now_s=now_s)
     return replace(known, is_open=is_here or known.is_open, is_watched=is_here)
 
 
-def _sight(candidate: Candidate, sighting: Sighting, seen: Spells, *, now_s: float) -> Candidate:
+def _observe(candidate: Candidate, known: Availability, seen: Durations, *, now_s: float) -> Candidate:
     return replace(
         candidate,
-        is_open=sighting.is_open,
-        age_hours=max(now_s - sighting.since_s, 0.0) / 3600,
-        met_hours=max(sighting.met_s - sighting.since_s, 0.0) / 3600,
+        is_open=known.is_open,
+        age_hours=max(now_s - known.since_s, 0.0) / 3600,
+        met_hours=max(known.met_s - known.since_s, 0.0) / 3600,
         seen=seen,
     )
 

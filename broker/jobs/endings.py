@@ -14,7 +14,7 @@ from broker.jobs.deaths import (
     is_restart_due,
     measure_headway,
 )
-from broker.jobs.judgement import Verdict
+from broker.jobs.health import Verdict
 from broker.jobs.order import get_recovery
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store

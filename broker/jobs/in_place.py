@@ -16,10 +16,10 @@ from enum import StrEnum
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError, InvalidRequestError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.burial import Undertaker
 from broker.jobs.gang import Gang, GangReport, get_run_id
-from broker.jobs.judgement import list_lost_ranks
-from broker.jobs.watch import list_answering
+from broker.jobs.health import list_lost_ranks
+from broker.jobs.monitor import list_answering
+from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
@@ -40,13 +40,13 @@ class InPlace:
     """Of one job."""
 
     def __init__(
-        self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, undertaker: Undertaker
+        self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, teardown: AttemptTeardown
     ) -> None:
         self._store = store
         self._provisioner = provisioner
         self._gang = gang
         self._clock = clock
-        self._undertaker = undertaker
+        self._teardown = teardown
         self._replacing: asyncio.Task[Cluster] | None = None
 
     def stop(self) -> None:
@@ -79,7 +79,7 @@ class InPlace:
             return Kept.GIVEN_UP
         if report.unreachable or not has_ended(report) or not are_running(cluster.nodes):
             return Kept.WAITING
-        await self._undertaker.copy_log(attempt, cluster)
+        await self._teardown.copy_log(attempt, cluster)
         return Kept.READY
 
     def begin_attempt(self, job: Job, old: Attempt) -> Attempt:
@@ -92,7 +92,7 @@ class InPlace:
             started_s=self._clock.now_s(),
         )
         with self._store.transaction():
-            self._undertaker.close(replace(old, kept_until_s=None))
+            self._teardown.close(replace(old, kept_until_s=None))
             self._store.put_attempt(new)
             event = make_event(EventKind.ATTEMPT_IN_PLACE, number=new.number, earlier=old.number)
             self._store.add_event(event, job_id=job.id)

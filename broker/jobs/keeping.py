@@ -6,7 +6,7 @@ from broker.clock import Clock
 from broker.errors import NoOfferError
 from broker.jobs.acquisition import Acquisition
 from broker.jobs.gang import GangReport
-from broker.jobs.judgement import list_lost_ranks
+from broker.jobs.health import list_lost_ranks
 from broker.jobs.order import get_recovery
 from broker.nouns import noun
 from broker.provision.lifecycle import Provisioner

@@ -12,9 +12,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from broker.agent.agent_bucket import find_rest
 from broker.errors import CloudError
 from broker.jobs.gang import Gang
-from broker.runtime.agent_bucket import find_rest
 from broker.state.faults import explain_os_error
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, Cluster
@@ -81,7 +81,7 @@ def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | N
 
 
 def _read_rank(line: str) -> int:
-    """Lines of the first rank have no mark (`runtime/agent_gang.py`)."""
+    """Lines of the first rank have no mark (`agent/agent_gang.py`)."""
     found = RANK_MARK.match(line)
     return int(found[1]) if found else 0
 

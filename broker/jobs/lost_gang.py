@@ -9,7 +9,7 @@ from broker.jobs.allowance import get_unattended_s, show_hours
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, name_job_folder
 from broker.jobs.endings import Endings
 from broker.jobs.gang import GangReport
-from broker.jobs.judgement import Verdict, list_lost_ranks
+from broker.jobs.health import Verdict, list_lost_ranks
 from broker.jobs.logs import copy_left_log
 from broker.jobs.outcomes import Outcomes, RunResult
 from broker.jobs.run_end import RunEnd, read_run_end

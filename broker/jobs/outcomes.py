@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from broker.agent.agent_bucket import name_log, name_outcome
 from broker.errors import BrokerError
 from broker.nouns import noun
-from broker.runtime.agent_bucket import name_log, name_outcome
 from broker.runtime.gang import parse_progress
 from broker.storage import open_bucket
 from broker.types import Progress, RunStatus

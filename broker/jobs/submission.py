@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from broker.errors import UsageError
-from broker.optimizer.dag_order import find_needs, name_tasks, order_indexes
+from broker.pipelines.ordering import find_needs, name_tasks, order_indexes
 from broker.provision.failover import HEDGE
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Secret, Task

@@ -15,15 +15,14 @@ from dataclasses import replace
 
 from broker.nouns import noun
 from broker.optimizer.billing import bill_recovery_s
-from broker.optimizer.data_cost import NO_DATA, DataCost, measure_restore_s
-from broker.spot.hazard import hazard_per_node_hour
+from broker.optimizer.data_cost import DataCost, measure_restore_s
 from broker.spot.interval import best_interval_s
-from broker.spot.losses import Losses
+from broker.spot.lost_time import LostTime
 from broker.types import Breakdown, CheckpointSpec, Estimate, Goal, Placement
 
 
 @noun
-class Course:
+class RunForecast:
     """How a run is expected to go, whatever its price. Hours; `recovery_*` are of one recovery."""
 
     work_hours: float
@@ -40,7 +39,7 @@ class Course:
     switch_after_hours: float | None = None
     switch_chance: float | None = None
     every_s: float | None = None
-    losses: Losses | None = None  # None where nothing is preempted
+    losses: LostTime | None = None  # None where nothing is preempted
 
 
 @noun
@@ -82,14 +81,14 @@ class Terms:
         return min(every_s / 3600, self.work_hours)
 
 
-def run_on_demand(terms: Terms) -> Course:
+def run_on_demand(terms: Terms) -> RunForecast:
     """Without preemption; checkpoints are written only where the user fixes their interval."""
     is_saving = terms.checkpoint.every_s is not None and terms.work_hours > 0
     checkpoints = terms.work_hours / terms.every_hours if is_saving else 0.0
     stalls = checkpoints * terms.checkpoint.stall_s / 3600
     hours = terms.work_hours + stalls
     limit = terms.deadline_hours
-    return Course(
+    return RunForecast(
         work_hours=terms.work_hours,
         hours=hours,
         stall_hours=stalls,
@@ -102,19 +101,19 @@ def run_on_demand(terms: Terms) -> Course:
     )
 
 
-def run_on_spot(terms: Terms) -> Course:
+def run_on_spot(terms: Terms) -> RunForecast:
     """On spot to the end, however often it is preempted."""
     if terms.hazard <= 0 or terms.work_hours <= 0:
         calm = run_on_demand(terms)
         return replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
     every, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
     segments = terms.work_hours / every
-    losses = Losses(segments=segments, stretch=every + stall, hazard=terms.hazard)
+    losses = LostTime(segments=segments, stretch=every + stall, hazard=terms.hazard)
     smooth = segments * (every + stall)
     preemptions = segments * _expm1(terms.hazard * (every + stall))
     running = max(preemptions / terms.hazard, smooth)
     limit = terms.deadline_hours
-    return Course(
+    return RunForecast(
         work_hours=terms.work_hours,
         hours=running + preemptions * terms.recovery_hours,
         stall_hours=segments * stall,
@@ -130,7 +129,7 @@ def run_on_spot(terms: Terms) -> Course:
     )
 
 
-def run_on_spot_then_on_demand(terms: Terms) -> Course | None:
+def run_on_spot_then_on_demand(terms: Terms) -> RunForecast | None:
     """On spot until a preemption leaves too little time for one more, then on-demand: the deadline always holds.
 
     With s = tau + delta, the slack u = D - (W / tau) s - (s + R) is what losses may add up to. After the preemption
@@ -148,14 +147,14 @@ def run_on_spot_then_on_demand(terms: Terms) -> Course | None:
     slack = terms.deadline_hours - segments * stretch - (stretch + terms.recovery_hours)
     if slack < 0:
         return None
-    losses = Losses(segments=segments, stretch=stretch, hazard=terms.hazard)
+    losses = LostTime(segments=segments, stretch=stretch, hazard=terms.hazard)
     preemptions, switch_chance = losses.expect_until(slack, terms.recovery_hours)
     done = min(preemptions / math.expm1(terms.hazard * stretch), segments)
     rest = (segments - done) * (stretch if terms.checkpoint.every_s else every)
     running = max(preemptions / terms.hazard, done * stretch)
     billed = terms.recovery_billed_hours
     stalls = done * stall + (segments - done) * (stall if terms.checkpoint.every_s else 0.0)
-    return Course(
+    return RunForecast(
         work_hours=terms.work_hours,
         hours=running + preemptions * terms.recovery_hours + rest,
         stall_hours=stalls,
@@ -174,14 +173,14 @@ def run_on_spot_then_on_demand(terms: Terms) -> Course | None:
     )
 
 
-def add_data_usd(course: Course, data: DataCost) -> tuple[float, float]:
+def add_data_usd(course: RunForecast, data: DataCost) -> tuple[float, float]:
     """USD of moving data, and of keeping checkpoints, over a whole run."""
     moves = data.start_usd * (1 + course.preemptions) + data.finish_usd
     moves += data.checkpoint_usd * course.checkpoints + data.restore_usd * course.preemptions
     return moves, data.storage_usd_hour * course.hours
 
 
-def budget_chance(course: Course, placement: Placement, budget_usd: float, data_usd: float) -> float:
+def budget_chance(course: RunForecast, placement: Placement, budget_usd: float, data_usd: float) -> float:
     """P(all costs <= budget), data at its expected cost; for a run that may switch, the chance of doing both: staying
     within the budget and on spot."""
     hourly = placement.usd_hour
@@ -195,7 +194,7 @@ def budget_chance(course: Course, placement: Placement, budget_usd: float, data_
 
 
 def make_estimate(
-    placement: Placement, course: Course, data: DataCost, *, hazard: float, goal: Goal | None
+    placement: Placement, course: RunForecast, data: DataCost, *, hazard: float, goal: Goal | None
 ) -> Estimate:
     """The course at this placement's prices, every term shown."""
     offer, nodes = placement.offer, placement.node_count
@@ -231,37 +230,12 @@ def make_estimate(
     )
 
 
-def estimate_cost(
-    placement: Placement, *, work_hours: float | None, goal: Goal | None, checkpoint: CheckpointSpec
-) -> Estimate:
-    """One placement alone, without data: price per hour where no work is given, else hours and dollars to finish."""
-    offer = placement.offer
-    hazard = placement.node_count * hazard_per_node_hour(offer.interruption_band) if placement.is_spot else 0.0
-    if work_hours is None:
-        return Estimate(placement=placement, preemptions_per_hour=hazard)
-    terms = Terms.of(work_hours, hazard, checkpoint, goal, offer.cloud, placement.node_count)
-    course = run_on_spot(terms) if placement.is_spot else run_on_demand(terms)
-    return make_estimate(placement, course, NO_DATA, hazard=hazard, goal=goal)
-
-
 def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
     """E[T] in hours; `hazard` in preemptions per hour of the gang."""
     tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
     if hazard * (tau + delta) < 1e-12:
         return work_hours * (1 + delta / tau)
     return work_hours / tau * (1 / hazard + restart) * _expm1(hazard * (tau + delta))
-
-
-def deadline_chance(
-    deadline_hours: float, work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float
-) -> float:
-    """Chance to finish in time on spot alone."""
-    tau, delta = every_s / 3600, stall_s / 3600
-    slack = deadline_hours - work_hours * (1 + delta / tau)
-    if hazard <= 0:
-        return float(slack >= 0)
-    losses = Losses(segments=work_hours / tau, stretch=tau + delta, hazard=hazard)
-    return losses.finish_chance(slack, restart_s / 3600)
 
 
 def _expm1(exponent: float) -> float:

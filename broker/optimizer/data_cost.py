@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from broker.nouns import noun
-from broker.optimizer.dag_egress import GB_PER_GIB, REGION_GBIT_S, EgressTable
+from broker.optimizer.egress import GB_PER_GIB, REGION_GBIT_S, EgressTable
 from broker.types import DataSet, Task
 
 # Who sells a bucket, by the scheme of its URL. Cloudflare's R2 doesn't bill for what leaves it.

@@ -10,7 +10,7 @@ from broker.types import Estimate, Goal, Plan, Task
 
 
 @noun
-class Loser:
+class Rejected:
     """The best placement of its kind (cloud, instance type, pricing model) that is cheaper by the hour than the choice,
     and why it was not chosen. `others` counts its like elsewhere."""
 
@@ -27,7 +27,7 @@ def lift_limits(task: Task) -> Task:
     return replace(task, goal=replace(task.goal, budget_usd=None, confidence=0.0)) if task.goal else task
 
 
-def list_losers(plan: Plan, unlimited: Plan) -> list[Loser]:
+def list_losers(plan: Plan, unlimited: Plan) -> list[Rejected]:
     """Losers in the order of their cost to finish. `unlimited` is the plan of `lift_limits(plan.task)`."""
     goal = plan.task.goal
     if goal is None or goal.work_hours is None:
@@ -43,7 +43,7 @@ def list_losers(plan: Plan, unlimited: Plan) -> list[Loser]:
         first.setdefault(kind, each)
         count[kind] = count.get(kind, 0) + 1
     return [
-        Loser(estimate=each, reason="; ".join(_list_reasons(best, each, goal)), others=count[kind] - 1)
+        Rejected(estimate=each, reason="; ".join(_list_reasons(best, each, goal)), others=count[kind] - 1)
         for kind, each in first.items()
     ]
 

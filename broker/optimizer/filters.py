@@ -118,7 +118,7 @@ FILTERS: tuple[Filter, ...] = (
 )
 
 
-class Shelves:
+class OfferIndex:
     """The offers by accelerator, so that of many alternatives each looks only at its own."""
 
     def __init__(self, offers: Sequence[Offer]) -> None:

@@ -105,11 +105,11 @@ def _decide_job(name: str, attempt: int, gang: Sequence[Node], job: Job) -> Adop
     by_token: dict[str, list[Node]] = defaultdict(list)
     for node in gang:
         by_token[node.token].append(node)
-    wanted = list(range(job.task.num_nodes))
+    spec = list(range(job.task.num_nodes))
     whole = [
         nodes
         for nodes in by_token.values()
-        if [node.rank for node in nodes] == wanted and all(node.state is not NodeState.STOPPED for node in nodes)
+        if [node.rank for node in nodes] == spec and all(node.state is not NodeState.STOPPED for node in nodes)
     ]
     if not whole:
         return Adoption(deed=Deed.REPLACE, cluster=name, attempt=attempt, nodes=tuple(gang), job=job)

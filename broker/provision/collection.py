@@ -13,7 +13,7 @@ from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import CloudError
 from broker.provision.adoption import Adopter
-from broker.provision.returns import Returns
+from broker.provision.surplus import SurplusReleaser
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
 
@@ -33,8 +33,8 @@ class Collector:
         clock: Clock,
         owner: str,
         down: Callable[[str], Awaitable[None]],
-        bury: Callable[[NodeRequest], Awaitable[None]],
-        returns: Returns,
+        terminate: Callable[[NodeRequest], Awaitable[None]],
+        surplus: SurplusReleaser,
         adopter: Adopter,
     ) -> None:
         self._clouds = clouds
@@ -42,8 +42,8 @@ class Collector:
         self._clock = clock
         self._owner = owner
         self._down = down
-        self._bury = bury
-        self._returns = returns
+        self._terminate = terminate
+        self._surplus = surplus
         self._adopter = adopter
         self._spared: Counter[str] = Counter()
         self._mended: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class Collector:
 
     async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
         """What `collect` would end now: nodes that nobody records, and names of dead clusters. Raises CloudError."""
-        left = {request.token for request in self._find_leftovers()}
+        left = {request.token for request in self._find_orphans()}
         nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud, left)]
         return nodes, self._find_dead_names()
 
@@ -81,9 +81,9 @@ class Collector:
             except CloudError as error:
                 log.warning("%s cannot be swept now: %s", cloud.name, error.message)
         names = self._find_dead_names()
-        left = [request for request in self._find_leftovers() if request.cluster not in names]
+        left = [request for request in self._find_orphans() if request.cluster not in names]
         works = [
-            *(self._try(self._bury, each, f"a gang of {each.cluster} cannot be given back now") for each in left),
+            *(self._try(self._terminate, each, f"a gang of {each.cluster} cannot be given back now") for each in left),
             *(self._try(self._down, name, f"{name} cannot be ended now") for name in names),
         ]
         return count + await _add_up(works)
@@ -137,7 +137,7 @@ class Collector:
             if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.is_bill_open(node):
                 self._store.record_node(node)
 
-    def _find_leftovers(self) -> Sequence[NodeRequest]:
+    def _find_orphans(self) -> Sequence[NodeRequest]:
         """Asked for by a search that has found its gang elsewhere, in a process that died before they were ended."""
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         oldest_s = self._clock.now_s() - UP_S_MAX
@@ -147,7 +147,7 @@ class Collector:
             if (cluster := clusters.get(intent.request.cluster)) is not None
             and cluster.status in (ClusterStatus.UP, ClusterStatus.STOPPED)
             and not (_is_replacement(intent.request, cluster) and intent.created_s > oldest_s)
-            and intent.request.token not in self._returns.tokens
+            and intent.request.token not in self._surplus.tokens
             and not self._mended[intent.request.cluster]
             and intent.request.placement.offer.cloud in self._clouds
         ]

@@ -16,16 +16,16 @@ from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AuthError, BrokerError, CapacityError, CloudError, DeniedError, InvalidRequestError
 from broker.nouns import noun
+from broker.provision.hedge_timer import Answer, HedgeTimer
+from broker.provision.launch import HEDGE, Launch, Launcher, LaunchSpec, describe, make_token
 from broker.provision.listing import Lister
-from broker.provision.patience import Answer, Patience
-from broker.provision.refusals import CAPACITY_REFUSAL_S, RefusalMemory
-from broker.provision.tries import HEDGE, Asker, Try, Wanted, describe, make_token
+from broker.provision.refusals import CAPACITY_REFUSAL_S, UnavailableOffers
 from broker.provision.zones import split_zones, unite_zones
 from broker.state.store import Store
 from broker.types import EventKind, Node, NodeRequest, Placement, make_event
 from broker.wording import make_place
 
-__all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "Wanted", "Won", "describe", "make_token"]
+__all__ = ["CAPACITY_REFUSAL_S", "HEDGE", "Failover", "FailoverResult", "LaunchSpec", "describe", "make_token"]
 
 ASKED_MAX = 2  # times that one search asks one place
 REASONS_MAX, PLACES_MAX, HINTS_MAX = 8, 6, 4  # in an error
@@ -34,12 +34,12 @@ OTHER_ZONE_AMONG = 16  # a second place is looked for among so many: a zone that
 
 
 @noun
-class Won:
+class FailoverResult:
     """The gang that is kept, and the tries that were still under way: give those back once the gang is recorded."""
 
     placement: Placement
     nodes: Sequence[Node]
-    others: tuple[Try, ...]
+    others: tuple[Launch, ...]
 
 
 class Failover:
@@ -55,20 +55,22 @@ class Failover:
     ) -> None:
         self._clouds = clouds
         self._clock = clock
-        self._memory = RefusalMemory(store)
-        self.patience = Patience(store)
-        self.asker = Asker(
+        self._memory = UnavailableOffers(store)
+        self.hedge_timer = HedgeTimer(store)
+        self.launcher = Launcher(
             clouds,
             store,
             clock=clock,
             owner=owner,
             lister=lister,
             memory=self._memory,
-            patience=self.patience,
+            hedge_timer=self.hedge_timer,
             write_boot=write_boot,
         )
 
-    async def acquire(self, wanted: Wanted, placements: Iterable[Placement], *, begun: Sequence[Placement] = ()) -> Won:
+    async def acquire(
+        self, spec: LaunchSpec, placements: Iterable[Placement], *, begun: Sequence[Placement] = ()
+    ) -> FailoverResult:
         """The first whole gang, best place first; places `begun` by an earlier process all go on at once.
 
         Raises CapacityError when all refused for now (its cause is the last answer, None if nobody was asked), the
@@ -76,37 +78,39 @@ class Failover:
         `wanted.check_budget` raises. On a CloudError nothing is left; on any other end what was begun stays as open
         intents.
         """
-        race = _Race(wanted, placements, begun, self._clouds, self.asker, self._memory, self.patience, self._clock)
+        search = _FailoverSearch(
+            spec, placements, begun, self._clouds, self.launcher, self._memory, self.hedge_timer, self._clock
+        )
         try:
-            return await race.run()
+            return await search.run()
         except BaseException:
-            await race.drop()
+            await search.drop()
             raise
 
 
-class _Race:
+class _FailoverSearch:
     """One search for a gang."""
 
     def __init__(
         self,
-        wanted: Wanted,
+        spec: LaunchSpec,
         placements: Iterable[Placement],
         begun: Sequence[Placement],
         clouds: Mapping[str, Cloud],
-        asker: Asker,
-        memory: RefusalMemory,
-        patience: Patience,
+        launcher: Launcher,
+        memory: UnavailableOffers,
+        hedge_timer: HedgeTimer,
         clock: Clock,
     ) -> None:
-        self._wanted = wanted
+        self._spec = spec
         self._clouds = clouds
-        self._asker = asker
+        self._launcher = launcher
         self._memory = memory
-        self._patience = patience
+        self._hedge_timer = hedge_timer
         self._clock = clock
         self._candidates = _Candidates(placements)
         self._begun = list(begun)
-        self._tries: list[Try] = []
+        self._tries: list[Launch] = []
         self._lasting: dict[str, CloudError] = {}  # what no later try changes, by cloud, region or place
         self._refused: dict[tuple[str, str], list[Placement]] = {}  # cloud and why -> where
         self._remembered: set[tuple[str, str]] = set()  # of those, what nobody was asked for
@@ -120,7 +124,7 @@ class _Race:
         self._is_exhausted = self._is_alone_told = False
         self._is_first = True
 
-    async def run(self) -> Won:
+    async def run(self) -> FailoverResult:
         while True:
             self._begin_due()
             if not self._tries:
@@ -170,7 +174,7 @@ class _Race:
 
     def _has_room(self) -> bool:
         """What is only being ended takes nobody's place."""
-        return sum(not one.is_ending for one in self._tries) < max(1, self._wanted.hedge)
+        return sum(not one.is_ending for one in self._tries) < max(1, self._spec.hedge)
 
     def _is_due(self, placement: Placement) -> bool:
         return self._memory.measure_reask_s(placement) <= 0 and not self._is_in_doubt(placement)
@@ -185,7 +189,7 @@ class _Race:
         if not self._has_cloud(placement):
             return
         late = tuple(self._tries)
-        one = self._asker.begin(self._wanted, placement, rank=rank, is_first=self._is_first)
+        one = self._launcher.begin(self._spec, placement, rank=rank, is_first=self._is_first)
         self._is_first = False
         one.on_change = self._changed.set
         self._asked[placement] += 1
@@ -244,21 +248,21 @@ class _Race:
             for alarm in alarms:
                 alarm.cancel()
 
-    def _measure_left_s(self, one: Try) -> float:
+    def _measure_left_s(self, one: Launch) -> float:
         """Seconds until this try is later than is usual for its cloud; not above 0: it is late, or in doubt."""
         if one.is_ending or one.is_in_doubt:
             return 0.0
         since_s, answer = (one.begun_s, Answer.CREATED) if one.created_s is None else (one.created_s, Answer.WHOLE)
-        return since_s + self._patience.measure_s(one.cloud.name, answer) - self._clock.now_s()
+        return since_s + self._hedge_timer.measure_s(one.cloud.name, answer) - self._clock.now_s()
 
-    def _win(self, whole: Try) -> Won:
+    def _win(self, whole: Launch) -> FailoverResult:
         self._memory.forgive(whole.landed)
         took_s = self._clock.now_s() - whole.begun_s
         self._tell(EventKind.PLACE_WHOLE, place=make_place(whole.placement), took_s=took_s)
         others = tuple(one for one in self._tries if one is not whole)
-        return Won(placement=whole.landed, nodes=whole.doing.result(), others=others)
+        return FailoverResult(placement=whole.landed, nodes=whole.doing.result(), others=others)
 
-    def _note_failure(self, one: Try) -> None:
+    def _note_failure(self, one: Launch) -> None:
         """Raises what is no cloud's answer: a cluster taken down meanwhile, a spent budget, a fault of ours."""
         error = one.doing.exception()
         if not isinstance(error, CloudError):
@@ -300,7 +304,7 @@ class _Race:
             regions = sorted({f"{one.placement.offer.region} ({one.cloud.name})" for one in self._tries})
             self._tell(EventKind.LAST_PLACES, regions=regions)
 
-    def _tell_begin(self, one: Try, late: Sequence[Try]) -> None:
+    def _tell_begin(self, one: Launch, late: Sequence[Launch]) -> None:
         place, usd_hour = make_place(one.placement), one.placement.usd_hour
         if not late or one.is_resumed:
             self._tell(EventKind.PLACE_ASKED, place=place, usd_hour=usd_hour, is_resumed=one.is_resumed)
@@ -316,7 +320,7 @@ class _Race:
         )
 
     def _tell(self, kind: EventKind, **data: object) -> None:
-        self._wanted.on_event(make_event(kind, **data))
+        self._spec.on_event(make_event(kind, **data))
 
     def _explain(self) -> BrokerError:
         if self._lasting and not self._has_temporary:
@@ -328,7 +332,7 @@ class _Race:
             details[REASONS_MAX - 1 :] = [f"and {len(details) - REASONS_MAX + 1} more reasons"]
         hints = [*self._hints, *(hint for error in self._lasting.values() for hint in error.hints)]
         return CapacityError(
-            f"no place would give {self._wanted.cluster.name} its nodes now",
+            f"no place would give {self._spec.cluster.name} its nodes now",
             scope="cloud",
             details=details,
             hints=(

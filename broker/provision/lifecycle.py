@@ -9,20 +9,20 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
+from broker.clouds.base import CanExtend, CanStop, Cloud, ProvidesSshHosts, SupportsConsole
 from broker.errors import AuthError, CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
-from broker.provision.claim import claim_name
+from broker.provision.cluster_lock import claim_name
 from broker.provision.collection import Collector
-from broker.provision.failover import HEDGE, Failover, Wanted
-from broker.provision.leftovers import Leftovers
+from broker.provision.failover import HEDGE, Failover, LaunchSpec
+from broker.provision.hedge_timer import Answer
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone, find_doubt
-from broker.provision.patience import Answer
 from broker.provision.replacement import replace_node
-from broker.provision.returns import Returns
+from broker.provision.resource_sweeper import ResourceSweeper
+from broker.provision.surplus import SurplusReleaser
 from broker.provision.zones import join_zones, split_zones
 from broker.state.store import Store
 from broker.types import Autostop, Cluster, ClusterStatus, Placement, Plan, Task
@@ -52,7 +52,7 @@ class Provisioner:
         self._owner = owner
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
-        self._returns = Returns(self._failover.asker, clock=clock)
+        self._surplus = SurplusReleaser(self._failover.launcher, clock=clock)
         self._adopter = Adopter(clouds, store, clock=clock, owner=owner)
         self._collector = Collector(
             clouds,
@@ -60,11 +60,11 @@ class Provisioner:
             clock=clock,
             owner=owner,
             down=self.down,
-            bury=self._bury,
-            returns=self._returns,
+            terminate=self._terminate,
+            surplus=self._surplus,
             adopter=self._adopter,
         )
-        self._leftovers = Leftovers(clouds, store, clock=clock, owner=owner)
+        self._sweeper = ResourceSweeper(clouds, store, clock=clock, owner=owner)
         self._absences: dict[str, Absence] = {}  # by cloud
 
     async def up(
@@ -102,7 +102,7 @@ class Provisioner:
                 job_id=job_id,
                 autostop=autostop,
             )
-            wanted = Wanted(
+            spec = LaunchSpec(
                 cluster=cluster,
                 make_spec=lambda placement: self._make_spec(plan.task, placement),
                 timeout_s=timeout_s,
@@ -110,13 +110,13 @@ class Provisioner:
                 hedge=hedge,
                 check_budget=check_budget or (lambda: None),
             )
-            return await self._search(wanted, plan, is_patient=retry_until_up)
+            return await self._search(spec, plan, is_patient=retry_until_up)
 
     def _make_spec(self, task: Task, placement: Placement) -> MachineSpec:
         """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
         no matter of the machine: it is run on one that boots as usual."""
         asked = find_asked(task, placement)
-        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
+        is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
         is_container = (asked.image_id or "").startswith(CONTAINER)
         return MachineSpec(
             disk_size_gib=asked.disk_size_gib,
@@ -131,13 +131,13 @@ class Provisioner:
         """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
         cloud = self._clouds.get(cluster.placement.offer.cloud)
         node = next((each for each in cluster.nodes if each.id == node_id), None)
-        if node is None or not isinstance(cloud, ShowsConsole):
+        if node is None or not isinstance(cloud, SupportsConsole):
             return None
         return f"`{cloud.name_console(node)}` shows what it prints while it boots"
 
     async def finish(self) -> None:
         """Wait until all that was not needed is confirmed gone; what the cloud does not confirm, `collect` ends."""
-        await self._returns.finish()
+        await self._surplus.finish()
 
     async def refresh(
         self, cluster: Cluster, *, age_s_max: float = 0.0, answering: Collection[str] = frozenset()
@@ -159,7 +159,7 @@ class Provisioner:
         )
         if nodes != cluster.nodes:
             with self._store.transaction():
-                self._failover.asker.record(nodes)
+                self._failover.launcher.record(nodes)
                 current = self._store.get_cluster(cluster.name)
                 # Since the caller read the record a node may have been replaced, or the cluster been taken down.
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
@@ -171,13 +171,13 @@ class Provisioner:
 
     def measure_start_s(self, cloud: str) -> float:
         """Seconds after which new nodes of this cloud usually run, by what was learned of it."""
-        return sum(self._failover.patience.measure_s(cloud, answer) for answer in Answer)
+        return sum(self._failover.hedge_timer.measure_s(cloud, answer) for answer in Answer)
 
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600
     ) -> Cluster:
         """A new node in the place of one that is confirmed gone, beside what the others do; see `replacement.py`."""
-        wanted = Wanted(
+        spec = LaunchSpec(
             cluster=cluster,
             make_spec=lambda placement: self._make_spec(task, placement),
             timeout_s=timeout_s,
@@ -185,7 +185,7 @@ class Provisioner:
             check_budget=check_budget,
         )
         with self._collector.spare_gang(cluster.name):
-            return await replace_node(self._failover.asker, self._store, wanted, rank=rank)
+            return await replace_node(self._failover.launcher, self._store, spec, rank=rank)
 
     async def end_node(self, cluster: Cluster, node: Node) -> None:
         """Have the cloud terminate one node of a cluster that continues without it.
@@ -204,7 +204,7 @@ class Provisioner:
             if cluster and cluster.status is not ClusterStatus.TERMINATING:
                 self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
         # All at once: a place that cannot be asked must not hold up the end of nodes elsewhere.
-        works = [self._bury(each.request) for each in intents]
+        works = [self._terminate(each.request) for each in intents]
         if cluster and cluster.nodes:
             works.append(self._end_nodes(cluster))
         for done in await asyncio.gather(*works, return_exceptions=True):
@@ -231,7 +231,7 @@ class Provisioner:
             places={(node.account, node.region) for node in cluster.nodes},
             clock=self._clock,
         )
-        self._failover.asker.record(gone)
+        self._failover.launcher.record(gone)
 
     async def stop(self, name: str) -> None:
         cluster, cloud = self._find_stoppable(name)
@@ -269,7 +269,7 @@ class Provisioner:
 
     async def sweep(self) -> int:
         """Delete what clusters that are gone left behind besides nodes; returns how many things."""
-        return await self._leftovers.sweep()
+        return await self._sweeper.sweep()
 
     async def _make_room(self, name: str, attempt: int) -> float:
         """What has the name and is not to be gone on with is gone; when the cluster now to come up was begun."""
@@ -283,38 +283,38 @@ class Provisioner:
             raise UsageError(f"cluster {name} has just come up", hints=(f"`broker exec {name}` runs more on it.",))
         return known.created_s if known else self._clock.now_s()
 
-    async def _search(self, wanted: Wanted, plan: Plan, *, is_patient: bool) -> Cluster:
+    async def _search(self, spec: LaunchSpec, plan: Plan, *, is_patient: bool) -> Cluster:
         for tries in count():
             try:
-                return await self._bring_up(wanted, plan)
+                return await self._bring_up(spec, plan)
             except CapacityError as error:
                 if not is_patient:
                     raise
                 wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-                wanted.on_event(make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
+                spec.on_event(make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
                 await self._clock.sleep(wait_s)
         raise AssertionError("it counts for ever")
 
-    async def _bring_up(self, wanted: Wanted, plan: Plan) -> Cluster:
-        name = wanted.cluster.name
+    async def _bring_up(self, spec: LaunchSpec, plan: Plan) -> Cluster:
+        name = spec.cluster.name
         begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
         asked = [zone for placement in begun for zone in split_zones(placement)]
         others = (estimate for estimate in plan.estimates if estimate.placement not in asked)
-        ordered = join_zones(others, plan.task, self._clouds, wanted.make_spec)
+        ordered = join_zones(others, plan.task, self._clouds, spec.make_spec)
         try:
-            won = await self._failover.acquire(wanted, ordered, begun=begun)
+            won = await self._failover.acquire(spec, ordered, begun=begun)
         except Exception:
             if not self._store.list_open_intents(name):
                 self._store.delete_cluster(name)
             raise
         try:
-            cluster = self._enter(wanted, won.placement, won.nodes)
+            cluster = self._enter(spec, won.placement, won.nodes)
         finally:
-            self._returns.begin(won.others, wanted.on_event)
+            self._surplus.begin(won.others, spec.on_event)
         return cluster
 
-    async def _bury(self, request: NodeRequest) -> None:
-        await self._failover.asker.bury(self._get_cloud(request.placement), request)
+    async def _terminate(self, request: NodeRequest) -> None:
+        await self._failover.launcher.terminate(self._get_cloud(request.placement), request)
 
     def _get_cloud(self, placement: Placement) -> Cloud:
         """Raises AuthError where its login or package is gone since."""
@@ -325,15 +325,15 @@ class Provisioner:
             )
         return self._clouds[name]
 
-    def _enter(self, wanted: Wanted, placement: Placement, nodes: Sequence[Node]) -> Cluster:
+    def _enter(self, spec: LaunchSpec, placement: Placement, nodes: Sequence[Node]) -> Cluster:
         """Record and close the intent in one commit: there is no moment when nobody knows these nodes."""
-        name = wanted.cluster.name
-        cluster = replace(wanted.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
+        name = spec.cluster.name
+        cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
             if not self._store.is_intent_open(nodes[0].token):
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
-            self._failover.asker.record(nodes)
+            self._failover.launcher.record(nodes)
             self._store.close_intent(nodes[0].token, IntentEnd.UP)
             event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
             self._store.add_event(event, cluster=name, job_id=cluster.job_id)

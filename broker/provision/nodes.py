@@ -40,7 +40,8 @@ async def confirm_gone(
     Nodes whose ids are known are terminated before any list is asked for: lists may be what fails. A node that lists
     leave out is only believed gone when a terminate call for it was accepted and it stays missing for long, in lists
     that cover its account and region. Where fewer than `expected_count` were ever seen, a create may still be on its
-    way: lists of all `places` must have stayed without them for a while.
+    way: lists of all `places` must have stayed without them for a while, not counting the time between two such lists
+    beyond `settle_s`.
 
     Raises AccountError or AuthError where this login cannot see one of the places, TransientError at its limit, and
     the CloudError of a list that fails.
@@ -48,6 +49,7 @@ async def confirm_gone(
     start_s = clock.now_s()
     ending = _Ending(cloud, known, clock)
     absence = Absence(cloud.settle_s)
+    covered = Stopwatch(cloud.settle_s)  # counts while lists cover all places: a region's silence is not evidence
     look_s = LOOK_S
     looks = 0
     while clock.now_s() - start_s < GONE_S_MAX:
@@ -64,7 +66,7 @@ async def confirm_gone(
                 absence.note(node.id, is_listed=node.id in present, now_s=now_s) or _was_missing(node, present)
                 for node in live
             ]
-            has_settled = looks >= MISSES_MIN and now_s - start_s >= UNSEEN_SETTLES * cloud.settle_s
+            has_settled = covered.look(now_s) >= UNSEEN_SETTLES * cloud.settle_s and looks >= MISSES_MIN
             if all(is_gone) and ending.has_asked(live) and (is_whole or has_settled):
                 return ending.list_gone(now_s)
         elif not live and is_whole:

@@ -22,7 +22,7 @@ FAILURES_MAX = 60.0
 FAILURE_REFILL_S = 2.0
 
 
-class RefusalMemory:
+class UnavailableOffers:
     """Closed: nothing is known. Open: refused, not asked before its end. Half-open: one try looks, all others wait."""
 
     def __init__(self, store: Store) -> None:

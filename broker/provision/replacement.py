@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from broker.errors import UsageError
-from broker.provision.tries import Asker, Wanted
+from broker.provision.launch import Launcher, LaunchSpec
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, EventKind, IntentEnd, NodeState, make_event
 
 
-async def replace_node(asker: Asker, store: Store, wanted: Wanted, *, rank: int) -> Cluster:
+async def replace_node(launcher: Launcher, store: Store, spec: LaunchSpec, *, rank: int) -> Cluster:
     """The cluster with a new node in the place of the one of that rank, which the cloud has confirmed gone.
 
     At the place where the others are, for they talk to each other. Raises CloudError where that gives none, and
     nothing is left of the try; UsageError where the cluster was taken down meanwhile. Cancelled, it leaves an open
     intent, which is gone on with when asked again, and ended with the cluster or by the collector.
     """
-    name = wanted.cluster.name
-    placement = replace(wanted.cluster.placement, node_count=1)
-    one = asker.begin(wanted, placement, rank=0, is_addition=True)
+    name = spec.cluster.name
+    placement = replace(spec.cluster.placement, node_count=1)
+    one = launcher.begin(spec, placement, rank=0, is_addition=True)
     try:
         made = (await one.doing)[0]
     except BaseException:
@@ -34,7 +34,7 @@ async def replace_node(asker: Asker, store: Store, wanted: Wanted, *, rank: int)
         assert old.state is NodeState.TERMINATED, "a node is replaced when it is confirmed gone"
         changed = replace(cluster, nodes=tuple(new if node is old else node for node in cluster.nodes))
         store.put_cluster(changed)
-        asker.record([new])
+        launcher.record([new])
         store.close_intent(made.token, IntentEnd.UP)
         event = make_event(EventKind.REPLACED, cluster=name, rank=rank)
         store.add_event(event, cluster=name, job_id=cluster.job_id)

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from broker import agent
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
@@ -24,26 +25,6 @@ from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
 
-AGENT_FILES = (
-    "agent.py",
-    "agent_access.py",
-    "agent_bucket.py",
-    "agent_dead_runs.py",
-    "agent_container.py",
-    "agent_delivery.py",
-    "agent_files.py",
-    "agent_flush.py",
-    "agent_follow.py",
-    "agent_gang.py",
-    "agent_lease.py",
-    "agent_link.py",
-    "agent_login.py",
-    "agent_notice.py",
-    "agent_paths.py",
-    "agent_run.py",
-    "agent_turn.py",
-    "agent_wire.py",
-)
 AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
 CHANNEL_VERBS = ("lease", "cancel")  # small, and asked twice they change nothing
@@ -313,10 +294,10 @@ class Gang:
 @cache
 def pack_agent() -> tuple[str, bytes]:
     """The agent's files as an archive, and a digest of it."""
-    here, packed = Path(__file__).parent, io.BytesIO()
+    packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in AGENT_FILES:
-            content = (here / name).read_bytes()
+        for name in agent.FILES:
+            content = (agent.FOLDER / name).read_bytes()
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))

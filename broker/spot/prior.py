@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from broker.spot.spells import AGES, Spells, class_of, hours_in_classes
+from broker.spot.durations import AGES, Durations, class_of, hours_in_classes
 
 OLD = class_of(1.0)  # the class from which spells count as old
 # How many ended spells one must see to doubt the prior by half. Recorded markets change pace from day to day: what
@@ -39,14 +39,14 @@ class Prior:
     def mean_closed_hours(self) -> float:
         return _mean_spell_hours(self.closed_hazards)
 
-    def learn_open(self, seen: Spells, watched: tuple[float, float] | None = None) -> Paces:
+    def learn_open(self, seen: Durations, watched: tuple[float, float] | None = None) -> Paces:
         """The factors on `open_hazards` of young and of old spells: means of Gamma posteriors.
 
         `watched` are the ages from and to which a spell that is still open was watched.
         """
         return _learn(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
 
-    def learn_closed(self, seen: Spells, watched: tuple[float, float] | None = None) -> Paces:
+    def learn_closed(self, seen: Durations, watched: tuple[float, float] | None = None) -> Paces:
         return _learn(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
 
 
@@ -104,7 +104,7 @@ def _count_ends(
     return sum(ends[:OLD]), sum(ends[OLD:]), sum(expected[:OLD]), sum(expected[OLD:])
 
 
-def fit_prior(recordings: Sequence[Spells]) -> Prior:
+def fit_prior(recordings: Sequence[Durations]) -> Prior:
     """The shape that recordings have in common, each weighing the same however long it is."""
     assert recordings
     opened, closed = (

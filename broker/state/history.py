@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from broker.nouns import noun
+from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
-from broker.spot.spells import NOTHING_SEEN, Spells
 from broker.state.database import Database
 from broker.types import OutcomeKind
 
@@ -86,9 +86,9 @@ def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Ob
     return {place: Observation(preemptions=count, node_hours=hours) for place, (count, hours) in found.items()}
 
 
-def gather_spells(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Spells]:
+def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Durations]:
     """How long places stayed open under our gangs until these were taken away or left, faded as a watched market's."""
-    found: dict[PlaceKey, Spells] = {}
+    found: dict[PlaceKey, Durations] = {}
     for stay in stays:
         age_s = now_s - stay.end_s
         if stay.is_over and stay.hours > 0 and age_s <= SPELL_DAYS * 86400:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from broker.errors import InvalidRequestError
 from broker.nouns import noun
-from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable
 from broker.optimizer.data_cost import FREE_TO_LEAVE, find_bucket_cloud
+from broker.optimizer.egress import GB_PER_GIB, EgressTable
 from broker.storage import open_bucket
 from broker.storage.base import StoredKey
 from broker.types import StorageMount, Task

@@ -12,10 +12,10 @@ import pytest
 from broker.access import azure
 from broker.access.granting import Grants
 from broker.access.needs import list_needs
+from broker.agent import agent_bucket
 from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import AuthError, InvalidRequestError
-from broker.runtime import agent_bucket
 from broker.types import Secret, StorageMount
 from tests.access.plans import make_task, plan_on
 from tests.testbed import objects

@@ -14,10 +14,10 @@ from broker.access.base import Grant, Need
 from broker.access.gcs import LIFE_S, GcsGranter
 from broker.access.granting import Grants
 from broker.access.needs import list_needs
+from broker.agent import agent_bucket, agent_login
 from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import AuthError, InvalidRequestError
-from broker.runtime import agent_bucket, agent_login
 from tests.access.plans import make_task, plan_on
 from tests.testbed.google_iam import FakeGoogle, Refusal, serve_google
 

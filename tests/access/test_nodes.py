@@ -71,7 +71,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def grant_on(rig: Rig, config: Config, task: Task) -> AheadClock:
-    """Have the rig's gang hand out access, as `cli/context.py` joins them."""
+    """Have the rig's gang hand out access, as `app/container.py` joins them."""
     clock = AheadClock()
     grants = Grants(config, clock=clock, find_task=lambda cluster: task)
     rig.gang = Gang(LocalTransport(), clock=SystemClock(), access=grants)

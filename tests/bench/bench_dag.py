@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from broker.optimizer.dag import plan_pipeline
+from broker.pipelines.planner import plan_pipeline
 from broker.types import EgressPrice, Estimate, Offer, PipelinePlan, Placement, Plan, Task
 
 CLOUDS = ("aws", "gcp", "azure", "oci", "nebius", "lambda")

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.spot.markets import Site, make_site
-from broker.spot.optimum import find_optimum
+from broker.lab.benchmark import spread_starts
+from broker.lab.markets import Site, make_site
+from broker.lab.offline_optimum import find_optimum
+from broker.lab.replay import Case, replay
+from broker.lab.traces import Trace, make_default_traces, make_trace, parse_trace
 from broker.spot.policies import ORACLES, adaptive, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Wait
 from broker.spot.prior import Prior, fit_prior
-from broker.spot.replay import Case, replay
-from broker.spot.study import spread_starts
-from broker.spot.traces import Trace, make_default_traces, make_trace, parse_trace
 
 SLACKS = (1.08, 1.17, 1.33, 1.5, 2.0)
 STARTS_HOURS = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -102,7 +102,7 @@ def list_works(
 ) -> Iterable[Work]:
     seen = {trace.name: trace.count_spells() for trace in single}
     for trace in single:
-        others = [spells for name, spells in seen.items() if name != trace.name] or list(seen.values())
+        others = [durations for name, durations in seen.items() if name != trace.name] or list(seen.values())
         for slack in grid[0]:
             for start in grid[1]:
                 yield Work(
@@ -111,7 +111,7 @@ def list_works(
                 )  # fmt: skip
     for name, group in multi.items():
         zones = {each.name for each in group}
-        others = [spells for key, spells in seen.items() if not any(zone in key for zone in zones)]
+        others = [durations for key, durations in seen.items() if not any(zone in key for zone in zones)]
         for slack in grid[0]:
             for start in grid[1]:
                 yield Work(

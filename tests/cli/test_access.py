@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from broker.cli.context import Context
+from broker.app.container import Context
 from broker.runtime.base import AsksForAccess
 from broker.types import Node, NodeState
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.cli.context import Context
+from broker.app.container import Context
 from broker.cli.jobs_queue import list_rows, sum_up
 from broker.cli.main import main
 from broker.clock import SystemClock

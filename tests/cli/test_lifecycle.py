@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.cli.context import Context
+from broker.app.container import Context
 from broker.cli.main import main
 from broker.clock import SystemClock
 from broker.errors import TransientError

@@ -12,11 +12,11 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from broker.catalog.history import remember_changes
-from broker.cli.rehearse_report import Comparison, Line, Measures, Resume, Trial
-from broker.cli.rehearse_result import Rehearsal
 from broker.cli.rehearse_show import show_rehearsal
 from broker.jobs.submission import submit_tasks
 from broker.jobs.summary import RunSummary
+from broker.rehearsal.report import Comparison, Line, Measures, Resume, Trial
+from broker.rehearsal.result import Rehearsal
 from broker.task.loader import load_tasks_text
 from broker.types import (
     CheckpointSpec,

@@ -62,7 +62,7 @@ class Bed:
         """From now on the offer's zone has so many machines left."""
         pytest.skip("this provider's machines are not counted")
 
-    def list_leftovers(self) -> Sequence[str]:
+    def list_orphans(self) -> Sequence[str]:
         """What the provider has of `OWNER` besides machines that cost or count for something."""
         pytest.skip("this provider has nothing but machines")
 

@@ -269,11 +269,11 @@ class CloudContract:
             created = await bed.cloud.create_nodes(request)
             await wait_state(bed, request.token, NodeState.RUNNING, 2)
             await cloud.sweep(OWNER, ["train"])
-            assert bed.list_leftovers() != [], "what a living cluster needs stays"
+            assert bed.list_orphans() != [], "what a living cluster needs stays"
             await bed.cloud.terminate_nodes(created)
             await wait_state(bed, request.token, NodeState.TERMINATED, 2)
             await cloud.sweep(OWNER, [])
-            assert bed.list_leftovers() == []
+            assert bed.list_orphans() == []
             assert await cloud.sweep(OWNER, []) == 0
 
         bed.run(act())

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from broker.errors import AuthError, QuotaError
+from broker.lab.recording import Recorder
+from broker.lab.traces import Trace, parse_trace
 from broker.provision.lifecycle import Provisioner
-from broker.provision.recording import Recorder
-from broker.spot.traces import Trace, parse_trace
 from broker.state.store import Store
 from broker.types import Estimate, Node, NodeRequest, Placement, Plan, Task
 from tests.clouds.beds import OWNER, Bed, count_living

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.spot.markets import make_site
+from broker.lab.markets import make_site
+from broker.lab.replay import Case, replay
+from broker.lab.traces import Trace
 from broker.spot.policies import POLICIES, load_policy
-from broker.spot.replay import Case, replay
-from broker.spot.traces import Trace
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "CONTRIBUTING.md"

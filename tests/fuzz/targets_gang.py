@@ -23,13 +23,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from broker.runtime import gang
+from broker.agent import FOLDER
 from broker.runtime.credentials import make_credential
 from trainers.rendezvous import Rendezvous
 from trainers.rendezvous_server import Server
 from trainers.wire import Credential, Wire
 
-sys.path.append(str(Path(gang.__file__).parent))  # the agent's files find each other as they do on a node
+sys.path.append(str(FOLDER))  # the agent's files find each other as they do on a node
 import agent_gang
 import agent_link
 import agent_wire

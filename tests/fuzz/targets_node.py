@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from broker.runtime import agent as _agent_package
+from broker.agent import agent as _agent_package
 from tests.fuzz.registry import Target
 
 sys.path.append(str(Path(_agent_package.__file__).parent))  # as on a node, where the files find each other by name

@@ -23,7 +23,7 @@ from broker.jobs.allowance import (
     settle_unattended,
     show_hours,
 )
-from broker.jobs.watch import LEASE_EVERY_S
+from broker.jobs.monitor import LEASE_EVERY_S
 from broker.task.loader import load_tasks_text
 from broker.task.measures import UNATTENDED_S_MIN
 from broker.types import Estimate, Goal, Placement, Plan, Task

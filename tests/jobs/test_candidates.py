@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from broker.jobs.availability import Availability, name_place
 from broker.jobs.deadline import (
     HAZARD_MIN,
     ONDEMAND_MAX,
@@ -18,10 +19,9 @@ from broker.jobs.deadline import (
     is_voluntary,
     read_situation,
 )
-from broker.jobs.sightings import Sighting, name_place
+from broker.spot.durations import MET_HOURS, NOTHING_SEEN
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate, Move
-from broker.spot.spells import MET_HOURS, NOTHING_SEEN
 from broker.state.events import Refusal
 from broker.types import (
     Attempt,
@@ -70,7 +70,7 @@ def read(
     attempts: tuple[Attempt, ...] = (),
     progress: Progress | None = None,
     refusals: tuple[Refusal, ...] = (),
-    sightings: dict[Any, Sighting] | None = None,
+    availability: dict[Any, Availability] | None = None,
     task: Task = TASK,
 ) -> Situation:
     job = Job(
@@ -78,7 +78,7 @@ def read(
         attempts=(*attempts, *((live,) if live else ())), progress=progress,
     )  # fmt: skip
     return read_situation(
-        job, plan, now_s=NOW_S, refusals=refusals, spells={}, look_hours=0.25, sightings=sightings or {},
+        job, plan, now_s=NOW_S, refusals=refusals, durations={}, look_hours=0.25, availability=availability or {},
         spent_usd=1.5, live=live,
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_going_elsewhere_costs_its_start_and_its_egress_and_staying_costs_none()
 
 
 def test_a_market_is_seen_with_its_age_and_open_where_nodes_run_whatever_is_refused() -> None:
-    known = Sighting(is_open=True, since_s=NOW_S - 7200.0, met_s=NOW_S - 3600.0)
+    known = Availability(is_open=True, since_s=NOW_S - 7200.0, met_s=NOW_S - 3600.0)
     places = {name_place(make_placement("b")): known}
     refusals = tuple(
         Refusal(cloud="simulated", region="", zone=zone, instance_type="", is_spot=True, expires_s=9e9, reason="full")
@@ -159,7 +159,7 @@ def test_a_market_is_seen_with_its_age_and_open_where_nodes_run_whatever_is_refu
     )
     plan = make_plan(make_estimate("a"), make_estimate("b"), make_estimate("c"), ONDEMANDS[0])
     here, open_, closed, ondemand = read(
-        plan, live=attempt(make_placement("a")), refusals=refusals, sightings=places
+        plan, live=attempt(make_placement("a")), refusals=refusals, availability=places
     ).candidates
     assert (here.is_open, here.is_watched) == (True, True)
     assert (open_.is_open, open_.is_watched, open_.age_hours) == (True, False, 2.0)

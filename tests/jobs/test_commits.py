@@ -24,10 +24,10 @@ FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
 COMMITS_MAX = {
     "Acquisition._record": 1,
     "Acquisition.begin_attempt": 1,
-    "Asker._note_account": 1,
-    "Asker._open_intent": 1,
-    "Asker._see_through": 1,
-    "Asker.record": 1,
+    "Launcher._note_account": 1,
+    "Launcher._open_intent": 1,
+    "Launcher._see_through": 1,
+    "Launcher.record": 1,
     "Endings._restart": 1,
     "Endings.end": 1,
     "Endings.finish": 1,
@@ -38,14 +38,14 @@ COMMITS_MAX = {
     "Provisioner._enter": 1,
     "Provisioner.down": 2,
     "Provisioner.refresh": 1,
-    "Undertaker.close": 1,
+    "AttemptTeardown.close": 1,
 }
 NOT_DURABLE = {
-    "Asker._create",  # only looks whether its intent is open, and whether it still leads
-    "Asker._end_unless_open",
+    "Launcher._create",  # only looks whether its intent is open, and whether it still leads
+    "Launcher._end_unless_open",
     "JobController._note_progress",  # is seen again
-    "Patience.note",
-    "RefusalMemory.note_failed_call",
+    "HedgeTimer.note",
+    "UnavailableOffers.note_failed_call",
     "copy_log",
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import CapacityError
+from broker.jobs.availability import Availability
 from broker.jobs.deadline import (
     advise_every_s,
     arrange,
@@ -21,12 +22,11 @@ from broker.jobs.deadline import (
     read_situation,
     record_decision,
 )
-from broker.jobs.sightings import Sighting
 from broker.optimizer.planner import make_plan
 from broker.spot.hazard import PRIOR_NODE_HOURS, Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate, Move, Wait
-from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_spells, weigh_stays
+from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_durations, weigh_stays
 from broker.types import (
     Attempt,
     CheckpointSpec,
@@ -104,7 +104,7 @@ def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
     here = Attempt(job_id=1, number=1, cluster="c", placement=plan.choice.placement, started_s=0.0, resumed_s=60.0)
     job = make_job(attempts=(here,), progress=Progress(step=330, total=STEPS, checkpoint_step=300))
     situation = read_situation(
-        job, plan, now_s=1800.0, refusals=(), spells={}, sightings={}, look_hours=0.1, spent_usd=1.5, live=here
+        job, plan, now_s=1800.0, refusals=(), durations={}, availability={}, look_hours=0.1, spent_usd=1.5, live=here
     )
     view = situation.view
     assert view.spent_usd == 1.5, "what failed starts may cost is bounded in production as in a replay"
@@ -145,8 +145,8 @@ def test_own_history_is_evidence_that_fades() -> None:
     seen = estimate_hazard(placement, {place: Observation(preemptions=1.0, node_hours=20.0)})
     assert seen == pytest.approx(2 * (prior * PRIOR_NODE_HOURS + 1) / (PRIOR_NODE_HOURS + 20), rel=0.05)
     assert estimate_hazard(replace(placement, is_spot=False), {}) == 0.0
-    assert sum(gather_spells([young], now_s=36000.0)[place].open_ends) == pytest.approx(1.0, abs=0.5)
-    assert not gather_spells([young], now_s=36000.0 + 30 * DAY_S)
+    assert sum(gather_durations([young], now_s=36000.0)[place].open_ends) == pytest.approx(1.0, abs=0.5)
+    assert not gather_durations([young], now_s=36000.0 + 30 * DAY_S)
 
 
 def test_a_checkpoint_is_advised_by_hazard_and_deadline() -> None:
@@ -163,10 +163,10 @@ def test_with_a_deadline_saves_are_as_frequent_as_the_market_is_young_and_has_be
     now_s = 100 * DAY_S
 
     def advise(task: Task, stays: list[SpotStay], *, since_s: float | None = None) -> float:
-        seen = {} if since_s is None else {place: Sighting(is_open=True, since_s=since_s, met_s=since_s)}
+        seen = {} if since_s is None else {place: Availability(is_open=True, since_s=since_s, met_s=since_s)}
         hazard = estimate_start_hazard(
-            task, placement, history=weigh_stays(stays, now_s=now_s), spells=gather_spells(stays, now_s=now_s),
-            sightings=seen, now_s=now_s,
+            task, placement, history=weigh_stays(stays, now_s=now_s), durations=gather_durations(stays, now_s=now_s),
+            availability=seen, now_s=now_s,
         )  # fmt: skip
         every_s = advise_every_s(task, hazard)
         assert every_s is not None

@@ -13,7 +13,7 @@ from broker.jobs.endings import (
     REPEATS_MAX,
     Endings,
 )
-from broker.jobs.judgement import Verdict
+from broker.jobs.health import Verdict
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
 from broker.types import (

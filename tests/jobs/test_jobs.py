@@ -26,11 +26,11 @@ from broker.errors import (
 )
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
-from broker.jobs.judgement import Signs, Verdict, judge
+from broker.jobs.health import HealthSignals, Verdict, classify
 from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
+from broker.jobs.monitor import AttemptMonitor
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
-from broker.jobs.watch import Watch
 from broker.state.store import Store
 from broker.types import (  # fmt: skip
     Attempt,
@@ -61,12 +61,12 @@ def node(rank: int, state: NodeState = NodeState.RUNNING) -> Node:
     return Node(id=f"n{rank}", cloud="x", owner="me", cluster="c", attempt=1, rank=rank, state=state)
 
 
-WELL = Signs(status=RunStatus.RUNNING, returncode=None, unreachable=(), nodes=(node(0), node(1)), is_spot=True)
+WELL = HealthSignals(status=RunStatus.RUNNING, returncode=None, unreachable=(), nodes=(node(0), node(1)), is_spot=True)
 GONE = (node(0), node(1, NodeState.TERMINATED))
 
 
 @pytest.mark.parametrize(
-    ("signs", "verdict"),
+    ("signals", "verdict"),
     [
         (WELL, Verdict.RUNNING),
         (replace(WELL, unreachable=(1,), misses=2, unreachable_s=500.0), Verdict.UNCLEAR),
@@ -96,8 +96,8 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, nodes=GONE, nodes_min=1, status=RunStatus.SETTING_UP), Verdict.LOST),
     ],
 )
-def test_verdicts(signs: Signs, verdict: Verdict) -> None:
-    assert judge(signs) is verdict
+def test_verdicts(signals: HealthSignals, verdict: Verdict) -> None:
+    assert classify(signals) is verdict
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
-    watch = Watch("c")
+    watch = AttemptMonitor("c")
     report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
     watch.note_lease(1000.0)
     watch.note_list(1000.0)
@@ -271,7 +271,7 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
 
 def test_an_hour_in_which_nobody_looked_is_no_hour_without_a_step() -> None:
     """A laptop that sleeps, a clock that is set: the healthy program must not be restarted for it."""
-    watch, seen = Watch("job-1-1"), make_report(step=7)
+    watch, seen = AttemptMonitor("job-1-1"), make_report(step=7)
     assert watch.measure_stall_s(seen, 1000.0) == 0.0
     assert watch.measure_stall_s(seen, 1010.0) == 10.0
     assert watch.measure_stall_s(seen, 4610.0) <= 60.0
@@ -281,7 +281,7 @@ def test_an_hour_in_which_nobody_looked_is_no_hour_without_a_step() -> None:
 
 
 def test_a_head_that_is_out_of_reach_is_no_program_that_hangs() -> None:
-    watch = Watch("job-1-1")
+    watch = AttemptMonitor("job-1-1")
     assert watch.measure_stall_s(make_report(step=7), 0.0) == 0.0
     assert watch.measure_stall_s(make_report(step=7), 10.0) == 10.0
     silent = [watch.measure_stall_s(make_report(step=None, unreachable=(0,)), 10.0 + 5 * look) for look in range(1, 20)]
@@ -291,7 +291,7 @@ def test_a_head_that_is_out_of_reach_is_no_program_that_hangs() -> None:
 
 
 def test_a_clock_that_jumps_makes_no_silence() -> None:
-    watch = Watch("job-1-1")
+    watch = AttemptMonitor("job-1-1")
     assert not any(watch.note_silence(now_s) for now_s in (0.0, 1.0, 2.0, 7202.0, 7203.0))
     assert watch.note_silence(7300.0) or watch.note_silence(7330.0) or watch.note_silence(7360.0)
 

@@ -25,7 +25,7 @@ from broker.types import (
     Plan,
     RunStatus,
 )
-from tests.jobs.test_mending import take_nodes
+from tests.jobs.test_node_replacement import take_nodes
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Report, World, make_offer
 from tests.state.test_rows import NODE

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from broker.agent.agent_bucket import leave_log, leave_outcome
 from broker.errors import AuthError
 from broker.jobs import outcomes
 from broker.jobs.outcomes import BucketOutcomes, RunResult, parse_outcome
-from broker.runtime.agent_bucket import leave_log, leave_outcome
 from broker.types import Progress, RunStatus
 from tests.testbed.objects import serve_azure
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3

@@ -1,9 +1,9 @@
 """`python -m tests.mutation --count 300 --seed 1`: small faults put into the product, and which of them are told.
 
-Draws mutants of `jobs`, `provision`, `state` and `runtime`, runs each in a copy of the tree against the fast tests and
-the simulation, and prints who told and what survives. Exits with 1 where fewer than 90 % are told. With `--resume`
-results are kept in a file, one JSON line each, and a run that was cut off goes on; a change of the mutated file
-makes its results void, and `--retry` judges survivors again.
+Draws mutants of `jobs`, `provision`, `state`, `runtime` and `agent`, runs each in a copy of the tree against the fast
+tests and the simulation, and prints who told and what survives. Exits with 1 where fewer than 90 % are told. With
+`--resume` results are kept in a file, one JSON line each, and a run that was cut off continues; a change of the
+mutated file makes its results void, and `--retry` judges survivors again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="how many to draw")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
-    parser.add_argument("--only", action="append", help="a folder or file, such as broker/jobs or broker/jobs/watch")
+    parser.add_argument("--only", action="append", help="a folder or file, such as broker/jobs or broker/jobs/monitor")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and judge nothing")
     parser.add_argument("--resume", type=Path, help="keep results in this file, and go on from it")
     parser.add_argument("--retry", action="store_true", help="judge survivors of the file again")

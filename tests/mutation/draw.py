@@ -12,7 +12,7 @@ from random import Random
 from tests.mutation.operators import Mutant, find_mutants, is_sound
 from tests.mutation.shadow import ROOT
 
-ROOMS = ("broker/jobs", "broker/provision", "broker/state", "broker/runtime")
+ROOMS = ("broker/jobs", "broker/provision", "broker/state", "broker/runtime", "broker/agent")
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 
 

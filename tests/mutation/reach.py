@@ -26,7 +26,7 @@ class Reader:
         self._start = self._log.stat().st_size if self._log.exists() else 0
 
     def read(self) -> list[str]:
-        """`broker/jobs/watch.py Watch.hear`, sorted."""
+        """`broker/jobs/monitor.py Watch.hear`, sorted."""
         if not self._log.exists():
             return []
         with self._log.open("rb") as file:
@@ -38,7 +38,7 @@ class Reader:
 def _name_function(line: str) -> str:
     path, _, function = line.rpartition("\t")
     is_sent = "/agent/agent" in path  # on a node, or where a test has put it
-    file = f"broker/runtime/{Path(path).name}" if is_sent else f"broker/{path.rpartition('/broker/')[2]}"
+    file = f"broker/agent/{Path(path).name}" if is_sent else f"broker/{path.rpartition('/broker/')[2]}"
     plain = [part for part in function.split(".") if part not in ("<locals>", "<lambda>", "<genexpr>", "<listcomp>")]
     return f"{file} {'.'.join(part for part in plain if not part.startswith('<'))}"
 

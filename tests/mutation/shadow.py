@@ -68,7 +68,7 @@ class Shadow:
         """From now on its programs add to this file what functions they enter."""
         log = self.folder / "reach.tsv"
         recorder = RECORDER.format(mark=f"{self.folder}/broker/", log=str(log))
-        for file in ("broker/__init__.py", *(f"broker/runtime/{name}" for name in AGENT)):
+        for file in ("broker/__init__.py", *(f"broker/agent/{name}" for name in AGENT)):
             head, mark, rest = self.read(file).partition("from __future__ import annotations\n")
             self._write(file, f"{head}{mark}{recorder}{rest}" if mark else f"{head}\n{recorder}")
         return log

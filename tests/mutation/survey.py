@@ -17,7 +17,7 @@ from tests.mutation.shadow import ROOT, Shadow, make_shadow
 
 CACHE = ROOT / "build" / "mutation" / "reach.json"
 FOLDERS = ("tests/jobs", "tests/provision", "tests/state")
-RUNTIME = "tests/runtime"  # real processes: run for mutants of the runtime only
+RUNTIME = ("tests/runtime", "tests/agent")  # real processes: run for mutants of these rooms only
 SLOW = ("tests/jobs/test_second_ring.py",)  # kills real daemons, a dozen seconds a test
 FAST_S = 5.0  # a test that takes longer is none of the fast ones
 RECORD_CPU_S_MAX = 1800.0
@@ -49,7 +49,8 @@ class Survey:
 
 def survey(files: Iterable[str]) -> Survey:
     """What may tell of mutants of these files: from the cache, and recorded where a test file is new or has changed."""
-    folders = [*FOLDERS, RUNTIME] if any(file.startswith("broker/runtime/") for file in files) else FOLDERS
+    is_runtime = any(file.startswith(("broker/runtime/", "broker/agent/")) for file in files)
+    folders = [*FOLDERS, *RUNTIME] if is_runtime else FOLDERS
     cache: dict[str, Any] = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     paths = [path for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
     modules = [name for name in (str(path.relative_to(ROOT)) for path in paths) if name not in SLOW]

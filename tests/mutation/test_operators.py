@@ -97,8 +97,8 @@ def test_a_raised_errors_words_stay_though_the_error_may_not_be_raised() -> None
 
 
 def test_every_other_line_stays_where_it_was() -> None:
-    source = (draw.ROOT / "broker/jobs/watch.py").read_text()
-    for mutant in find_mutants("broker/jobs/watch.py", source)[::7]:
+    source = (draw.ROOT / "broker/jobs/monitor.py").read_text()
+    for mutant in find_mutants("broker/jobs/monitor.py", source)[::7]:
         lines = plant(source, mutant).splitlines()
         assert lines[: mutant.line - 1] == source.splitlines()[: mutant.line - 1]
         assert source.splitlines()[mutant.line - 1].strip() == mutant.text

@@ -21,11 +21,11 @@ from tests.mutation.shadow import Shadow, make_shadow
 TEST = "tests/mutation/probes.py::test_a_pace_is_learned"
 PROBES = """
 import subprocess, sys
-from broker.provision.patience import learn
+from broker.provision.hedge_timer import learn
 
 def test_a_pace_is_learned():
     assert learn(None, 8.0).deviation_s == 4.0
-    code = "from broker.provision.patience import learn; print(learn(None, 8.0).deviation_s)"
+    code = "from broker.provision.hedge_timer import learn; print(learn(None, 8.0).deviation_s)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).stdout == b"4.0\\n"
 """
 
@@ -64,12 +64,14 @@ def make_judge(shadow: Shadow, function: str) -> Judge:
 
 
 def test_a_planted_fault_is_told_and_the_work_tree_keeps_its_text(shadow: Shadow) -> None:
-    before = hashlib.sha256((ROOT / "broker/provision/patience.py").read_bytes()).hexdigest()
-    mutant = find("broker/provision/patience.py", "arithmetic: / -> *")
-    verdict = make_judge(shadow, "broker/provision/patience.py learn").judge(mutant)
+    before = hashlib.sha256((ROOT / "broker/provision/hedge_timer.py").read_bytes()).hexdigest()
+    mutant = find("broker/provision/hedge_timer.py", "arithmetic: / -> *")
+    verdict = make_judge(shadow, "broker/provision/hedge_timer.py learn").judge(mutant)
     assert verdict.by == "test" and TEST in verdict.where
-    assert hashlib.sha256((ROOT / "broker/provision/patience.py").read_bytes()).hexdigest() == before
-    assert (shadow.folder / "broker/provision/patience.py").read_text() == shadow.read("broker/provision/patience.py")
+    assert hashlib.sha256((ROOT / "broker/provision/hedge_timer.py").read_bytes()).hexdigest() == before
+    assert (shadow.folder / "broker/provision/hedge_timer.py").read_text() == shadow.read(
+        "broker/provision/hedge_timer.py"
+    )
 
 
 def test_a_fault_that_the_test_does_not_enter_survives_as_does_the_copy_without_one(shadow: Shadow) -> None:
@@ -78,7 +80,7 @@ def test_a_fault_that_the_test_does_not_enter_survives_as_does_the_copy_without_
 
 
 def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> None:
-    mutant = find("broker/runtime/agent_files.py", "constant: 0o600 -> 0")
+    mutant = find("broker/agent/agent_files.py", "constant: 0o600 -> 0")
     look = (
         "import io, json, subprocess, sys, tarfile, broker.runtime.gang as gang;"
         "archive = tarfile.open(fileobj=io.BytesIO(gang.pack_agent()[1]));"
@@ -92,7 +94,7 @@ def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> No
         )
     home, inner, text = json.loads(done.stdout)
     assert home.startswith(str(shadow.folder)) and inner.startswith(str(shadow.folder))
-    assert text != shadow.read("broker/runtime/agent_files.py")
+    assert text != shadow.read("broker/agent/agent_files.py")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
@@ -137,9 +139,9 @@ def test_other_children_of_the_caller_are_neither_measured_nor_ended(tmp_path: P
 def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
     with make_shadow() as shadow:
         log = shadow.record_reach()
-        code = "from broker.provision.patience import learn; learn(None, 1.0)"
+        code = "from broker.provision.hedge_timer import learn; learn(None, 1.0)"
         subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
-        assert "broker/provision/patience.py learn" in Reader(log).read()
+        assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
 
 def test_what_is_entered_is_recorded_anew_for_each_test_though_a_test_loads_agent_modules(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ from pathlib import Path
 from tests.mutation.reach import Reader
 import broker
 reader = Reader(Path(sys.argv[1]))
-sys.path.insert(0, str(Path(broker.__file__).parent / "runtime"))
+sys.path.insert(0, str(Path(broker.__file__).parent / "agent"))
 reader.begin()
 import agent
 import agent_notice
@@ -164,7 +166,7 @@ print(*reader.read())
             [sys.executable, "-c", code, str(log)],
             env=shadow.make_environment(), cwd=tmp_path, check=True, capture_output=True, text=True,
         )  # fmt: skip
-    assert done.stdout.strip() == "broker/runtime/agent_notice.py parse_time_s"
+    assert done.stdout.strip() == "broker/agent/agent_notice.py parse_time_s"
 
 
 @pytest.mark.long
@@ -188,6 +190,6 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
     found = [Reached(name=f"scene {n}", cpu_s=1.0, functions=frozenset(), deeds=30) for n in range(3)]
     assert take(found, 2.5) == found[:2] and take(found, 0.1) == found[:1]
-    one, two = (find("broker/provision/patience.py", end) for end in ("8 -> 0", "4 -> 0"))
+    one, two = (find("broker/provision/hedge_timer.py", end) for end in ("8 -> 0", "4 -> 0"))
     assert draw_kills(found, one) == draw_kills(found, one) != draw_kills(found, two)
     assert len(set(draw_kills(found, one))) == KILLS

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable
 from broker.optimizer.data_cost import find_bucket_cloud, measure_restore_s, price_data
+from broker.optimizer.egress import GB_PER_GIB, EgressTable
 from broker.types import CheckpointSpec, DataSet, EgressPrice, Task
 from tests.optimizer.market import offer, plan, read
 

@@ -14,7 +14,7 @@ import pytest
 from broker.errors import FencedError, TransientError
 from broker.provision.adoption import Adopter
 from broker.provision.collection import GRACE_S, UP_S_MAX, Collector
-from broker.provision.leftovers import SWEEP_EVERY_S, Leftovers
+from broker.provision.resource_sweeper import SWEEP_EVERY_S, ResourceSweeper
 from broker.state.store import Store
 from broker.types import (
     Cluster,
@@ -65,7 +65,7 @@ class Stage:
         self.store = Store(folder / "state.db", clock=self.clock)
         self.cloud = Cloud()
         self.downed: list[str] = []
-        self.buried: list[str] = []
+        self.terminated: list[str] = []
         self.returning: set[str] = set()
         self.failure: Exception | None = None
         self.collector = Collector(
@@ -74,8 +74,8 @@ class Stage:
             clock=self.clock,
             owner="me",
             down=self.down,
-            bury=self.bury,
-            returns=SimpleNamespace(tokens=self.returning),  # type: ignore[arg-type]
+            terminate=self.terminate,
+            surplus=SimpleNamespace(tokens=self.returning),  # type: ignore[arg-type]
             adopter=Adopter({}, self.store, clock=self.clock, owner="me"),
         )
         self.store.mark_adopted("simulated")
@@ -85,10 +85,10 @@ class Stage:
             raise self.failure
         self.downed.append(name)
 
-    async def bury(self, request: NodeRequest) -> None:
+    async def terminate(self, request: NodeRequest) -> None:
         if self.failure:
             raise self.failure
-        self.buried.append(request.token)
+        self.terminated.append(request.token)
 
     def collect(self) -> int:
         return asyncio.run(self.collector.collect())
@@ -221,7 +221,7 @@ def test_a_gang_that_was_asked_for_and_not_needed_is_given_back(stage: Stage, st
     stage.cloud.nodes = (NODE,)
     assert stage.find() == (["n"], []), "its open intent saves it no longer"
     stage.cloud.nodes = ()
-    assert stage.collect() == 1 and stage.buried == ["t"]
+    assert stage.collect() == 1 and stage.terminated == ["t"]
 
 
 def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Stage) -> None:
@@ -230,7 +230,7 @@ def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Sta
     stage.put_cluster("going", ClusterStatus.TERMINATING)
     stage.put_cluster("up")
     stage.put_intent("up", "t2")
-    assert stage.collect() == 1 and (stage.downed, stage.buried) == ([], [])
+    assert stage.collect() == 1 and (stage.downed, stage.terminated) == ([], [])
 
 
 def test_gangs_are_given_back_beside_each_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_gangs_are_given_back_beside_each_other(stage: Stage, monkeypatch: pytes
         while len(met) < 3:
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(stage.collector, "_bury", meet)
+    monkeypatch.setattr(stage.collector, "_terminate", meet)
     monkeypatch.setattr(stage.collector, "_down", meet)
     assert asyncio.run(asyncio.wait_for(stage.collector.collect(), 60)) == 3
 
@@ -265,7 +265,7 @@ def test_a_collector_that_is_replaced_ends_nothing_more(stage: Stage) -> None:
     stage.cloud.failure, stage.failure = stage.failure, None
     with pytest.raises(FencedError):
         stage.collect()
-    assert (stage.downed, stage.buried) == ([], [])
+    assert (stage.downed, stage.terminated) == ([], [])
 
 
 # -- what clusters leave behind besides nodes -----------------------------------------------------------------------
@@ -283,13 +283,13 @@ class Sweeping(Cloud):
         return 2
 
 
-def test_leftovers_are_swept_when_a_cluster_has_gone_and_once_an_hour(stage: Stage) -> None:
+def test_orphans_are_swept_when_a_cluster_has_gone_and_once_an_hour(stage: Stage) -> None:
     cloud = Sweeping()
     clouds: Any = {"plain": Cloud(), "simulated": cloud}
-    leftovers = Leftovers(clouds, stage.store, clock=stage.clock, owner="me")
+    sweeper = ResourceSweeper(clouds, stage.store, clock=stage.clock, owner="me")
 
     def sweep() -> int:
-        return asyncio.run(leftovers.sweep())
+        return asyncio.run(sweeper.sweep())
 
     stage.put_cluster("a")
     stage.put_intent("b", "t")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, Market, SimulatedCloud
+from broker.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from broker.errors import BrokerError, CapacityError, ThrottledError, TransientError, UnknownOutcomeError
+from broker.provision.hedge_timer import LIMITS, Answer, HedgeTimer, bound, learn
 from broker.provision.lifecycle import Provisioner
-from broker.provision.patience import LIMITS, Answer, Patience, bound, learn
-from broker.provision.refusals import FAILURES_MAX, PROBE_S, RefusalMemory
+from broker.provision.refusals import FAILURES_MAX, PROBE_S, UnavailableOffers
 from broker.types import Cluster, ClusterStatus, Node, NodeList, NodeRequest, NodeState
 from broker.wording import describe_event
 from tests.simulation.test_crashes import check, run_to_end
@@ -113,7 +113,7 @@ def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_
 
 def test_what_comes_too_late_is_ended_though_no_list_answers(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 100.0})
-    world.cloud.market = Market(list_lag_s=0.0)
+    world.cloud.timings = CloudTimings(list_lag_s=0.0)
     provisioner = world.make_provisioner()
 
     async def fail(owner: str) -> NodeList:
@@ -171,7 +171,7 @@ def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while
 
     assert search("c") == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0], abs=0.1)
     world.clock.run(lambda: world.clock.sleep(3600.0))
-    memory = RefusalMemory(world.store)
+    memory = UnavailableOffers(world.store)
     for _ in range(int(FAILURES_MAX) - 1):
         memory.note_failed_call("simulated")
     assert search("d") == [] and len(called_s) == 1, "the last of the budget"
@@ -179,7 +179,7 @@ def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while
 
 def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    world.cloud.market = Market(list_lag_s=4.0)
+    world.cloud.timings = CloudTimings(list_lag_s=4.0)
     create, note, begun_s = world.cloud.create_nodes, world.store.note_made_nodes, world.clock.now_s()
     calls: list[str] = []
     made_s: list[float] = []
@@ -273,7 +273,7 @@ def test_patience_is_learned_from_answers_and_bounded() -> None:
 
 def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    patience = Patience(world.store)
+    patience = HedgeTimer(world.store)
     patience.note("here", Answer.CREATED, 86400.0)
     for _ in range(30):
         patience.note("here", Answer.CREATED, 0.5)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, Market
+from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
-from broker.provision.nodes import Absence
+from broker.provision.listing import Lister
+from broker.provision.nodes import Absence, confirm_gone
 from broker.types import IntentEnd, Node, NodeRequest, NodeState
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
@@ -45,7 +46,7 @@ def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_termina
 
 def test_a_node_whose_cloud_forgets_it_is_believed_gone_in_the_end(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.cloud.market = Market(vanish_s=0.0)
+    world.cloud.timings = CloudTimings(vanish_s=0.0)
     provisioner = world.make_provisioner()
     world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
     world.clock.run(lambda: provisioner.down("c"))
@@ -71,6 +72,35 @@ def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_pa
     world.clock.run(lambda: world.clock.sleep(100.0))
     world.clock.run(lambda: world.make_provisioner().down("c"))
     assert not world.list_live_nodes() and not world.store.list_open_intents("c")
+
+
+def test_time_in_which_a_region_is_silent_does_not_settle_an_unanswered_create(tmp_path: Path) -> None:
+    """Found by the simulator: four quick looks, a minute of silence and one blank list closed the intent of a node."""
+    world = World(tmp_path)
+    provisioner = world.make_provisioner()
+    cluster = world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
+    nodes = cluster.nodes
+    closed_s: list[float] = []
+
+    async def confirm() -> None:
+        await confirm_gone(
+            world.cloud, Lister(OWNER, clock=world.clock), known=(), is_ours=lambda listed: listed.cluster == "c",
+            expected_count=len(nodes), places={(node.account, node.region) for node in nodes}, clock=world.clock,
+        )  # fmt: skip
+        closed_s.append(world.clock.now_s())
+
+    async def disturb() -> None:
+        world.cloud.black_out(3.0)  # the create is on its way
+        await world.clock.sleep(3.0)
+        world.cloud.silence(nodes[0].region, 60.0)
+        await world.clock.sleep(58.0)
+        world.cloud.black_out(10.0)
+
+    async def both() -> None:
+        await asyncio.gather(confirm(), disturb())
+
+    world.clock.run(both)
+    assert closed_s and not world.list_live_nodes()
 
 
 def test_two_commands_cannot_bring_up_one_name_at_once(tmp_path: Path) -> None:
@@ -101,7 +131,7 @@ class SlowClock(VirtualClock):
 
 def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_name(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.cloud.market = Market(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
+    world.cloud.timings = CloudTimings(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
     slow = Provisioner({"simulated": world.cloud}, world.store, clock=SlowClock(world.clock), owner=OWNER)
 
     async def scenario() -> list[object]:

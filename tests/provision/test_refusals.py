@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
-from broker.provision.refusals import FAILURE_REFILL_S, FAILURES_MAX, PROBE_S, RefusalMemory
+from broker.provision.refusals import FAILURE_REFILL_S, FAILURES_MAX, PROBE_S, UnavailableOffers
 from broker.state.store import Refusal, Store
 from broker.types import Placement
 from tests.simulation.world import make_offer
@@ -34,17 +34,17 @@ def store(tmp_path: Path, clock: Hands) -> Store:
 
 
 @pytest.fixture
-def memory(store: Store) -> RefusalMemory:
-    return RefusalMemory(store)
+def memory(store: Store) -> UnavailableOffers:
+    return UnavailableOffers(store)
 
 
-def refuse(memory: RefusalMemory, error: CloudError, *, is_region_wide: bool = False) -> Refusal:
+def refuse(memory: UnavailableOffers, error: CloudError, *, is_region_wide: bool = False) -> Refusal:
     memory.refuse(PLACEMENT, error, is_region_wide=is_region_wide)
     (found,) = memory.list_active()
     return found
 
 
-def covers(memory: RefusalMemory, *placements: Placement) -> list[bool]:
+def covers(memory: UnavailableOffers, *placements: Placement) -> list[bool]:
     active = memory.list_active()
     return [bool(memory.list_covering(each, active)) for each in placements]
 
@@ -66,7 +66,7 @@ EVERYWHERE = (PLACEMENT, OTHER_ZONE, OTHER_REGION, ON_DEMAND, OTHER_KIND)
     ],
 )
 def test_each_kind_of_refusal_closes_its_own_scope(
-    memory: RefusalMemory,
+    memory: UnavailableOffers,
     clock: Hands,
     error: CloudError,
     is_region_wide: bool,
@@ -80,12 +80,12 @@ def test_each_kind_of_refusal_closes_its_own_scope(
     assert found.reason == error.message
 
 
-def test_what_mends_a_refusal_is_kept_with_it(memory: RefusalMemory) -> None:
+def test_what_mends_a_refusal_is_kept_with_it(memory: UnavailableOffers) -> None:
     assert refuse(memory, QuotaError("no quota", hints=("ask for more",))).hints == ("ask for more",)
 
 
 def test_refusals_hold_twice_as_long_up_to_four_hours_and_full_places_are_reasked_within_two_minutes(
-    memory: RefusalMemory, clock: Hands
+    memory: UnavailableOffers, clock: Hands
 ) -> None:
     held, pauses = [], []
     for _ in range(7):
@@ -97,13 +97,13 @@ def test_refusals_hold_twice_as_long_up_to_four_hours_and_full_places_are_reaske
     assert pauses == [30.0, 45.0, 67.5, 101.25, 120.0, 120.0, 120.0]
 
 
-def test_all_zones_that_were_asked_as_one_are_refused(memory: RefusalMemory) -> None:
+def test_all_zones_that_were_asked_as_one_are_refused(memory: UnavailableOffers) -> None:
     memory.refuse(replace(PLACEMENT, other_zones=("east1b",)), CapacityError("full", scope="zone"))
     assert covers(memory, PLACEMENT, OTHER_ZONE) == [True, True]
     assert len(memory.list_active()) == 2
 
 
-def test_one_with_nowhere_else_to_go_waits_for_the_last_of_its_zones(memory: RefusalMemory, clock: Hands) -> None:
+def test_one_with_nowhere_else_to_go_waits_for_the_last_of_its_zones(memory: UnavailableOffers, clock: Hands) -> None:
     both = replace(PLACEMENT, other_zones=("east1b",))
     assert memory.measure_reask_s(both) == 0.0
     memory.refuse(PLACEMENT, CapacityError("full", scope="zone"))
@@ -114,7 +114,7 @@ def test_one_with_nowhere_else_to_go_waits_for_the_last_of_its_zones(memory: Ref
     assert [memory.measure_reask_s(each) for each in (PLACEMENT, OTHER_ZONE, both)] == [0.0, 5.0, 5.0]
 
 
-def test_others_wait_for_the_one_that_probes_and_a_success_frees_them(memory: RefusalMemory, clock: Hands) -> None:
+def test_others_wait_for_the_one_that_probes_and_a_success_frees_them(memory: UnavailableOffers, clock: Hands) -> None:
     memory.refuse(PLACEMENT, CapacityError("full", scope="zone"))
     clock.time_s += 600.0
     assert covers(memory, PLACEMENT) == [False]
@@ -125,7 +125,7 @@ def test_others_wait_for_the_one_that_probes_and_a_success_frees_them(memory: Re
     assert covers(memory, PLACEMENT) == [False]
 
 
-def test_sixty_failures_are_free_and_then_one_every_two_seconds(memory: RefusalMemory, clock: Hands) -> None:
+def test_sixty_failures_are_free_and_then_one_every_two_seconds(memory: UnavailableOffers, clock: Hands) -> None:
     for _ in range(int(FAILURES_MAX)):
         assert memory.measure_wait_s("x") == 0.0
         memory.note_failed_call("x")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from broker.runtime import gang
+from broker.agent import FOLDER
 
 
 class Server:
@@ -52,7 +52,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def notice(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(gang.__file__).parent))
+    monkeypatch.syspath_prepend(str(FOLDER))
     module = importlib.import_module("agent_notice")
     monkeypatch.setattr(module, "SERVER", f"127.0.0.1:{server.server.server_port}")
     monkeypatch.setattr(module, "POLL_S", 0.0)

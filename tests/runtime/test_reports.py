@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from broker.agent import FILES
 from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime.base import Completed
-from broker.runtime.gang import AGENT_FILES, Gang, list_live, pack_agent, parse_progress, sort_nodes
+from broker.runtime.gang import Gang, list_live, pack_agent, parse_progress, sort_nodes
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
 
@@ -160,8 +161,8 @@ def test_a_program_that_writes_nonsense_about_itself_has_only_what_makes_sense()
 def test_the_packed_agent_is_all_its_files_and_the_digest_is_of_them() -> None:
     digest, data = pack_agent()
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        assert tuple(archive.getnames()) == AGENT_FILES
-        for name in AGENT_FILES:
+        assert tuple(archive.getnames()) == FILES
+        for name in FILES:
             member = archive.extractfile(name)
             assert member is not None and b"from __future__ import annotations" in member.read()
     assert digest == hashlib.sha256(data).hexdigest()

@@ -33,7 +33,7 @@ DECLARED = (
         where="the gang's interface on the first node (a loopback address on the local cloud), a port of the kernel's",
         authentication="mutual TLS 1.2 or newer with a certificate made for each run",
         stranger="nothing: the handshake fails before a line is read; 256 open handshakes at most, 15 s each",
-        code="`broker/runtime/agent_gang.py`, `agent_link.py`, `agent_wire.py`",
+        code="`broker/agent/agent_gang.py`, `agent_link.py`, `agent_wire.py`",
     ),
     Declared(
         name="elastic rendezvous",

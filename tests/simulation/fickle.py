@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from broker.jobs import pilot
+from broker.jobs import policy_runner
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def fickle_policy(universe: Universe) -> Iterator[None]:
 
     with ExitStack() as stack:
         if universe.follows_deadline:
-            stack.enter_context(patch.object(pilot, "load_policy", lambda name: decide))
-            stack.enter_context(patch.object(pilot, "LOOK_S_MIN", LOOK_S_MIN))
-            stack.enter_context(patch.object(pilot, "LOOK_S_MAX", LOOK_S_MAX))
+            stack.enter_context(patch.object(policy_runner, "load_policy", lambda name: decide))
+            stack.enter_context(patch.object(policy_runner, "LOOK_S_MIN", LOOK_S_MIN))
+            stack.enter_context(patch.object(policy_runner, "LOOK_S_MAX", LOOK_S_MAX))
         yield

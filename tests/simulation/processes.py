@@ -66,7 +66,7 @@ class Process:
         for connection in self.connections:
             connection.abandon()  # at once: whoever writes next finds no lock of the dead
         self.release()
-        self.loop.call_world(0.0, self._bury)
+        self.loop.call_world(0.0, self._terminate)
 
     @property
     def is_stopped(self) -> bool:
@@ -94,7 +94,7 @@ class Process:
     def kill_rest(self) -> None:
         """It has exited: whatever it left running ends with it."""
         self.is_alive = False
-        self._bury()
+        self._terminate()
 
     def mend(self) -> None:
         """The disk works again."""
@@ -103,7 +103,7 @@ class Process:
     def prune(self) -> None:
         self.tasks = [task for task in self.tasks if not task.done()]
 
-    def _bury(self) -> None:
+    def _terminate(self) -> None:
         for task in self.tasks:
             task.cancel()
         if not self.dead.done():

@@ -34,6 +34,8 @@ MENDED = (
     1102192,
     1103978,
     1200756,
+    1408192,
+    1418643,
 )
 FEW = 150  # seeds of `make test`, and more until every fault has met a job
 COVERED = 400  # seeds that meet nearly every cell together

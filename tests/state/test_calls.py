@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.provision.patience import learn
+from broker.provision.hedge_timer import learn
 from broker.state.calls import Pace
 from broker.state.store import Store
 from tests.state.test_rows import Hands

@@ -21,7 +21,7 @@ from broker.config import find_checkpoint_url, load_config, read_keep_days
 from broker.errors import BrokerError, DamagedRowError, StateError, UsageError
 from broker.jobs.daemon import hold_lock
 from broker.jobs.logs import copy_log
-from broker.provision.claim import claim_name
+from broker.provision.cluster_lock import claim_name
 from broker.runtime.keys import Keys
 from broker.state.store import Store
 from broker.types import (

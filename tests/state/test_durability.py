@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
-from broker.provision.patience import learn
+from broker.provision.hedge_timer import learn
 from broker.state.jobs import LogOffset
 from broker.state.store import Store
 from broker.types import (

@@ -16,7 +16,7 @@ import pytest
 from local_gang import Rig, make_task
 
 from broker.errors import InvalidRequestError
-from broker.optimizer.dag_egress import GB_PER_GIB, EgressTable
+from broker.optimizer.egress import GB_PER_GIB, EgressTable
 from broker.storage import open_bucket
 from broker.storage.mounts import MountStep, add_mounts, make_script, measure_mounts, plan_mounts, price_mounts
 from broker.types import EgressPrice, Origin, RunStatus, StorageMount, Task

@@ -1,6 +1,6 @@
 """Real rclone before an object server that is slow: what its cache and its remote control say is what the agent reads.
 
-Runs where rclone, FUSE and the right to mount are at hand; `tests/runtime/test_flush.py` holds the rest everywhere.
+Runs where rclone, FUSE and the right to mount are at hand; `tests/agent/test_flush.py` holds the rest everywhere.
 """
 
 from __future__ import annotations

@@ -97,12 +97,12 @@ def _existing(account: Account, region: str, kind: str, identity: str) -> Target
         known = account.instances.get(identity)
         tags = known.tags if known else {}
     else:
-        shelves: dict[str, Mapping[Any, dict[str, Any]]] = {
+        tables: dict[str, Mapping[Any, dict[str, Any]]] = {
             "security-group": account.groups,
             "placement-group": {each["GroupName"]: each for each in account.placement_groups.values()},
             "volume": account.volumes,
             "launch-template": account.templates | {each["name"]: each for each in account.templates.values()},
         }
-        found = shelves[kind].get(identity, {})
+        found = tables[kind].get(identity, {})
         tags = {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
     return Target(arn=_arn(region, kind, identity), resource_tags=tags)

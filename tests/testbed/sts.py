@@ -1,7 +1,7 @@
 """STS, IAM's users, and an S3 that enforces what they grant, on the loopback: real clients speak to it on the wire.
 
 A key is good for what its session's policy allows, until it ends; the long-lived key of the account may do all.
-Signatures are not computed again (tests/runtime/test_agent_bucket.py compares ours with Amazon's): key and session
+Signatures are not computed again (tests/agent/test_agent_bucket.py compares ours with Amazon's): key and session
 token must fit.
 """
 

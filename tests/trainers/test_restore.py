@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from broker.jobs.watch import Watch
+from broker.jobs.monitor import AttemptMonitor
 from broker.runtime.gang import parse_progress
 from broker.types import RunStatus
 from tests.simulation.world import Report
@@ -66,7 +66,7 @@ def test_twenty_minutes_of_restore_are_no_hang_to_watchdog_or_broker(
     save_steps(tmp_path / "checkpoints", 5)
     clock = VirtualClock()
     monkeypatch.setattr(watchdog_module.time, "monotonic", clock)
-    watchdog, watch = Watchdog(60.0, start_s=300.0), Watch("job-1-1")
+    watchdog, watch = Watchdog(60.0, start_s=300.0), AttemptMonitor("job-1-1")
     lines_out = Progress(tmp_path / "progress.jsonl", total=9, is_silent=False)
     stalls_s: list[float] = []
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.clouds.aws.errors import ApiError, find_kind
 from broker.nouns import noun
 
 
 @noun
 class Kind:
-    """How leftovers of one kind are listed and deleted. Where EC2 lists no pages, `is_paged` is False."""
+    """How orphans of one kind are listed and deleted. Where EC2 lists no pages, `is_paged` is False."""
 
     lists: str
     key: str
@@ -84,7 +84,7 @@ class Sweeper:
     async def _delete(self, region: str, kind: Kind, identity: str) -> bool:
         try:
             await self._clients.change(region, kind.deletes, **{kind.parameter: identity})
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if refusal.code in GONE or refusal.code in STILL_USED:
                 return False
             if find_kind(refusal.code, refusal.status) in ("transient", "unknown", "throttled"):

@@ -1,8 +1,8 @@
 """Ours: the cheapest expected end, by a decision process whose hazards are learnt on the way; never too late.
 
-One market's decision process (`broker.spot.outlook`) stands for all of them: the best place to be gives the price and
-the hazard, the others the chance that one is open when it is lost, and how soon any opens again. Which place is best is
-weighed by price, by hazard times what a loss costs, and by what it costs to get there.
+One market's decision process (`broker.spot.value_function`) stands for all of them: the best place to be gives the
+price and the hazard, the others the chance that one is open when it is lost, and how soon any opens again. Which place
+is best is weighed by price, by hazard times what a loss costs, and by what it costs to get there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from broker.spot.forecast import Market, expect_second_chance, read_market
-from broker.spot.outlook import Outlook, Terms
+from broker.spot.durations import class_of
+from broker.spot.forecast import SpotMarket, expect_second_chance, read_market
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -30,7 +30,7 @@ from broker.spot.policies.base import (
     take_refuge,
 )
 from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
-from broker.spot.spells import class_of
+from broker.spot.value_function import Terms, ValueFunction
 
 PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
 # At least and at most so many: belief in closed spells slower than the prior's cost 0.001 to 0.006 of the optimum.
@@ -83,16 +83,16 @@ class _Scale:
 
     view: JobView
     refuge: Candidate
-    markets: Sequence[Market]
+    markets: Sequence[SpotMarket]
     prior: Prior
-    best: Market  # the open market that is best to be in, else the one that is best to wait for
-    outlook: Outlook  # by the terms of `basis`
-    basis: Market
+    best: SpotMarket  # the open market that is best to be in, else the one that is best to wait for
+    outlook: ValueFunction  # by the terms of `basis`
+    basis: SpotMarket
     spare: float
     work: float
 
     @classmethod
-    def of(cls, view: JobView, refuge: Candidate, markets: Sequence[Market], prior: Prior) -> _Scale:
+    def of(cls, view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = refuge.start_hours
         work = view.work_left_hours / refuge.speed
@@ -207,7 +207,7 @@ class _Scale:
             return Move(target=best.candidate, reason="another place is cheaper, the move included")
         return stay
 
-    def loss_of(self, market: Market) -> float:
+    def loss_of(self, market: SpotMarket) -> float:
         """What being lost there now costs."""
         here = self.outlook.locate(self.work, self.spare)
         on = self.outlook.run.read(class_of(market.candidate.age_hours), here)
@@ -228,7 +228,7 @@ class _Scale:
         return min(each.candidate.age_hours for each in self.markets)
 
     @cached_property
-    def _awaited(self) -> tuple[Market, Outlook] | None:
+    def _awaited(self) -> tuple[SpotMarket, ValueFunction] | None:
         """The cheapest place that is closed, if cheaper than the best open one, and its table."""
         closed = [each for each in self.markets if not each.candidate.is_open and each.price < self.best.price]
         if not closed or not self.best.candidate.is_open:
@@ -246,7 +246,7 @@ class _Scale:
         )
 
 
-def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[Market]) -> Decision:
+def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[SpotMarket]) -> Decision:
     """Time is free: the place with the least price of work, losses included."""
     opened = [each for each in markets if each.candidate.is_open and each.outlives_start]
     if current is not None and not current.is_spot:
@@ -265,7 +265,9 @@ def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: S
     return Stay(hours=LOOK_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")
 
 
-def _find_outlook(view: JobView, refuge: Candidate, markets: Sequence[Market], best: Market, prior: Prior) -> Outlook:
+def _find_outlook(
+    view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], best: SpotMarket, prior: Prior
+) -> ValueFunction:
     assert view.time_left_hours is not None
     chance = expect_second_chance(markets, best)
     work = max(view.work_hours, view.work_left_hours) / refuge.speed
@@ -306,11 +308,11 @@ def _solve(
     start: float,
     work: float,
     spare: float,
-) -> Outlook:
+) -> ValueFunction:
     def restore(steps: tuple[int, int]) -> Paces:
         return math.exp(steps[0] * PACE_STEP), math.exp(steps[1] * PACE_STEP)
 
-    return Outlook(
+    return ValueFunction(
         Terms(
             open_hazards=scale_hazards(prior.open_hazards, restore(opened)),
             closed_hazards=scale_hazards(prior.closed_hazards, restore(closed)),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from broker.spot.spells import NOTHING_SEEN, Spells
+from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.types import Placement
 
 EPSILON_HOURS = 1e-7  # below a millisecond: what sums of hours may be off by
@@ -24,7 +24,7 @@ class Candidate:
     `is_open` is about spot: capacity could be had, as far as is known; on-demand counts as always open. `is_watched`:
     its end would be noticed, though nothing ran there.
     `age_hours` is how long it has been open (or closed), and `met_hours` the age it had when it was first watched: 0
-    where its beginning was seen, else a guess (`broker.spot.spells.MET_HOURS`) from which `age_hours` counts on.
+    where its beginning was seen, else a guess (`broker.spot.durations.MET_HOURS`) from which `age_hours` counts on.
     `start_hours` are billed and bring no work: making nodes, setup, data, restoring the checkpoint. `move_usd` is paid
     once to get there (egress). `speed` is work-hours done in an hour.
     """
@@ -38,7 +38,7 @@ class Candidate:
     move_usd: float = 0.0
     speed: float = 1.0
     closes_in_hours: float | None = None  # known beforehand: a preemption notice
-    seen: Spells = NOTHING_SEEN  # finished spells of this market
+    seen: Durations = NOTHING_SEEN  # finished spells of this market
 
     @property
     def is_spot(self) -> bool:

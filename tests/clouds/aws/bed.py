@@ -15,8 +15,8 @@ from broker.clouds.aws.settings import Settings
 from broker.clouds.aws.tags import CLUSTER, OWNER, TAGGED_AT_LAUNCH, read_tags
 from broker.clouds.base import Cloud
 from broker.types import Node, Offer
+from tests.clouds.clock_jumps import JumpingClock
 from tests.clouds.contract import Bed
-from tests.clouds.jumping import JumpingClock
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
@@ -67,7 +67,7 @@ class AwsBed(Bed):
     def leave_room(self, count: int) -> None:
         self.account.room[ZONE, self.offer.instance_type] = count
 
-    def list_leftovers(self) -> list[str]:
+    def list_orphans(self) -> list[str]:
         return [
             *self.account.groups,
             *(name for _, name in self.account.placement_groups),

@@ -212,6 +212,6 @@ def test_what_a_cut_search_made_is_found_by_its_tag(world: World, bed: AwsBed) -
         await world.provisioner().down("train")
         assert await count_living(bed) == 0 and not world.store.list_open_intents("train")
         await world.provisioner().sweep()
-        assert bed.list_leftovers() == []
+        assert bed.list_orphans() == []
 
     bed.run(act())

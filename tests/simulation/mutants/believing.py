@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from broker.errors import AccountError
-from broker.jobs import controller, judgement
+from broker.jobs import controller, health
 from broker.provision.listing import Listing
 
 Patches = Sequence[Any]
@@ -42,4 +42,4 @@ def answering_agent_is_no_proof_of_life() -> Patches:
 
 def silent_gang_replaced_as_soon_as_one_node() -> Patches:
     """Our own network may be what is broken."""
-    return (patch.object(judgement, "GANG_UNREACHABLE_S_MIN", judgement.UNREACHABLE_S_MIN),)
+    return (patch.object(health, "GANG_UNREACHABLE_S_MIN", health.UNREACHABLE_S_MIN),)

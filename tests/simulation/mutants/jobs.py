@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import acquisition, allowance, burial, controller, daemon, endings, in_place, keeping, lost_gang
+from broker.jobs import acquisition, allowance, controller, daemon, endings, in_place, keeping, lost_gang, teardown
 from broker.jobs.controller import JobController
 from broker.jobs.endings import Endings
-from broker.jobs.judgement import Signs, Verdict, judge, list_lost_ranks
+from broker.jobs.health import HealthSignals, Verdict, classify, list_lost_ranks
 from broker.state.database import Database
 from broker.state.jobs import JobRows
 from broker.types import Attempt, Job, JobStatus, Outcome, RunStatus
@@ -66,17 +66,17 @@ def two_leaders() -> Patches:
 def outcome_ignored() -> Patches:
     """SkyPilot #6133: a lost node makes a recovery of a program that has succeeded."""
 
-    def judge_nodes_first(signs: Signs) -> Verdict:
-        return Verdict.LOST if list_lost_ranks(signs.nodes) or signs.unreachable else judge(signs)
+    def judge_nodes_first(signs: HealthSignals) -> Verdict:
+        return Verdict.LOST if list_lost_ranks(signs.nodes) or signs.unreachable else classify(signs)
 
-    return (patch.object(controller, "judge", judge_nodes_first),)
+    return (patch.object(controller, "classify", judge_nodes_first),)
 
 
 def lost_node_is_the_users_failure() -> Patches:
-    def judge_program_first(signs: Signs) -> Verdict:
-        return Verdict.FAILED if signs.status is RunStatus.FAILED else judge(signs)
+    def judge_program_first(signs: HealthSignals) -> Verdict:
+        return Verdict.FAILED if signs.status is RunStatus.FAILED else classify(signs)
 
-    return (patch.object(controller, "judge", judge_program_first),)
+    return (patch.object(controller, "classify", judge_program_first),)
 
 
 def cancel_forgotten_in_recovery() -> Patches:
@@ -185,7 +185,7 @@ def started_beside_the_old_program() -> Patches:
 def report_of_the_old_run_counts() -> Patches:
     """All attempts on a cluster share one run."""
     return tuple(
-        patch.object(module, "get_run_id", lambda attempt, cluster: 1) for module in (burial, controller, in_place)
+        patch.object(module, "get_run_id", lambda attempt, cluster: 1) for module in (teardown, controller, in_place)
     )
 
 
@@ -198,7 +198,7 @@ def restart_in_place_in_two_commits() -> Patches:
     begin = in_place.InPlace.begin_attempt
 
     def begin_later(self: Any, job: Job, old: Attempt) -> Attempt:
-        self._undertaker.close(replace(old, kept_until_s=None))
+        self._teardown.close(replace(old, kept_until_s=None))
         return begin(self, job, old)
 
     return (patch.object(in_place.InPlace, "begin_attempt", begin_later),)

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 from broker.clock import Stopwatch
 from broker.errors import CloudError
-from broker.jobs import acquisition, controller, endings, in_place, mending
+from broker.jobs import acquisition, controller, endings, in_place, node_replacement
 from broker.jobs.budget import Overspent
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
+from broker.provision.launch import Launcher
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
-from broker.provision.tries import Asker
 from broker.state.clusters import IntentRows
 from broker.state.database import Database
 from broker.state.store import Store
@@ -31,7 +31,7 @@ Patches = Sequence[Any]
 
 def intents_not_durable() -> Patches:
     """Committed without waiting for the disk, as progress is."""
-    open_intent = Asker._open_intent
+    open_intent = Launcher._open_intent
 
     def open_loosely(self: Any, *arguments: Any, **named: Any) -> Any:
         with self._store.transaction(is_durable=False):
@@ -44,7 +44,7 @@ def intents_not_durable() -> Patches:
             note_account(self, *arguments)
 
     return (
-        patch.object(Asker, "_open_intent", open_loosely),
+        patch.object(Launcher, "_open_intent", open_loosely),
         patch.object(IntentRows, "note_intent_account", note_loosely),
     )
 
@@ -98,15 +98,15 @@ def no_epoch_fence_before_create() -> Patches:
 
 def collector_ends_a_replacement_under_way() -> Patches:
     """It takes what is asked for beside a gang that is up for a place that a search did not need."""
-    find = Collector._find_leftovers
+    find = Collector._find_orphans
 
     def find_all(self: Any) -> Any:
         clusters = {each.name for each in self._store.list_clusters() if each.status is lifecycle.ClusterStatus.UP}
         intents = [each.request for each in self._store.list_open_intents()]
-        return [each for each in intents if each.cluster in clusters and each.token not in self._returns.tokens]
+        return [each for each in intents if each.cluster in clusters and each.token not in self._surplus.tokens]
 
     assert find is not find_all
-    return (patch.object(Collector, "_find_leftovers", find_all),)
+    return (patch.object(Collector, "_find_orphans", find_all),)
 
 
 def collector_ignores_age() -> Patches:
@@ -136,7 +136,7 @@ def budget_per_attempt() -> Patches:
         patch.object(acquisition, "find_overspending", find),
         patch.object(in_place, "check_budget", check),
         patch.object(in_place, "find_overspending", find),
-        patch.object(mending, "check_budget", check),
+        patch.object(node_replacement, "check_budget", check),
         patch.object(acquisition, "cut_to_rest", lambda job, **_: job.task),
     )
 

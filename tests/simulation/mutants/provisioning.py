@@ -9,13 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
-from broker.jobs import judgement, watch
-from broker.jobs.burial import Undertaker
-from broker.provision import lifecycle, nodes, tries
+from broker.jobs import health, monitor
+from broker.jobs.teardown import AttemptTeardown
+from broker.provision import launch, lifecycle, nodes
 from broker.provision.collection import Collector
+from broker.provision.launch import Launcher
 from broker.provision.lifecycle import Provisioner
-from broker.provision.returns import Returns
-from broker.provision.tries import Asker
+from broker.provision.surplus import SurplusReleaser
 from broker.state.clusters import IntentRows
 from broker.state.events import Refusal
 from broker.state.store import Store
@@ -30,7 +30,7 @@ Patches = Sequence[Any]
 
 def effect_before_intent() -> Patches:
     """The record is written when the nodes are there."""
-    create = Asker._create
+    create = Launcher._create
 
     def open_intent(self: Any, wanted: Any, placement: Any, **more: Any) -> Any:
         with patch.object(IntentRows, "put_intent"):
@@ -44,11 +44,11 @@ def effect_before_intent() -> Patches:
     async def note_nothing(self: Any, one: Any) -> None:
         return
 
-    open_as_usual = Asker._open_intent
+    open_as_usual = Launcher._open_intent
     return (
-        patch.object(Asker, "_open_intent", open_intent),
-        patch.object(Asker, "_create", create_then_write),
-        patch.object(Asker, "_note_account", note_nothing),
+        patch.object(Launcher, "_open_intent", open_intent),
+        patch.object(Launcher, "_create", create_then_write),
+        patch.object(Launcher, "_note_account", note_nothing),
         patch.object(IntentRows, "is_intent_open", lambda self, token: True),
     )
 
@@ -56,14 +56,14 @@ def effect_before_intent() -> Patches:
 def fresh_token_after_a_crash() -> Patches:
     """A new life does not look for what the last one began (`find_intent` finds nothing)."""
     count = itertools.count()
-    make_token = tries.make_token
+    make_token = launch.make_token
 
     def make_fresh(*arguments: Any) -> str:
         return make_token(*arguments[:-1], f"{arguments[-1]}/{next(count)}")  # type: ignore[arg-type]
 
     return (
-        patch.object(Asker, "find_intent", lambda self, cluster, placement: None),
-        patch.object(tries, "make_token", make_fresh),
+        patch.object(Launcher, "find_intent", lambda self, cluster, placement: None),
+        patch.object(launch, "make_token", make_fresh),
     )
 
 
@@ -83,7 +83,7 @@ def fresh_token_on_retry() -> Patches:
                 raise
         raise TransientError("no clear answer")
 
-    return (patch.object(Asker, "_create", create),)
+    return (patch.object(Launcher, "_create", create),)
 
 
 def forget_unanswered_intent() -> Patches:
@@ -96,7 +96,7 @@ def forget_unanswered_intent() -> Patches:
             self._store.close_intent(one.request.token, IntentEnd.REFUSED, error.message)
             raise
 
-    return (patch.object(Asker, "_create", create),)
+    return (patch.object(Launcher, "_create", create),)
 
 
 def intent_closed_before_the_record() -> Patches:
@@ -122,7 +122,7 @@ def part_of_a_gang_accepted() -> Patches:
         listed = (await lister.list(cloud)).by_token.get(named["token"], [])
         return [node for node in listed if node.state is NodeState.RUNNING] or None
 
-    return (patch.object(tries, "wait_running", wait),)
+    return (patch.object(launch, "wait_running", wait),)
 
 
 def refusal_of_another_zone_believed() -> Patches:
@@ -142,8 +142,8 @@ def refusal_for_ever() -> Patches:
 def late_gang_kept() -> Patches:
     """What a hedge has won is recorded, and the other gang is forgotten; no collector looks for it either."""
     return (
-        patch.object(Returns, "begin", lambda self, others, on_event: None),
-        patch.object(Collector, "_find_leftovers", lambda self: []),
+        patch.object(SurplusReleaser, "begin", lambda self, others, on_event: None),
+        patch.object(Collector, "_find_orphans", lambda self: []),
     )
 
 
@@ -154,7 +154,7 @@ def late_call_unheard() -> Patches:
         call.cancel()
         return CapacityError("not needed any more", scope="zone")
 
-    return (patch.object(Asker, "_hear_out", hear_nothing),)
+    return (patch.object(Launcher, "_hear_out", hear_nothing),)
 
 
 def late_nodes_of_a_closed_intent_kept() -> Patches:
@@ -163,12 +163,12 @@ def late_nodes_of_a_closed_intent_kept() -> Patches:
     async def do_nothing(self: Any, one: Any) -> None:
         return
 
-    return (patch.object(Asker, "_end_unless_open", do_nothing),)
+    return (patch.object(Launcher, "_end_unless_open", do_nothing),)
 
 
 def answer_awaited_for_ever() -> Patches:
     """Nothing bounds a call but its cloud."""
-    return (patch.object(tries, "ANSWER_S_MAX", 1e9),)
+    return (patch.object(launch, "ANSWER_S_MAX", 1e9),)
 
 
 # -- believing lists ----------------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def empty_list_trusted() -> Patches:
 def silence_believed_at_once() -> Patches:
     """SkyPilot #10155: one poll without an answer recovers a healthy job."""
     return (
-        patch.object(judgement, "UNREACHABLE_S_MIN", 0.0),
-        patch.object(judgement, "MISSES_MIN", 1),
-        patch.object(watch, "UNREACHABLE_S_MIN", 0.0),
+        patch.object(health, "UNREACHABLE_S_MIN", 0.0),
+        patch.object(health, "MISSES_MIN", 1),
+        patch.object(monitor, "UNREACHABLE_S_MIN", 0.0),
     )
 
 
@@ -227,10 +227,10 @@ def dead_on_request_accepted() -> Patches:
         now_s = clock.now_s()
         return [replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in seen.values()]
 
-    return (patch.object(tries, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
+    return (patch.object(launch, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
 
 
-def failed_burial_forgotten() -> Patches:
+def failed_teardown_forgotten() -> Patches:
     """SkyPilot #2990: a teardown that fails is reported, and the record is dropped."""
     confirm = nodes.confirm_gone
 
@@ -242,7 +242,7 @@ def failed_burial_forgotten() -> Patches:
         return await confirm(*arguments, **named)
 
     return (
-        patch.object(tries, "confirm_gone", confirm_or_forget),
+        patch.object(launch, "confirm_gone", confirm_or_forget),
         patch.object(lifecycle, "confirm_gone", confirm_or_forget),
     )
 
@@ -250,13 +250,13 @@ def failed_burial_forgotten() -> Patches:
 def relaunch_without_confirmed_end() -> Patches:
     """The next attempt starts while the last one's nodes are still to be ended."""
 
-    async def bury(self: Any, attempt: Any) -> None:
+    async def terminate(self: Any, attempt: Any) -> None:
         cluster = self._store.get_cluster(attempt.cluster)
         if cluster is not None:
             self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
         self.close(attempt)  # the collector ends what is left
 
-    return (patch.object(Undertaker, "bury", bury),)
+    return (patch.object(AttemptTeardown, "terminate", terminate),)
 
 
 def collector_ends_foreign_nodes() -> Patches:

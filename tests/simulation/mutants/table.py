@@ -80,7 +80,9 @@ MUTANTS: tuple[Mutant, ...] = (
         scene="hung program and forgotten terminates",
     ),
     Mutant(
-        plant=provisioning.failed_burial_forgotten, letters="S4 L1 S3", scene="hung program on nodes that refuse to end"
+        plant=provisioning.failed_teardown_forgotten,
+        letters="S4 L1 S3",
+        scene="hung program on nodes that refuse to end",
     ),
     Mutant(
         plant=provisioning.relaunch_without_confirmed_end,

@@ -1,0 +1,1 @@
+"""Recommend how to train a model: instances, layout, time and cost."""

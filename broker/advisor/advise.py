@@ -1,0 +1,286 @@
+"""From a model and its data to a way to train it: which accelerators, how many, how spread, for what money and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from broker.advisor.infeasible import explain_deadline, explain_memory, explain_prices
+from broker.advisor.layout import Layout, Training, find_layout
+from broker.errors import NoOfferError
+from broker.nouns import noun
+from broker.optimizer.network import network_gbs
+from broker.optimizer.planner import make_plan
+from broker.optimizer.roofline import Hardware
+from broker.types import AcceleratorFigures, CheckpointSpec, Estimate, Goal, Offer, Resources, Task
+
+# Evaluation, data that comes late, restarts after faults of the program. Chosen by us, having seen that Llama 2 took
+# 1.3 to 1.4 times its steps' time in this model and Llama 3 405B about as long; preemptions and checkpoints are
+# counted by the plan.
+OVERHEAD = 1.1
+BATCH_WORTH = 1.03  # a smaller batch that is faster by less is not mentioned
+SAME_COST = 1.01  # of two options this close, the faster is advised, as `broker plan` does
+HORIZON_HOURS = 30 * 24.0  # without a deadline, nothing longer is advised
+GPUS_MAX = 512
+SPOT_GANG_GPUS = 512  # more of them in one spot gang are warned of: our assumption, as no cloud publishes it
+SMALL_NODE_COUNT_MAX = 8  # of nodes with fewer than four cards: nobody joins more of them
+PRICED_MAX = 60  # layouts that are worth a plan, the cheapest by their lowest price
+# A step stops while every card copies its states to the host; reading them back comes from storage.
+COPY_GIBS = 8.0
+LOAD_GIBS = 1.0
+START_S = 300.0
+
+# Cards that a PyTorch program with NCCL or RCCL does not run on as it is; `--gpus` may still ask for them.
+OTHER_PROGRAMS = ("TPU", "Inferentia", "Trainium", "AI100", "Gaudi", "Radeon", "MI25")
+# Before Ampere there is no bfloat16, before Volta no tensor core either.
+WITHOUT_BF16 = ("V100", "V100-32GB", "T4", "T4g", "RTX6000", "P100", "P4", "K80", "M60")
+WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
+
+
+@noun
+class Wish:
+    """What the user asks for. `spot` None allows both; empty `gpus` allows every card that fits the arithmetic."""
+
+    training: Training
+    gpus: tuple[str, ...] = ()
+    deadline_hours: float | None = None
+    budget_usd: float | None = None
+    confidence: float = 0.9
+    gpus_max: int = GPUS_MAX
+    spot: bool | None = None
+
+
+@noun
+class Option:
+    """A layout with its cheapest place. `work_hours` is fault-free; the estimate has preemptions in it."""
+
+    layout: Layout
+    task: Task
+    work_hours: float
+    estimate: Estimate
+
+    @property
+    def gpu_count(self) -> int:
+        return self.layout.hardware.accelerators * self.layout.node_count
+
+    @property
+    def usd(self) -> float:
+        assert self.estimate.expected_usd is not None, "work was given"
+        return self.estimate.expected_usd
+
+    @property
+    def hours(self) -> float:
+        assert self.estimate.expected_hours is not None, "work was given"
+        return self.estimate.expected_hours
+
+
+@noun
+class Advice:
+    """Options, cheapest first, one for each card and count of them in a node; never empty.
+
+    `faster` are those that no other beats in both time and money, in order of time falling, after the cheapest.
+    """
+
+    options: tuple[Option, ...]
+    faster: tuple[Option, ...]
+    prices_as_of: str
+
+
+def make_advice(
+    wish: Wish, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures], *, prices_as_of: str
+) -> Advice:
+    """Rank ways to train by expected dollars. Pure.
+
+    Raises NoOfferError where nothing fits the memory, the deadline or the budget, with how much it misses by.
+    """
+    kinds = group_offers(wish, offers, figures)
+    if not kinds:
+        raise NoOfferError(
+            "no available GPU supports this precision",
+            hints=["pass other `--gpus`, or another `--dtype`; list all with `broker gpus`"],
+        )
+    layouts = [(layout, sold) for hardware, sold in kinds.items() for layout in list_layouts(wish, hardware)]
+    if not layouts:
+        raise explain_memory(wish.training, list(kinds), wish.gpus_max)
+    limit = wish.deadline_hours or HORIZON_HOURS
+    in_time = [each for each in layouts if find_hours(wish.training, each[0]) <= limit]
+    if not in_time:
+        hours = {layout: find_hours(wish.training, layout) for layout, _ in layouts}
+        raise explain_deadline(wish.training, hours, limit, gpus_max=wish.gpus_max)
+    priced = _price_all(wish, in_time, prices_as_of)
+    met = [each for each in priced if _is_met(wish, each, limit)]
+    if not met:
+        found = [(each.usd, each.hours, _is_met(replace(wish, budget_usd=None), each, limit)) for each in priced]
+        raise explain_prices(found, limit=limit, budget_usd=wish.budget_usd)
+    met.sort(key=lambda each: (each.usd, each.hours))
+    by_card: dict[tuple[str, int], list[Option]] = {}
+    for each in met:
+        by_card.setdefault((each.layout.hardware.figures.name, each.layout.hardware.accelerators), []).append(each)
+    best = sorted((prefer_faster(own) for own in by_card.values()), key=lambda each: (each.usd, each.hours))
+    first = prefer_faster(best)
+    options = (first, *(each for each in best if each is not first))
+    return Advice(options=options, faster=_find_faster(met, first), prices_as_of=prices_as_of)
+
+
+def prefer_faster(options: Sequence[Option]) -> Option:
+    """The fastest of those within `SAME_COST` of the cheapest."""
+    least = min(each.usd for each in options)
+    return min((each for each in options if each.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd))
+
+
+def find_hours(training: Training, layout: Layout) -> float:
+    """Hours without faults."""
+    return training.steps * layout.step.total_s * OVERHEAD / 3600
+
+
+def find_field_speedup(training: Training, layout: Layout) -> float:
+    """How many times as fast a program with all of Megatron-LM's layouts is on the same gang; 1 where it is not."""
+    field = find_layout(replace(training, trainer="megatron"), layout.hardware, layout.node_count)
+    return max(1.0, layout.step.total_s / field.step.total_s) if field is not None else 1.0
+
+
+def find_better_batch(training: Training, layout: Layout) -> tuple[int, float] | None:
+    """A smaller batch, in sequences, that takes less time a token on the same gang, and how many times as fast it is.
+
+    With it the bundled trainer need not add up micro-batches, for which every rank keeps whole float32 gradients.
+    """
+    best: tuple[float, int] = (BATCH_WORTH, 0)
+    for halvings in (1, 2, 3):
+        batch = training.batch >> halvings
+        found = batch and find_layout(replace(training, batch=batch), layout.hardware, layout.node_count)
+        if found:
+            speedup = layout.step.total_s / training.batch / (found.step.total_s / batch)
+            best = max(best, (speedup, batch))
+    return (best[1], best[0]) if best[1] else None
+
+
+def group_offers(
+    wish: Wish, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures]
+) -> dict[Hardware, list[Offer]]:
+    """Offers by what decides their speed: card, cards a node, network. Cards of unknown speed are left out."""
+    kinds: dict[Hardware, list[Offer]] = {}
+    for offer in offers:
+        card = figures.get(offer.accelerator or "")
+        count = int(offer.accelerator_count)
+        if card is None or count < 1 or count != offer.accelerator_count or offer.cloud == "local":
+            continue
+        if not card.training_tflops or not card.memory_bandwidth_gbs or not can_train(wish, card.name):
+            continue
+        network = network_gbs(offer.cloud, offer.instance_type)
+        kinds.setdefault(Hardware(figures=card, accelerators=count, network_gbs=network), []).append(offer)
+    return kinds
+
+
+def can_train(wish: Wish, name: str) -> bool:
+    if wish.gpus:
+        return name in wish.gpus
+    without = {"bf16": WITHOUT_BF16, "fp16": WITHOUT_FP16, "fp32": ()}[wish.training.dtype]
+    return name not in without and not name.startswith(OTHER_PROGRAMS)
+
+
+def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
+    """The best layout for each count of nodes, in doublings up to the most accelerators asked for. More nodes that are
+    not faster are left out: they cost more for nothing."""
+    layouts, least_s = list[Layout](), math.inf
+    for node_count in list_node_counts(hardware, wish.gpus_max):
+        layout = find_layout(wish.training, hardware, node_count)
+        if layout is not None and layout.step.total_s < least_s:
+            least_s = layout.step.total_s
+            layouts.append(layout)
+    return layouts
+
+
+def list_node_counts(hardware: Hardware, gpus_max: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    most = gpus_max // hardware.accelerators
+    if hardware.accelerators < 4:
+        most = min(most, SMALL_NODE_COUNT_MAX)
+    counts = {each for power in range(most.bit_length() + 1) for each in (2**power, 3 * 2**power)}
+    return sorted(each for each in counts if each <= most)
+
+
+def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
+    """What a checkpoint of weights and optimizer states costs: all but the gradients."""
+    memory, parts = layout.memory, layout.sharding
+    own = (memory.weights + memory.optimizer) / 2**30
+    # The bundled trainer saves float32 weights and two moments; others 16-bit weights beside them.
+    states = 12.0 if training.trainer == "bundled" and training.dtype != "fp16" else 14.0
+    size = training.shape.parameters * states / 2**30
+    # Under plain data parallel every rank holds all, and each node writes and reads its part of it.
+    per_node = size / min(layout.node_count, max(1, parts.accelerators))
+    stall = max(1.0, own / COPY_GIBS)
+    return CheckpointSpec(
+        stall_s=round(stall, 1), restart_s=round(START_S + per_node / LOAD_GIBS), size_gib=round(size)
+    )
+
+
+def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices_as_of: str) -> list[Option]:
+    """Plan those that could be cheapest, and the best of every card whatever its price."""
+    bounds = []
+    for layout, sold in layouts:
+        hours = find_hours(wish.training, layout)
+        cheapest = min((_find_price(wish, offer) for offer in sold), default=math.inf)
+        if cheapest < math.inf:
+            bounds.append((hours * cheapest * layout.node_count, hours, layout, sold))
+    bounds.sort(key=lambda each: each[:2])
+    chosen = bounds[:PRICED_MAX]
+    cards = {each[2].hardware.figures.name for each in chosen}
+    soonest = math.inf
+    for each in bounds[PRICED_MAX:]:
+        name = each[2].hardware.figures.name
+        if name not in cards or each[1] < soonest * 0.8:
+            cards.add(name)
+            soonest = min(soonest, each[1])
+            chosen.append(each)
+    options = []
+    for _, hours, layout, sold in chosen:
+        option = _price(wish, layout, sold, hours, prices_as_of)
+        if option is not None:
+            options.append(option)
+    return options
+
+
+def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, prices_as_of: str) -> Option | None:
+    """The cheapest place by the same plan as `broker plan`; with a deadline, the cheapest that keeps it if one does."""
+    hardware = layout.hardware
+    task = Task(
+        resources=(
+            Resources(accelerator=hardware.figures.name, accelerator_count=hardware.accelerators, use_spot=wish.spot),
+        ),
+        num_nodes=layout.node_count,
+        goal=Goal(work_hours=hours, deadline_hours=wish.deadline_hours, confidence=wish.confidence),
+        checkpoint=write_checkpoint(wish.training, layout),
+    )
+    assert task.goal is not None
+    for goal in (task.goal, replace(task.goal, deadline_hours=None)):
+        try:
+            plan = make_plan(replace(task, goal=goal), sold, prices_as_of=prices_as_of)
+        except NoOfferError:
+            continue
+        return Option(layout=layout, task=task, work_hours=hours, estimate=plan.choice)
+    return None
+
+
+def _find_price(wish: Wish, offer: Offer) -> float:
+    """The lowest USD per hour that is allowed."""
+    allowed = [offer.spot_usd_hour] if wish.spot is not False else []
+    allowed += [offer.ondemand_usd_hour] if wish.spot is not True else []
+    return min((each for each in allowed if each is not None), default=math.inf)
+
+
+def _is_met(wish: Wish, option: Option, limit: float) -> bool:
+    if wish.deadline_hours is None:
+        is_timely = option.hours <= limit
+    else:  # a plan made without the deadline has no chance of it
+        is_timely = (option.estimate.deadline_chance or 0.0) >= wish.confidence
+    return is_timely and (wish.budget_usd is None or option.usd <= wish.budget_usd)
+
+
+def _find_faster(met: Sequence[Option], first: Option) -> tuple[Option, ...]:
+    """From the first on, each at least a tenth faster than the one before. `met` is sorted by price."""
+    found = [first]
+    for each in met:
+        if each.hours < found[-1].hours * 0.9:
+            found.append(each)
+    return tuple(found[1:])

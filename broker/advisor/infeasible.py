@@ -1,0 +1,111 @@
+"""Why no way to train was found: by how much it misses, and what would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from broker.advisor.amounts import show_amount
+from broker.advisor.layout import Layout, Training, find_layout, find_smallest_memory
+from broker.errors import NoOfferError
+from broker.optimizer.memory_model import usable_bytes
+from broker.optimizer.roofline import Hardware
+
+SEARCH_GPUS_MAX = 2**17
+
+
+def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int) -> NoOfferError:
+    """The kind of node that comes nearest to holding the model, and how many of it would."""
+    nearest: tuple[float, Hardware, int, float] | None = None
+    for hardware in kinds:
+        node_count = 1
+        while node_count * hardware.accelerators <= gpus_max:
+            memory = find_smallest_memory(training, hardware, node_count)
+            if memory is not None:
+                ratio = memory.total / max(1.0, usable_bytes(hardware.figures.memory_gib))
+                if nearest is None or ratio < nearest[0]:
+                    nearest = ratio, hardware, node_count, memory.total
+            node_count *= 2
+    if nearest is None:
+        return NoOfferError(
+            f"a node of the requested GPUs has more than {gpus_max} of them, or more than the batch of "
+            f"{training.batch} sequences",
+            hints=["raise `--max-gpus` or `--batch`"],
+        )
+    _, hardware, node_count, need = nearest
+    name, cards = hardware.figures.name, hardware.accelerators * node_count
+    usable = usable_bytes(hardware.figures.memory_gib)
+    hints = []
+    enough = _find_enough(training, hardware, node_count)
+    if enough:
+        hints.append(f"{enough} x {name} are enough: pass `--max-gpus {enough}`")
+    hints.append("drop `--gpus` or `--infra`, or shorten `--seq`")
+    return NoOfferError(
+        f"{show_amount(training.shape.parameters)} parameters do not fit on {gpus_max} or fewer GPUs: the nearest, "
+        f"{cards} x {name}, requires {need / 2**30:.1f} GiB per GPU and has {usable / 2**30:.1f} usable",
+        hints=hints,
+    )
+
+
+def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: float, *, gpus_max: int) -> NoOfferError:
+    """The fastest layout there is, and what a larger gang of its kind would take. `limit` in hours."""
+    fastest = min(hours, key=lambda layout: hours[layout])
+    took = hours[fastest]
+    hardware = fastest.hardware
+    name, cards = hardware.figures.name, hardware.accelerators * fastest.node_count
+    hints = []
+    count = 2 * fastest.node_count
+    while count * hardware.accelerators <= SEARCH_GPUS_MAX:
+        layout = find_layout(training, hardware, count)
+        if layout is not None and took * layout.step.total_s / fastest.step.total_s <= limit:
+            total = count * hardware.accelerators
+            if total > gpus_max:
+                hints.append(f"{total} x {name} are enough: pass `--max-gpus {total}`")
+            break
+        count *= 2
+    hints.append(f"pass `--deadline {math.ceil(took * 1.1)}h`")
+    tokens = training.tokens * limit / took
+    hints.append(f"or train on fewer tokens in time: `--tokens {show_amount(tokens).replace(',', '')}`")
+    return NoOfferError(
+        f"{gpus_max} or fewer GPUs are not fast enough: the fastest, {cards} x {name}, takes {_days(took)} without "
+        f"failures, {took / limit:.1f} times the limit of {_days(limit)}",
+        hints=hints,
+    )
+
+
+def explain_prices(
+    found: Sequence[tuple[float, float, bool]], *, limit: float, budget_usd: float | None
+) -> NoOfferError:
+    """`found` holds USD, expected hours, and whether it is in time, for each option that was priced."""
+    if not found:
+        return NoOfferError(
+            "no location offers the GPUs with the requested pricing", hints=["drop `--spot` or `--no-spot`"]
+        )
+    timely = [each for each in found if each[2]]
+    if timely:
+        usd, hours, _ = min(timely)
+        assert budget_usd is not None, "an option in time is refused for its price only"
+        return NoOfferError(
+            f"no option in time is within the budget: the cheapest is expected to cost {usd:,.0f} USD in "
+            f"{_days(hours)}, {usd / budget_usd:.1f} times the budget of {budget_usd:,.0f} USD",
+            hints=[f"pass `--budget {math.ceil(usd * 1.05)}`", "extend `--deadline`, or train on fewer `--tokens`"],
+        )
+    usd, hours, _ = min(found, key=lambda each: each[1])
+    return NoOfferError(
+        f"with preemptions no option is in time: the fastest is expected to take {_days(hours)}, for {usd:,.0f} USD; "
+        f"the limit is {_days(limit)}",
+        hints=[f"pass `--deadline {math.ceil(hours * 1.2)}h`, or `--no-spot`"],
+    )
+
+
+def _find_enough(training: Training, hardware: Hardware, node_count: int) -> int | None:
+    """The smallest number of cards, in doublings, that holds the model."""
+    while node_count * hardware.accelerators <= SEARCH_GPUS_MAX:
+        if find_layout(training, hardware, node_count) is not None:
+            return node_count * hardware.accelerators
+        node_count *= 2
+    return None
+
+
+def _days(hours: float) -> str:
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"

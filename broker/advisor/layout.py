@@ -1,0 +1,217 @@
+"""How to spread one training run over a given gang: the fastest of the simple ways that fit its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from broker.advisor.field_layout import list_field_shardings, measure_field_memory
+from broker.advisor.trainer_memory import estimate_program_memory
+from broker.nouns import noun
+from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, usable_bytes
+from broker.optimizer.model_shape import ModelShape
+from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
+
+# A strategy with more parts must be faster by so much for each part: it is harder to set up and to debug.
+PART_WORTH = 0.03
+PIPELINES = (2, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (16, 8, 4, 2, 1)
+RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
+
+
+# The bundled `trainers.lm`, or a program with all that Megatron-LM has.
+Trainer = Literal["bundled", "megatron"]
+
+
+@noun
+class Training:
+    """What is trained. `sequence` in tokens, `batch` in sequences."""
+
+    shape: ModelShape
+    tokens: float
+    sequence: int
+    batch: int
+    dtype: Dtype = "bf16"
+    trainer: Trainer = "bundled"
+
+    @property
+    def steps(self) -> float:
+        return self.tokens / (self.batch * self.sequence)
+
+
+@noun
+class Layout:
+    """One way to run a training on `node_count` nodes of `hardware`.
+
+    "selective" here is attention whose scores are not kept: flash attention, or Korthikanti's selective recomputation.
+    """
+
+    hardware: Hardware
+    node_count: int
+    sharding: Sharding
+    micro_batch: int
+    recompute: Recompute
+    memory: MemoryEstimate
+    step: StepTime
+    mfu: float
+
+    @property
+    def strategy(self) -> str:
+        """The name in a table: `DDP`, `FSDP`, `TP8 PP4 FSDP2`."""
+        shape = self.sharding
+        axes = (("TP", shape.tensor), ("CP", shape.context), ("PP", shape.pipeline), ("EP", shape.expert))
+        parts = [f"{axis}{size}" for axis, size in axes if size > 1]
+        name = "FSDP" if shape.zero == 3 else "DDP"
+        if not parts:
+            return name if shape.data > 1 else "1 GPU"
+        return " ".join([*parts, *([f"{name}{shape.data}"] if shape.data > 1 else [])])
+
+
+def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layout | None:
+    """The fastest layout that fits, simpler ones preferred; None where none fits. Pure."""
+    best: tuple[float, Layout] | None = None
+    for sharding in list_shardings(training, hardware.accelerators, node_count):
+        layout = _try_sharding(training, hardware, node_count, sharding)
+        if layout is not None:
+            parts = (sharding.tensor > 1) + 2 * (sharding.pipeline > 1) + (sharding.zero == 3)
+            score = layout.step.total_s * (1 + PART_WORTH * parts)
+            if best is None or score < best[0]:
+                best = score, layout
+    return best[1] if best else None
+
+
+def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> MemoryEstimate | None:
+    """What the thriftiest layout needs, fit or not; None where the gang has more ranks than the batch has work."""
+    needs = [
+        measure_memory(training, sharding, micro_batch=1, recompute="full")
+        for sharding in list_shardings(training, hardware.accelerators, node_count)
+    ]
+    return min(needs, key=lambda each: each.total, default=None)
+
+
+def list_shardings(training: Training, accelerators: int, node_count: int) -> Iterator[Sharding]:
+    """Tensor ranks stay within a node, and pipelines come once tensor ranks fill it (Narayanan 2021, section 3.2).
+
+    The bundled trainer's tensor ranks share heads and vocabulary evenly.
+    """
+    if training.trainer == "megatron":
+        yield from list_field_shardings(
+            training.shape, sequence=training.sequence, batch=training.batch, accelerators=accelerators,
+            node_count=node_count,
+        )  # fmt: skip
+        return
+    shape, total = training.shape, accelerators * node_count
+    tensors = [t for t in (1, 2, 4, 8) if not (accelerators % t or shape.heads % t or shape.vocabulary % t)]
+    for tensor in tensors:
+        pipelines = (1, *PIPELINES) if tensor == tensors[-1] else (1,)
+        for pipeline in pipelines:
+            data, rest = divmod(total, tensor * pipeline)
+            if rest or not 0 < data <= training.batch or pipeline > shape.layers or shape.layers % pipeline:
+                continue
+            for zero in (0, 3) if data > 1 else (0,):
+                yield Sharding(
+                    tensor=tensor, pipeline=pipeline, data=data, zero=zero, is_sequence_parallel=False
+                )  # fmt: skip
+
+
+def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> MemoryEstimate:
+    """What the program of `advise_task.write_command` holds."""
+    if training.trainer == "megatron":
+        return measure_field_memory(
+            training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
+            micro_batches=count_micro_batches(training, sharding, micro_batch),
+        )  # fmt: skip
+    return estimate_program_memory(
+        training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
+        micro_batches=count_micro_batches(training, sharding, micro_batch), dtype=training.dtype,
+    )  # fmt: skip
+
+
+def list_activations(training: Training, layout: Layout) -> dict[Recompute, float]:
+    """Bytes of activations of a layout under each kind of recomputation."""
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    return {
+        each: measure_memory(training, layout.sharding, micro_batch=layout.micro_batch, recompute=each).activations
+        for each in kinds
+    }
+
+
+def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int) -> int:
+    return max(1, -(-training.batch // (sharding.data * micro_batch)))
+
+
+def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
+    """Whether the batch can be cut so: a pipeline takes equal micro-batches, and at least as many as it has stages."""
+    passes, rest = divmod(training.batch, sharding.data * micro_batch)
+    if training.trainer == "megatron":
+        return micro_batch == 1 or passes >= sharding.pipeline
+    if sharding.pipeline > 1:
+        return not rest and passes >= sharding.pipeline
+    return micro_batch == 1 or passes >= 1
+
+
+def _try_sharding(training: Training, hardware: Hardware, node_count: int, sharding: Sharding) -> Layout | None:
+    """The fastest micro-batch and recomputation of one sharding that fit."""
+    usable = usable_bytes(hardware.figures.memory_gib)
+    best: Layout | None = None
+    for recompute in RECOMPUTE:
+        tried = 0
+        for micro_batch in MICRO_BATCHES:
+            if not can_split(training, sharding, micro_batch):
+                continue
+            memory = measure_memory(training, sharding, micro_batch=micro_batch, recompute=recompute)
+            if memory.total > usable:
+                continue
+            step = _time_step(training, hardware, sharding, micro_batch, recompute)
+            if recompute == "full" and training.trainer == "megatron":
+                memory, step = _keep_what_fits(training, hardware, sharding, micro_batch, memory, step)
+            if best is None or step.total_s < best.step.total_s:
+                peak = hardware.peak_flops(training.dtype) * hardware.accelerators * node_count
+                mfu = find_mfu(
+                    training.shape, step, sequence=training.sequence, batch=training.batch, peak_flops=peak
+                )  # fmt: skip
+                best = Layout(
+                    hardware=hardware, node_count=node_count, sharding=sharding, micro_batch=micro_batch,
+                    recompute=recompute, memory=memory, step=step, mfu=mfu,
+                )  # fmt: skip
+            tried += 1
+            if tried == 2 and sharding.pipeline == 1:
+                break  # smaller micro-batches only cost
+        if best is not None and sharding.pipeline == 1:
+            break  # without recomputation it fits: with it, it is slower
+    return best
+
+
+def _time_step(
+    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, recompute: Recompute
+) -> StepTime:
+    is_megatron = training.trainer == "megatron"
+    return estimate_step(
+        training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
+        micro_batch=micro_batch, recompute="none" if is_megatron and recompute == "selective" else recompute,
+        dtype=training.dtype,
+        # Gradients are summed in float32, by Megatron-LM too.
+        gradient_bytes=2 if training.dtype == "fp16" and not is_megatron else 4,
+        # The bundled trainer's `allreduce` waits.
+        is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,
+    )  # fmt: skip
+
+
+def _keep_what_fits(
+    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: MemoryEstimate, slow: StepTime
+) -> tuple[MemoryEstimate, StepTime]:
+    """Recompute only as many blocks as must be (Megatron-LM's `--recompute-method block`): between recomputing all of
+    them and keeping all, memory and time are taken to be linear."""
+    kept = measure_memory(training, sharding, micro_batch=micro_batch, recompute="selective")
+    spare = usable_bytes(hardware.figures.memory_gib) - full.total
+    share = min(1.0, spare / (kept.total - full.total)) if kept.total > full.total else 1.0
+    fast = _time_step(training, hardware, sharding, micro_batch, "selective")
+    step = StepTime(**{
+        name: getattr(slow, name) + share * (getattr(fast, name) - getattr(slow, name))
+        for name in (
+            "compute_s", "memory_s", "tensor_s", "pipeline_s", "data_s", "update_s", "exchange_s",
+        )
+    })  # fmt: skip
+    activations = full.activations + share * (kept.activations - full.activations)
+    return replace(full, activations=activations), step

@@ -1,0 +1,106 @@
+"""Writes the task file that runs an option of the advice: `broker plan` and `broker jobs launch` take it as it is."""
+
+from __future__ import annotations
+
+import math
+
+from broker.advisor.advise import Option, Wish
+from broker.advisor.amounts import show_amount
+from broker.advisor.layout import Layout, Training
+
+LEARNING_RATE_MIN = 6e-5  # below the law's range: what the largest published models were trained with
+CHECKPOINT_S = 1800.0  # where nothing is expected to preempt
+
+
+def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
+    """The YAML text. A gang of several nodes keeps to the cloud it was priced on, for another has another network."""
+    training, layout = wish.training, option.layout
+    placement, spec = option.estimate.placement, option.task.checkpoint
+    place = infra or (placement.offer.cloud if layout.node_count > 1 else None)
+    lines = [
+        f"# {show_amount(training.shape.parameters)} parameters, {show_amount(training.tokens)} tokens: "
+        f"{layout.strategy}"
+        f" on {option.gpu_count} x {layout.hardware.figures.name}",
+        f"# About {option.hours / 24:.1f} days and {option.usd:,.0f} USD; the times are estimates of `broker advise`.",
+        f"name: train-{_name_size(training.shape.parameters)}",
+        "",
+        "resources:",
+        f"  accelerators: {layout.hardware.figures.name}:{layout.hardware.accelerators}",
+        *([f"  infra: {place}"] if place else []),
+        *([] if wish.spot is None else [f"  use_spot: {'true' if wish.spot else 'false'}"]),
+        "",
+        f"num_nodes: {layout.node_count}",
+        "",
+        "goal:",
+        f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",  # minutes of a large gang cost much
+        *([f"  deadline: {wish.deadline_hours:g}h"] if wish.deadline_hours is not None else []),
+        *([f"  budget: {wish.budget_usd:g}"] if wish.budget_usd is not None else []),
+        "",
+        "checkpoint:",
+        f"  stall: {spec.stall_s:g}s",
+        f"  restart: {spec.restart_s:g}s",
+        f"  size: {spec.size_gib:g}GB" if spec.size_gib else "",
+        "",
+        "envs:",
+        '  DATA: ""   # a folder of text, parquet or token files that every node sees; empty trains on a sample',
+        "",
+        *([] if training.dtype == "fp16" else ["setup: python3 -m trainers.setup", ""]),  # torch, where none fits
+        "run: |",
+        *(f"  {line}" for line in write_command(training, option)),
+    ]
+    return "\n".join(line for line, before in zip(lines, ["x", *lines], strict=False) if line or before) + "\n"
+
+
+def write_command(training: Training, option: Option) -> list[str]:
+    """The bundled trainer's flags, or torchrun of the user's own program in an arithmetic that the trainer lacks."""
+    layout, shape = option.layout, training.shape
+    if training.trainer == "megatron" or training.dtype == "fp16":
+        lacks = "this layout" if training.trainer == "megatron" else "float16"
+        return [
+            f"# The bundled trainer does not have {lacks}: put your own program here, such as Megatron-LM.",
+            "torchrun --nnodes $SKYPILOT_NUM_NODES --nproc-per-node $SKYPILOT_NUM_GPUS_PER_NODE \\",
+            '  --node-rank $SKYPILOT_NODE_RANK --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" \\',
+            f"  train.py  # {layout.strategy}, micro-batch {layout.micro_batch}, {training.batch} sequences a step",
+        ]
+    strategy, mesh = name_strategy(layout)
+    steps = math.ceil(training.steps)
+    rate = max(LEARNING_RATE_MIN, find_learning_rate(shape.parameters))
+    every = max(1, round((option.estimate.checkpoint_every_s or CHECKPOINT_S) / layout.step.total_s))
+    is_bf16 = training.dtype == "bf16"
+    # Tensor ranks and stages hold the embedding and the output layer in different places.
+    tied = "true" if layout.sharding.tensor == layout.sharding.pipeline == 1 else "false"
+    groups = [
+        [f"--strategy {strategy}", *([f"--mesh {mesh}"] if mesh else []), *(["--dtype bfloat16"] if is_bf16 else []),
+         *(["--fsdp.param_dtype bfloat16"] if is_bf16 and layout.sharding.zero == 3 else []),
+         *(["--recompute full"] if layout.recompute == "full" else [])],
+        [f"--model.depth {shape.layers}", f"--model.width {shape.width}", f"--model.heads {shape.heads}",
+         f"--model.context {training.sequence}"],
+        [f"--model.vocabulary {shape.vocabulary}", f"--model.tie_embeddings {tied}", '--data.path "$DATA"'],
+        [f"--train.steps {steps}", f"--train.batch {training.batch}", f"--train.micro_batch {layout.micro_batch}"],
+        [f"--train.learning_rate {rate:.2g}", f"--train.learning_rate_min {rate / 10:.2g}",
+         f"--train.warmup_steps {max(1, steps // 100)}"],
+        [f"--checkpoint.every_steps {every}"],
+    ]  # fmt: skip
+    written = ["python -m trainers.lm", *("  " + " ".join(group) for group in groups)]
+    return [f"{line} \\" for line in written[:-1]] + written[-1:]
+
+
+def name_strategy(layout: Layout) -> tuple[str, str]:
+    """The trainer's `--strategy` and `--mesh`: stages across nodes first, tensor ranks within a node last."""
+    shape = layout.sharding
+    # DDP needs the whole model on each rank.
+    data = "fsdp" if shape.zero == 3 else "ddp" if shape.tensor == shape.pipeline == 1 else "allreduce"
+    axes = [("pipeline", shape.pipeline), (data, shape.data), ("tensor", shape.tensor)]
+    used = [(name, size) for name, size in axes if size > 1] or [("ddp", 1)]
+    mesh = "x".join(str(size) for _, size in used) if len(used) > 1 else ""
+    return "+".join(name for name, _ in used), mesh
+
+
+def find_learning_rate(parameters: float) -> float:
+    """Peak of Adam's learning rate (Kaplan 2020, equation D.1); falls below zero past ten billion or so."""
+    return 0.003239 - 0.0001395 * math.log(parameters)
+
+
+def _name_size(parameters: float) -> str:
+    """As a part of a name: letters, digits and dots."""
+    return show_amount(parameters).replace(",", "").lower()

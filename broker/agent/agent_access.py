@@ -1,0 +1,88 @@
+"""Access to buckets that the broker grants to a run: files of mode 0600 beside it, renewed while it runs.
+
+Standard library only. Each renewal rewrites the files as a whole; programs find them by the variables in
+`envs.json`, and AWS's libraries read theirs again when a session is about to end.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from broker.agent import agent_delivery as delivery
+    from broker.agent import agent_files as files
+    from broker.agent import agent_flush as flush
+else:
+    import agent_delivery as delivery
+    import agent_files as files
+    import agent_flush as flush
+
+FOLDER = "access"
+PLACEHOLDER = "{access}"  # in variables and files: the folder they lie in
+ENVS = "envs.json"
+SCOPE = "scope"
+MAIN = "BROKER_ACCESS_DIR"
+
+
+def find_folder(run_id: int) -> Path:
+    return files.run_folder(run_id) / FOLDER
+
+
+def receive(request: dict[str, Any]) -> dict[str, Any]:
+    """`files`, `envs`, `scope` and `run_id`; without one, for every run here that has access and has not ended.
+
+    Older runs of the same scope get the files too: what one of them mounted is used by the next.
+    """
+    known = [each for each in files.list_run_ids() if (find_folder(each) / ENVS).exists()]
+    if "run_id" in request:
+        run_id = int(request["run_id"])
+        files.make_private(files.run_folder(run_id))
+        run_ids = [*(each for each in known if each != run_id and read_scope(each) == request["scope"]), run_id]
+    else:
+        run_ids = [each for each in known if not has_ended(each)]
+    for run_id in run_ids:
+        write(run_id, request)
+    return {"runs": run_ids}
+
+
+def write(run_id: int, request: dict[str, Any]) -> None:
+    """Each file appears whole: a program may read it at this moment. The variables come last: they name the files."""
+    folder = files.make_private(find_folder(run_id))
+    for name, text in request["files"].items():
+        path = folder / name
+        assert path.parent == folder, "a plain name"
+        files.write_text(path, str(text).replace(PLACEHOLDER, str(folder)))
+    envs = {name: str(value).replace(PLACEHOLDER, str(folder)) for name, value in request["envs"].items()}
+    files.write_text(folder / SCOPE, str(request.get("scope") or ""))
+    files.write_json(folder / ENVS, {**envs, MAIN: str(folder)})
+
+
+def read_envs(run_id: int) -> dict[str, str]:
+    """Variables for the run's program; empty without a grant."""
+    return {name: str(value) for name, value in (files.read_json(find_folder(run_id) / ENVS) or {}).items()}
+
+
+def read_scope(run_id: int) -> str:
+    path = find_folder(run_id) / SCOPE
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def has_ended(run_id: int) -> bool:
+    return files.describe_run(run_id)["status"] in files.TERMINAL
+
+
+def forget_used() -> None:
+    """Delete the files of managed runs once everything they are for is done: all runs here have ended, what the head
+    leaves in the bucket has arrived, and so has what programs wrote to mounts.
+
+    A cluster's mounts outlive a run: there the files stay as long as the node.
+    """
+    run_ids = files.list_run_ids()
+    if not any(find_folder(each).exists() for each in run_ids) or not (files.STATE / "lease.json").exists():
+        return
+    if all(has_ended(each) and not delivery.is_due(each) for each in run_ids) and not flush.list_pending():
+        for run_id in run_ids:
+            shutil.rmtree(str(find_folder(run_id)), ignore_errors=True)

@@ -1,0 +1,254 @@
+"""Leaves a run's outcome and log in a bucket, to be read after the node has ended itself. Standard library only.
+
+S3 and what speaks like it, and Google's, by the logins that `agent_login` finds; Azure's by the account's key, a shared
+access signature or the machine's identity.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import email.utils
+import hashlib
+import hmac
+import importlib
+import json
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from broker.agent import agent_login
+    from broker.agent.agent_login import Refused
+else:  # beside us: on a node by its own name; the broker reads the names of objects here
+    agent_login = importlib.import_module(__name__.replace("agent_bucket", "agent_login"))
+    Refused = agent_login.Refused
+
+ANSWER_S = 10.0
+TRIES, PAUSE_S = 3, 1.0
+LOG_BYTES_MAX = 64 << 20  # of one object; of a longer log the head and the tail
+LOG_HEAD_BYTES = 16 << 20
+CUT = "[broker: {} bytes of the log were cut here]\n"
+SCHEMES = ("s3://", "gs://", "az://")
+AZURE_VERSION = "2021-08-06"
+# As obstore reads them, with which the trainers write to the same bucket.
+AZURE_ACCOUNTS = ("AZURE_STORAGE_ACCOUNT_NAME",)
+AZURE_KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY")
+AZURE_SIGNATURES = ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
+AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+
+
+def name_outcome(attempt: int) -> str:
+    """Below the job's folder for checkpoints."""
+    return f"outcomes/{attempt}.json"
+
+
+def name_log(attempt: int) -> str:
+    return f"logs/{attempt}.log"
+
+
+def find_url(variables: Mapping[str, str], name: Callable[[int], str]) -> str:
+    """Where an object of this attempt goes; "" where the environment names no bucket."""
+    place, attempt = variables.get("BROKER_CHECKPOINT_DIR", ""), variables.get("BROKER_ATTEMPT", "")
+    return f"{place}/{name(int(attempt))}" if place.startswith(SCHEMES) and attempt.isdigit() else ""
+
+
+def leave_outcome(outcome: Mapping[str, Any], variables: Mapping[str, str]) -> str:
+    """Where it was left; "" where the environment names no bucket. Raises Refused."""
+    url = find_url(variables, name_outcome)
+    if url:
+        put(url, json.dumps(dict(outcome)).encode(), variables)
+    return url
+
+
+def leave_log(path: Path, variables: Mapping[str, str]) -> str:
+    """As `leave_outcome`, for the log that lies at `path`; one that does not exist is left as an empty one."""
+    url = find_url(variables, name_log)
+    if url:
+        put(url, read_bounded(path), variables)
+    return url
+
+
+def read_bounded(path: Path) -> bytes:
+    """The log, at most LOG_BYTES_MAX of it: of a longer one the head, a line that says what was cut, and the tail."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            if size <= LOG_BYTES_MAX:
+                return file.read(size)
+            head = file.read(LOG_HEAD_BYTES)
+            cut_bytes = size - LOG_BYTES_MAX
+            file.seek(LOG_HEAD_BYTES + cut_bytes)
+            return head + CUT.format(cut_bytes).encode() + file.read(LOG_BYTES_MAX - LOG_HEAD_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
+    """What follows byte `offset` of the log that `read_bounded` made `content` of, and how long the log was.
+
+    A reader that is in the part which was cut gets the line that says so, and the tail.
+    """
+    if len(content) <= LOG_BYTES_MAX:
+        return content[offset:], max(offset, len(content))
+    head, rest = content[:LOG_HEAD_BYTES], content[LOG_HEAD_BYTES:]
+    tail = rest[len(rest) - (LOG_BYTES_MAX - LOG_HEAD_BYTES) :]
+    note = rest[: len(rest) - len(tail)]
+    cut_bytes = int(re.sub(rb"[^0-9]", b"", note) or b"0")
+    skipped_bytes = offset - LOG_HEAD_BYTES - cut_bytes  # of the tail, which is known already
+    length = len(head) + cut_bytes + len(tail)
+    if skipped_bytes >= 0:
+        return tail[skipped_bytes:], max(offset, length)
+    return head[offset:] + note + tail, length
+
+
+def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
+    """One object, whatever was there before. Raises Refused."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    if scheme == "s3":
+        login = agent_login.find_s3_login(variables)
+        region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or find_region(bucket, variables)
+        request = make_s3_request(bucket, key, content, variables=variables, login=login, region=region)
+    elif scheme == "gs":
+        request = make_google_request(bucket, key, content, variables)
+    elif scheme == "az":
+        request = make_azure_request(bucket, key, content, variables)
+    else:
+        raise Refused(f"nothing here writes to {scheme}://")
+    for attempt in range(1, TRIES + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code < 500 or attempt == TRIES:
+                raise Refused(f"{url}: HTTP {error.code}") from error
+        except OSError as error:
+            if attempt == TRIES:
+                raise Refused(f"{url}: {error}") from error
+        time.sleep(PAUSE_S)
+
+
+def find_region(bucket: str, variables: Mapping[str, str]) -> str:
+    """S3 tells a bucket's region to anyone, in a header of whatever it answers."""
+    if find_endpoint(variables):
+        return "us-east-1"
+    try:
+        request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except OSError:
+        return "us-east-1"
+    return headers.get("x-amz-bucket-region") or "us-east-1"
+
+
+def find_endpoint(variables: Mapping[str, str]) -> str:
+    return variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or ""
+
+
+def make_s3_request(
+    bucket: str, key: str, content: bytes, *, variables: Mapping[str, str], login: Mapping[str, str], region: str
+) -> urllib.request.Request:
+    """Signed with AWS Signature Version 4 (AWS documentation, "Create a signed AWS API request")."""
+    base = find_endpoint(variables).rstrip("/") or f"https://s3.{region}.amazonaws.com"
+    path = urllib.parse.quote(f"{urllib.parse.urlsplit(base).path}/{bucket}/{key}", safe="/-_.~")
+    origin = urllib.parse.urlsplit(base)
+    now = time.gmtime()
+    stamp, day = time.strftime("%Y%m%dT%H%M%SZ", now), time.strftime("%Y%m%d", now)
+    digest = hashlib.sha256(content).hexdigest()
+    headers = {"host": origin.netloc, "x-amz-content-sha256": digest, "x-amz-date": stamp}
+    if login.get("token"):
+        headers["x-amz-security-token"] = login["token"]
+    names = ";".join(sorted(headers))
+    lines = [f"{name}:{headers[name]}\n" for name in sorted(headers)]
+    canonical = "\n".join(["PUT", path, "", "".join(lines), names, digest])
+    scope = f"{day}/{region}/s3/aws4_request"
+    text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(canonical.encode()).hexdigest()])
+    secret = f"AWS4{login['secret']}".encode()
+    for part in (day, region, "s3", "aws4_request"):
+        secret = hmac.new(secret, part.encode(), hashlib.sha256).digest()
+    signature = hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+    headers["Authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={login['key']}/{scope}, SignedHeaders={names}, Signature={signature}"
+    )
+    headers["Content-Type"] = find_type(key)  # urllib would call it a form
+    url = f"{origin.scheme}://{origin.netloc}{path}"
+    return urllib.request.Request(url, data=content, method="PUT", headers=headers)
+
+
+def make_google_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
+    """By the JSON API's simple upload."""
+    token = agent_login.find_google_token(variables)
+    base = variables.get("STORAGE_EMULATOR_HOST", "").rstrip("/") or "https://storage.googleapis.com"
+    name = urllib.parse.quote(key, safe="")
+    url = f"{base}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": find_type(key)}
+    return urllib.request.Request(url, data=content, method="POST", headers=headers)
+
+
+def make_azure_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
+    """Put Blob (Azure Storage documentation, "Put Blob"). Raises Refused without an account or a login."""
+    account = find_first(AZURE_ACCOUNTS, variables)
+    if not account:
+        raise Refused("no login for az://: AZURE_STORAGE_ACCOUNT_NAME is not set")
+    base = find_first(AZURE_ENDPOINTS, variables).rstrip("/") or f"https://{account}.blob.core.windows.net"
+    url = f"{base}/{bucket}/{urllib.parse.quote(key, safe='/-_.~')}"
+    headers = {
+        "Content-Type": find_type(key),
+        "x-ms-blob-type": "BlockBlob",
+        "x-ms-date": email.utils.formatdate(usegmt=True),
+        "x-ms-version": AZURE_VERSION,
+    }
+    if account_key := find_first(AZURE_KEYS, variables):
+        signature = sign_for_azure(url, headers, len(content), account=account, key=account_key)
+        headers["Authorization"] = f"SharedKey {account}:{signature}"
+    elif token := find_first(AZURE_SIGNATURES, variables):
+        url += "?" + token.lstrip("?")
+    else:
+        headers["Authorization"] = f"Bearer {find_azure_token(variables)}"
+    return urllib.request.Request(url, data=content, method="PUT", headers=headers)
+
+
+def sign_for_azure(url: str, headers: Mapping[str, str], length: int, *, account: str, key: str) -> str:
+    """Of a PUT whose only standard header is its type (Azure Storage documentation, "Authorize with Shared Key")."""
+    own = [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
+    resource = f"/{account}{urllib.parse.urlsplit(url).path}"
+    # Encoding, language, length, MD5, type, date, four conditions and the range stand between the verb and ours.
+    lines = ["PUT", "", "", str(length or ""), "", headers["Content-Type"], *[""] * 6, *own, resource]
+    try:
+        secret = base64.b64decode(key, validate=True)
+    except binascii.Error as error:
+        raise Refused("the key of the storage account is not one: it is no base64") from error
+    return base64.b64encode(hmac.new(secret, "\n".join(lines).encode(), hashlib.sha256).digest()).decode("ascii")
+
+
+def find_azure_token(variables: Mapping[str, str]) -> str:
+    """Of the machine's managed identity, the one that AZURE_CLIENT_ID names where it has several."""
+    query = {"api-version": "2018-02-01", "resource": "https://storage.azure.com/"}
+    if variables.get("AZURE_CLIENT_ID"):
+        query["client_id"] = variables["AZURE_CLIENT_ID"]
+    url = f"{agent_login.METADATA}/metadata/identity/oauth2/token?{urllib.parse.urlencode(query)}"
+    try:
+        found = json.loads(agent_login.ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
+    except (OSError, ValueError, KeyError) as error:
+        raise Refused(
+            f"no login for az://: neither {AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]} nor an identity of the machine"
+        ) from error
+    return str(found)
+
+
+def find_type(key: str) -> str:
+    return "text/plain; charset=utf-8" if key.endswith(".log") else "application/json"
+
+
+def find_first(names: Iterable[str], variables: Mapping[str, str]) -> str:
+    return next((variables[name] for name in names if variables.get(name)), "")

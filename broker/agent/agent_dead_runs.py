@@ -1,0 +1,56 @@
+"""Ends what a run leaves behind when its runner is gone. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from broker.agent import agent_files, agent_lease
+else:
+    import agent_files
+    import agent_lease
+
+PHASES = ("setup", "run")
+
+
+def make_mark(run_id: int, phase: str) -> str:
+    return f"BROKER_RUN={agent_files.HOME}:{run_id}:{phase}"
+
+
+def kill_marked(mark: str) -> None:
+    for stray in agent_files.find_marked(mark):
+        try:
+            os.kill(stray, signal.SIGKILL)
+        except OSError:
+            pass
+
+
+def end_if_dead(run_id: int) -> None:
+    folder = agent_files.run_folder(run_id)
+    if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
+        return
+    lock = agent_files.try_lock(folder / "runner.lock")
+    if lock is not None:
+        if not (folder / "outcome.json").exists():  # it may have written it between our two looks
+            end_dead_run(run_id)
+        os.close(lock)
+
+
+def end_dead_run(run_id: int) -> None:
+    """The runner was killed from outside: end what it ran and write the outcome it could not."""
+    spec = agent_files.read_json(agent_files.run_folder(run_id) / "spec.json") or {}
+    container = None
+    if spec.get("image"):
+        import agent_container  # type: ignore[import-not-found]  # which few runs need, and the watcher least of all
+
+        container = agent_container.find_container(spec, agent_files.HOME)
+    for phase in PHASES:
+        if container:
+            container.signal(make_mark(run_id, phase), signal.SIGKILL)
+        kill_marked(make_mark(run_id, phase))
+    outcome = {"status": "FAILED", "returncode": None, "reason": "the runner died", "ended_s": time.time()}
+    outcome["lease_left_s"] = agent_lease.measure_left_s()
+    agent_files.write_json(agent_files.run_folder(run_id) / "outcome.json", outcome)

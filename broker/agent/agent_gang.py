@@ -1,0 +1,232 @@
+"""The gang's coordinator on rank 0, to which each rank (0 too) has a link. Standard library only.
+
+JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode, unflushed}, log {text},
+notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
+kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from broker.agent import agent_link, agent_wire
+
+    Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
+else:
+    import agent_link
+
+JOIN_S = 120.0
+LEAVE_S = 5.0
+FINISH_S = 10.0  # of an elastic gang, after its head has
+EX_IOERR = 74  # sysexits.h: what a run ends with whose program succeeded, but whose files did not arrive
+SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
+
+
+class Coordinator:
+    """Decides for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; says how it ended.
+
+    With `nodes_min` the program is elastic: once it runs, ranks but the first may be lost, leave after a notice, and be
+    replaced, while so many are left.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        context: ssl.SSLContext,
+        num_nodes: int,
+        log: Path,
+        nodes_min: int | None = None,
+    ) -> None:
+        self._door = agent_link.Door(listener, context, num_nodes, self._admit)
+        self._num_nodes = num_nodes
+        self._nodes_min = nodes_min or num_nodes
+        self._log = log.open("ab", buffering=0)
+        self._lock = threading.RLock()
+        self._links: dict[int, agent_link.Link] = {}
+        self._ready: set[int] = set()
+        self._gone: set[int] = set()
+        self._noticed: set[int] = set()
+        self._unfit: dict[int, Message] = {}  # newcomers whose setup failed, and what they are told of it
+        self._is_going = False
+        self._turn: Message | None = None
+        self._left = threading.Semaphore(0)
+        self._timers: list[threading.Timer] = []
+        self._unflushed: dict[int, str] = {}  # by rank: of programs that succeeded, why their files did not arrive
+        self._is_preempted = False
+        self._verdict: Message | None = None
+        self.failed_rank: int | None = None  # whose program or setup ended the run by an exit code of its own
+
+    def start(self) -> None:
+        self._door.start()
+        self._set_timer(JOIN_S, self._check_joined)
+
+    def close(self) -> None:
+        """Stop listening, and close all connections without a word."""
+        self._door.close()
+        with self._lock:
+            links = list(self._links.values())
+        for timer in self._timers:
+            timer.cancel()
+        for link in links:
+            link.close()
+
+    def wait_until_left(self) -> None:
+        """Until the other ranks have written their outcomes and hung up: the head says last that it is over."""
+        give_up_s = time.monotonic() + LEAVE_S
+        for _ in range(len(self._links) - 1):
+            self._left.acquire(timeout=max(0.0, give_up_s - time.monotonic()))
+
+    def _set_timer(self, delay_s: float, function: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, function)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _admit(self, wire: agent_wire.Wire, rank: int) -> None:
+        """A rank can be taken once, and by another node where an elastic gang has lost it."""
+        link = agent_link.Link(wire, lambda message: self._hear(rank, link, message))
+        with self._lock:
+            is_lost = self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
+            if rank in self._links and not is_lost:
+                wire.release()
+                return
+            self._links[rank] = link
+            self._gone.discard(rank)
+            self._noticed.discard(rank)
+            self._unfit.pop(rank, None)
+            link.send("welcome")
+            if self._turn:
+                link.send("turn", **self._turn)
+            if self._verdict:
+                link.send("kill", **self._verdict)
+        link.start()
+
+    def give_turn(self, held: Message) -> None:
+        """Tell all ranks, and those that join later, what the run has on each node: setup may begin there."""
+        with self._lock:
+            self._turn = dict(held)
+            self._tell("turn", **held)
+
+    def _hear(self, rank: int, link: agent_link.Link, message: Message) -> None:
+        with self._lock:
+            if self._links.get(rank) is not link:
+                return  # a new node has taken this one's place
+            kind = message["type"]
+            if kind == "log":
+                self._write_log(rank, str(message["text"]))
+            elif kind == "setup" and self._is_going and message["returncode"] != 0:
+                self._hear_unfit(rank, message["returncode"])
+            elif kind == "setup":
+                self._hear_setup(rank, message["returncode"])
+            elif kind == "exit":
+                self._hear_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
+            elif kind == "notice":
+                self._hear_notice(rank, message["notice_s"])
+            elif kind == "cancel":
+                self._fail("CANCELLED", None, "cancelled")
+            elif kind == "lost":
+                self._left.release()
+                self._hear_lost(rank)
+
+    def _hear_exit(self, rank: int, returncode: int, unflushed: str) -> None:
+        self._gone.add(rank)
+        is_leaving = rank in self._noticed and self._can_go_on()
+        if rank in self._unfit and is_leaving:
+            self._links[rank].send("end", **self._unfit[rank])
+        if unflushed and not is_leaving:  # others may still work: it is told when all have ended
+            self._unflushed[rank], returncode = unflushed, 0
+        if returncode != 0 and not is_leaving:
+            self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}", rank)
+        elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
+            # The head's word counts. A node that came too late to take part has nothing to wait for.
+            self._verdict = dict(SUCCESS)
+            self._set_timer(FINISH_S, self._dismiss)
+        self._finish()
+
+    def _hear_unfit(self, rank: int, returncode: int) -> None:
+        """A newcomer that cannot take part leaves the others alone; the broker ends it by its own outcome."""
+        self._noticed.add(rank)
+        reason = f"setup exited with {returncode} on rank {rank}"
+        self._unfit[rank] = {"status": "FAILED_SETUP", "returncode": returncode, "reason": reason}
+
+    def _dismiss(self) -> None:
+        with self._lock:
+            self._tell("kill", **SUCCESS)
+
+    def _hear_notice(self, rank: int, notice_s: float) -> None:
+        """It is all the gang's, unless the others can go on."""
+        self._noticed.add(rank)
+        if not self._is_preempted and not self._can_go_on():
+            self._is_preempted = True
+            self._tell("notice", notice_s=notice_s)
+
+    def _hear_lost(self, rank: int) -> None:
+        if rank not in self._gone:
+            self._gone.add(rank)
+            if not self._can_go_on():
+                self._fail("FAILED", None, f"rank {rank} is lost")
+            self._finish()
+
+    def _can_go_on(self) -> bool:
+        """Without those that are gone or about to go. Before the start there is nothing to go on with."""
+        leaving = self._gone | self._noticed
+        return (
+            self._is_going and 0 not in leaving and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
+        )
+
+    def _hear_setup(self, rank: int, returncode: int) -> None:
+        if returncode != 0:
+            self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}", rank)
+        self._ready.add(rank)
+        if self._is_going:
+            self._links[rank].send("go")
+        elif len(self._ready) == self._num_nodes and not self._verdict:
+            self._is_going = True
+            self._tell("go")
+
+    def _check_joined(self) -> None:
+        with self._lock:
+            if len(self._links) < self._num_nodes:
+                missing = sorted(set(range(self._num_nodes)) - set(self._links))
+                self._gone.update(missing)
+                self._fail("FAILED", None, f"rank {missing[0]} did not join within {JOIN_S:g} s")
+                self._finish()
+
+    def _fail(self, status: str, returncode: int | None, reason: str, rank: int | None = None) -> None:
+        """The first failure is the gang's; after a preemption notice it is nobody's fault and nobody is hurried."""
+        if self._verdict:
+            return
+        if self._is_preempted and status == "FAILED":
+            returncode, reason, rank = None, "preempted", None
+        self.failed_rank = rank
+        self._verdict = {"status": status, "returncode": returncode, "reason": reason}
+        if reason != "preempted":
+            self._tell("kill", **self._verdict)
+
+    def _finish(self) -> None:
+        if len(self._gone) == self._num_nodes:
+            verdict = self._verdict or SUCCESS
+            if self._unflushed and verdict["status"] == "SUCCEEDED":
+                rank, unflushed = min(self._unflushed.items())
+                reason = f"the program succeeded, but on rank {rank} {unflushed}"
+                verdict = {"status": "FAILED", "returncode": EX_IOERR, "reason": reason, "unflushed": unflushed}
+                self._verdict = verdict
+            self._tell("end", **verdict)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Rank 0 last: it is our own process, which leaves once it has heard the end."""
+        for _, link in sorted(self._links.items(), reverse=True):
+            link.send(kind, **fields)
+
+    def _write_log(self, rank: int, text: str) -> None:
+        prefix = f"(rank{rank}) " if rank else ""
+        self._log.write("".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1]).encode("utf-8", "replace"))

@@ -1,0 +1,74 @@
+"""How long this node may run without its broker, and when it is done before that. Standard library only.
+
+The broker renews the lease each minute. Where it is away, the node works on until the lease ends: "lease". It ends
+itself earlier, "done", when all its runs have ended and what is left of them lies in the bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from broker.agent import agent_delivery as delivery
+    from broker.agent import agent_files as files
+else:
+    import agent_delivery as delivery
+    import agent_files as files
+
+LEASE = "lease.json"
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)  # a file of another form
+
+
+def renew(lease_s: float) -> None:
+    now_s = files.read_uptime_s()
+    lease = {
+        "until_s": now_s + lease_s,
+        "renewed_s": now_s,
+        "lease_s": lease_s,
+        "expires_s": time.time() + lease_s,  # read by the watcher of an older agent, which may still run here
+        "boot": files.read_boot(),
+    }
+    files.write_json(files.STATE / LEASE, lease)
+
+
+def measure_left_s() -> float | None:
+    """Seconds until the lease ends; None without one."""
+    lease = files.read_of_this_boot(files.STATE / LEASE)
+    if lease is None:
+        return None
+    try:
+        if "until_s" in lease:
+            return float(lease["until_s"]) - files.read_uptime_s()
+        return float(lease["expires_s"]) - time.time()  # given by an older agent
+    except DAMAGE:
+        return None  # as a lease that cannot be parsed: the broker renews it within a minute
+
+
+def find_end() -> str:
+    """ "" to stay, "lease" or "done" to end the node. Clusters have no lease: they end by their autostop."""
+    left_s = measure_left_s()
+    if left_s is None:
+        return ""
+    if left_s <= 0:
+        return "lease"
+    ids = files.list_run_ids()
+    try:
+        is_quiet = bool(ids) and files.measure_quiet_s() >= files.QUIET_S
+        return "done" if is_quiet and all(is_safe_to_go(run_id) for run_id in ids) else ""
+    except DAMAGE:
+        return ""  # the watcher must outlive it: the lease ends this node
+
+
+def is_safe_to_go(run_id: int) -> bool:
+    """Whether the run has ended and nothing of it exists on this node only.
+
+    Checkpoints need no look: a program writes them to the bucket itself, and waits for the last one before it exits.
+    Without a bucket, outcome and logs exist only here: then the node stays until its lease ends.
+    """
+    spec: dict[str, Any] = files.read_json(files.run_folder(run_id) / "spec.json") or {}
+    if files.describe_run(run_id)["status"] not in files.TERMINAL or not delivery.has_bucket(spec):
+        return False
+    if int(spec["rank"]) == 0:
+        return delivery.is_delivered(run_id)
+    return not spec.get("ends_together")  # else this node's end would be the head's, which may still be uploading

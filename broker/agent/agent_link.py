@@ -1,0 +1,259 @@
+"""How nodes of one gang connect: listener, handshake, and JSON lines over TLS. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from broker.agent import agent_wire
+
+    Message = dict[str, Any]  # not evaluated on the nodes, which may have Python 3.8
+else:
+    import agent_wire
+
+BEAT_S = 2.0
+LOST_S = 15.0  # a peer that is silent for this long is lost
+HANDSHAKE_S = 15.0  # until a connection is authenticated and has said who it is
+CONNECT_S = 5.0
+STRANGERS_MAX = 256  # connections that are not authenticated yet, besides one for each rank
+SECONDS_MAX = 1e7
+ANY = ("0.0.0.0", "::")
+STATUSES = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
+
+
+def is_number(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and is_number(value, -(2**31), 2**31)
+
+
+def are_cards(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(is_whole(card) and card >= 0 for card in value))
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+ENDING: dict[str, Callable[[Any], bool]] = {
+    "status": lambda value: value in STATUSES,
+    "returncode": lambda value: value is None or is_whole(value),
+    "reason": is_text,
+}
+# The fields of each kind and what they may hold. Kinds that are not listed are of a later version, and are ignored.
+FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "hello": {"rank": lambda value: is_whole(value) and value >= 0},
+    "setup": {"returncode": is_whole},
+    "exit": {"returncode": is_whole},
+    "log": {"text": is_text},
+    "turn": {"cards": are_cards, "share": lambda value: is_number(value, 0, 1)},
+    "notice": {"notice_s": lambda value: is_number(value, 0, SECONDS_MAX)},
+    "kill": ENDING,
+    "end": ENDING,
+}
+
+
+def parse_message(line: bytes) -> Message:
+    """Raise ValueError for a line that no correct member sends."""
+    try:
+        message = json.loads(line.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ValueError("not a message")
+    for name, is_valid in FIELDS.get(message["type"], {}).items():
+        if name not in message or not is_valid(message[name]):
+            raise ValueError(f"invalid `{name}` in `{message['type']}`")
+    return message
+
+
+class Link:
+    """One authenticated connection, either end. `on_message` gets {"type": "lost"} once, when the other side is gone.
+
+    A peer that sends what no correct member sends is gone, too.
+    """
+
+    def __init__(self, wire: agent_wire.Wire, on_message: Callable[[Message], None]) -> None:
+        self._wire = wire
+        self._on_message = on_message
+        self._is_over = threading.Event()
+        wire.set_timeout(LOST_S)
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="gang-read", daemon=True).start()
+        threading.Thread(target=self._beat, name="gang-beat", daemon=True).start()
+
+    def send(self, kind: str, **fields: Any) -> bool:
+        try:
+            self._wire.write(encode(kind, **fields))
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._wire.close()
+
+    def _beat(self) -> None:
+        while self.send("beat") and not self._is_over.wait(BEAT_S):
+            pass
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = parse_message(self._wire.read_line())
+                if message["type"] not in ("beat", "lost"):  # the latter is ours to say
+                    self._on_message(message)
+        except (OSError, ValueError):
+            pass
+        self._is_over.set()
+        self._wire.release()
+        self._on_message({"type": "lost"})
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    return json.dumps({"type": kind, **fields}).encode() + b"\n"
+
+
+def connect(address: str, port: int, context: ssl.SSLContext, rank: int, on_message: Callable[[Message], None]) -> Link:
+    """Join as `rank`. Raises OSError while the coordinator does not listen or does not take this rank."""
+    connection = socket.create_connection((address, port), timeout=CONNECT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        give_up_s = time.monotonic() + HANDSHAKE_S
+        wire = agent_wire.Wire(connection, context, is_server=False)
+        wire.shake_hands(give_up_s)
+        wire.write(encode("hello", rank=rank))
+        # With TLS 1.3 our handshake is complete before the other end has judged our certificate.
+        if parse_message(wire.read_line(give_up_s))["type"] != "welcome":
+            raise ConnectionError("not welcome")
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise ConnectionError(str(error)) from error
+    link = Link(wire, on_message)
+    link.start()
+    return link
+
+
+class Door:
+    """Accepts connections, authenticates each in a thread of its own, and hands on those that say a valid `hello`.
+
+    `on_member(wire, rank)` runs in that thread. Where more strangers wait than `STRANGERS_MAX` and the gang's size,
+    the one that waits longest is closed: a member is through in milliseconds, and tries again if it was hit.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        size: int,
+        on_member: Callable[[agent_wire.Wire, int], None],
+    ) -> None:
+        self._listener = listener
+        self._context = context
+        self._strangers_max = STRANGERS_MAX + size
+        self._size = size
+        self._on_member = on_member
+        self._lock = threading.Lock()
+        self._strangers: dict[int, socket.socket] = {}  # the oldest first
+        self._count = 0
+        self._is_closed = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="gang-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, and close what is not authenticated."""
+        with self._lock:
+            self._is_closed = True
+            strangers = list(self._strangers.values())
+        for each in (self._listener, *strangers):
+            agent_wire.hang_up(each)
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection = self._listener.accept()[0]
+            except OSError:
+                time.sleep(0.0 if self._is_closed else 0.1)  # out of descriptors, or reset before it was taken
+                continue
+            with self._lock:
+                self._count += 1
+                number = self._count
+                self._strangers[number] = connection
+                if len(self._strangers) > self._strangers_max:
+                    agent_wire.hang_up(self._strangers.pop(next(iter(self._strangers))))
+                if self._is_closed:
+                    agent_wire.hang_up(connection)
+            try:
+                threading.Thread(target=self._greet, args=(number, connection), name="gang-greet", daemon=True).start()
+            except RuntimeError:  # the system gives no more threads: this one may try again
+                self._forget(number)
+                connection.close()
+        self._listener.close()
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._strangers.pop(number, None)
+
+    def _greet(self, number: int, connection: socket.socket) -> None:
+        wire: agent_wire.Wire | None = None
+        rank = -1
+        try:
+            give_up_s = time.monotonic() + HANDSHAKE_S
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            candidate = agent_wire.Wire(connection, self._context, is_server=True)
+            candidate.shake_hands(give_up_s)
+            hello = parse_message(candidate.read_line(give_up_s))
+            if hello["type"] == "hello" and hello["rank"] < self._size:
+                wire, rank = candidate, hello["rank"]
+        except (OSError, ValueError):
+            pass  # a stranger, or a member that is not correct
+        self._forget(number)
+        if wire is None or self._is_closed:
+            connection.close()
+        else:
+            self._on_member(wire, rank)
+
+
+def listen(address: str, size: int) -> socket.socket:
+    """Listen for a gang whose first node has this address: there, or on all interfaces where it is not this machine's.
+
+    Behind a NAT the address that others use is not ours; a name may stand for the loopback here (Debian's /etc/hosts)
+    and is not asked. A gang of one needs the loopback only.
+    """
+    if size == 1:
+        address = "127.0.0.1"
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    except OSError:
+        return _listen(socket.AF_INET, (ANY[0], 0))
+    try:
+        return _listen(family, place)
+    except OSError:
+        return _listen(family, (ANY[family == socket.AF_INET6], 0))
+
+
+def find_own(address: str) -> str:
+    """Return the address at which this machine itself reaches what it listens on."""
+    return {ANY[0]: "127.0.0.1", ANY[1]: "::1"}.get(address, address)
+
+
+def _listen(family: int, place: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,383 @@
+"""The runner of one run on one node: waits its turn, sets up, runs, leaves nothing behind. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from broker.agent import (
+        agent_access,
+        agent_container,
+        agent_dead_runs,
+        agent_delivery,
+        agent_files,
+        agent_flush,
+        agent_gang,
+        agent_lease,
+        agent_link,
+        agent_paths,
+        agent_turn,
+        agent_wire,
+    )
+else:
+    import agent_access
+    import agent_container
+    import agent_dead_runs
+    import agent_delivery
+    import agent_files
+    import agent_flush
+    import agent_gang
+    import agent_lease
+    import agent_link
+    import agent_paths
+    import agent_turn
+    import agent_wire
+
+GRACE_S = 5.0
+TICK_S = 0.1
+END_S = 15.0  # how long to wait for the coordinator's last word
+RETURNCODE_OF_KILL = 137
+
+
+class Runner:
+    """Main thread: the phases. Link's thread: what the coordinator says. One more thread copies output to the logs."""
+
+    def __init__(self, run_id: int, listener: socket.socket | None) -> None:
+        self._folder = agent_files.run_folder(run_id)
+        spec = agent_files.read_json(self._folder / "spec.json")
+        assert spec is not None, "submit wrote the spec"
+        self._spec = spec
+        self._id = run_id
+        self._container = agent_container.find_container(spec, agent_files.HOME)
+        self._listener = listener
+        self._link: agent_link.Link | None = None
+        self._coordinator: agent_gang.Coordinator | None = None
+        self._wake = threading.Event()
+        self._is_go = False
+        self._turn: dict[str, Any] | None = None  # what the head has reserved on each node
+        self._held: dict[str, Any] | None = None
+        self._notice_s: float | None = None
+        self._is_notice_told = False
+        self._verdict: dict[str, Any] | None = None
+        self._is_verdict_told = False
+        self._is_ended = False
+        self._cancel_told = False
+        self._flush_note = ""
+        self._returncode: int | None = None
+        self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
+
+    def run(self) -> None:
+        """Always leaves an outcome.json; the status is the gang's, `own_returncode` this node's."""
+        self._write_state(agent_turn.PENDING)
+        if self._listener is not None:
+            if self._listener.getsockname()[0] in agent_link.ANY:
+                print(f"{self._spec['node_ips'][0]} is not of this machine: listening on all", file=sys.stderr)
+            self._coordinator = agent_gang.Coordinator(
+                self._listener,
+                context=agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=True),
+                num_nodes=int(self._spec["num_nodes"]),
+                log=self._folder / "log",
+                nodes_min=self._spec.get("nodes_min"),
+            )
+            self._coordinator.start()
+        if self._join():
+            self._execute()
+            give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
+            if agent_flush.has_mounts():  # the others may upload for longer; a head that is lost is told by its link
+                give_up_s = float("inf")
+            while not self._is_ended and time.monotonic() < give_up_s:
+                self._pause()
+        for phase in agent_dead_runs.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
+            self._kill_marked(phase)
+        if self._coordinator:
+            self._coordinator.wait_until_left()
+        verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
+        outcome = {key: verdict.get(key) for key in ("status", "returncode", "reason", "unflushed")}
+        # A node whose lease is about to end may have taken the program down with it: the reader must know.
+        outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
+        outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
+        agent_files.write_json(self._folder / "outcome.json", outcome)
+        if self._coordinator:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Also where it is found when nobody asks this node before it ends. That it cannot be left there is no fault
+        of the run; the watcher tries again."""
+        if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id)):
+            print(f"not left in the bucket yet: {error}", file=sys.stderr)
+
+    def _join(self) -> bool:
+        head, rank = self._spec["head"], int(self._spec["rank"])
+        context = agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=False)
+        give_up_s = time.monotonic() + agent_gang.JOIN_S
+        while time.monotonic() < give_up_s:
+            try:
+                port = int(head["coordinator_port"])
+                self._link = agent_link.connect(head["address"], port, context, rank, self._hear)
+                return True
+            except OSError:
+                if (self._folder / "cancel").exists():
+                    self._verdict = {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
+                    return False
+                time.sleep(TICK_S)
+        return False
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "go":
+            self._is_go = True
+        elif kind == "turn":
+            self._turn = {"cards": message["cards"], "share": message["share"]}
+        elif kind == "notice":
+            self._notice_s = self._notice_s or float(message["notice_s"])
+        elif kind in ("kill", "end"):
+            self._verdict = message if message.get("unflushed") else self._verdict or message
+            self._is_ended = self._is_ended or kind == "end"
+        elif kind == "lost" and not self._is_ended:
+            self._verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
+            self._is_ended = True
+        self._wake.set()
+
+    def _execute(self) -> None:
+        """Our turn, setup, the gang's go, run; a verdict ends any of them."""
+        self._wait_turn()
+        returncode = self._set_up()
+        self._send("setup", returncode=returncode)
+        while returncode == 0 and not self._is_go and not self._verdict:
+            self._pause()
+        if returncode == 0 and not self._verdict:
+            self._write_state("RUNNING")
+            returncode = self._run_phase("run")
+        unflushed = self._flush()
+        if returncode == 0 and unflushed:
+            returncode = agent_gang.EX_IOERR
+            self._send("exit", returncode=returncode, unflushed=unflushed)
+        else:
+            self._send("exit", returncode=returncode)
+        self._returncode = returncode
+
+    def _wait_turn(self) -> None:
+        """Until what the run asks for is free; on all nodes but the head, also until the head says which part that is.
+
+        A managed job has its nodes to itself, and a head of an older agent says nothing of turns.
+        """
+        is_led = int(self._spec["rank"]) > 0 and bool(self._spec.get("queue"))
+        while not self._verdict:
+            if not is_led or self._turn:
+                told = self._turn if is_led else None
+                self._held = agent_turn.take(self._id, self._spec, partial(self._write_state, "SETTING_UP"), told)
+            if self._held:
+                if self._coordinator:
+                    self._coordinator.give_turn(self._held)
+                break
+            for other in agent_files.list_run_ids():
+                if other != self._id:
+                    agent_dead_runs.end_if_dead(other)  # the watcher may have been killed with its runner
+            self._pause()
+
+    def _set_up(self) -> int:
+        """Run `setup`, unless an earlier run of the same job has done so on this node: it may not bear repetition."""
+        digest, path = self._spec.get("setup_digest"), agent_files.STATE / "setup.json"
+        if digest and (agent_files.read_json(path) or {}).get("digest") == digest:
+            return 0
+        returncode = self._run_phase("setup")
+        if digest and returncode == 0 and not self._verdict:
+            agent_files.write_json(path, {"digest": digest})
+        return returncode
+
+    def _flush(self) -> str:
+        """Wait until written files lie in their buckets; return why they do not, or nothing. The run has not ended
+        before: the cluster is not given back, whether the program succeeded, failed, was cancelled or had notice."""
+        flush = agent_flush.Flush(hold_s=agent_flush.read_hold_s(self._spec["envs"]))
+        while (found := flush.look()) == "waiting":
+            self._note_flush(flush.describe())
+            if flush.is_retry_due() and (script := agent_flush.make_retry_script()):
+                self._run_phase("flush", script)
+            self._pause(agent_flush.LOOK_S)
+        if found == "failed":
+            self._note_flush(unflushed := flush.describe_failure())
+            return unflushed
+        if self._flush_note:
+            self._note_flush("written files have arrived", is_over=True)
+        return ""
+
+    def _note_flush(self, note: str, *, is_over: bool = False) -> None:
+        if note != self._flush_note:
+            self._flush_note = note
+            self._write_log(f"broker: {note}\n".encode())
+            self._write_state("RUNNING", flush="" if is_over else note)
+
+    def _run_phase(self, phase: str, script: str = "") -> int:
+        script = script or str(self._spec.get(phase) or "")
+        if self._verdict:
+            return RETURNCODE_OF_KILL
+        if not script and not (self._container and phase == "setup"):
+            return 0
+        workdir = agent_files.HOME / "sky_workdir"
+        workdir.mkdir(exist_ok=True)
+        own, first = self._make_env(phase), agent_paths.list_first(self._spec, self._container)
+        argv, env = ["bash", "-c", script], agent_paths.put_first({**os.environ, **own}, first)
+        folders = agent_paths.list_folders(own) if phase == "run" else []
+        if self._container:  # made in `setup`, so that all nodes have it when the gang is told to go
+            (self._folder / "progress.jsonl").touch(mode=0o600)
+            path = self._folder / f"{phase}.sh"
+            agent_container.write_script(path, script or "true", own, first=first, folders=folders)
+            agent = str(Path(__file__).resolve().with_name("agent.py"))
+            argv, env = [sys.executable, "-I", "-S", agent, "_contain", str(self._folder), phase], dict(os.environ)
+        else:
+            for error in agent_paths.make_folders(folders):
+                self._write_log(error.encode())
+        process = subprocess.Popen(
+            argv,
+            cwd=str(workdir),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        pump = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
+        pump.start()
+        kill_s: float | None = None
+        while process.poll() is None:
+            kill_s = self._urge(process.pid, phase, kill_s)
+            self._pause()
+        returncode = process.wait()
+        if phase == "run":
+            self._kill_marked(phase)
+        pump.join(GRACE_S)  # a daemon of setup may hold the pipe open for as long as it lives
+        return returncode if returncode >= 0 else 128 - returncode
+
+    def _urge(self, pid: int, phase: str, kill_s: float | None) -> float | None:
+        """Tell the processes to go when they must; returns when (monotonic) they will be made to."""
+        preempted = self._folder / "preemption"
+        if self._notice_s is not None and not preempted.exists():
+            preempted.touch(mode=0o600)
+            self._signal(pid, phase, signal.SIGTERM)
+            kill_s = time.monotonic() + self._notice_s
+        if self._verdict and not self._is_verdict_told:
+            self._is_verdict_told = True
+            self._signal(pid, phase, signal.SIGTERM)
+            kill_s = min(kill_s or float("inf"), time.monotonic() + GRACE_S)
+        if kill_s is not None and time.monotonic() >= kill_s:
+            self._signal(pid, phase, signal.SIGKILL)
+        return kill_s
+
+    def _signal(self, pid: int, phase: str, number: int) -> None:
+        """To the process group, and to whoever left it but still carries our mark. A container's client passes no
+        signal on, and takes the last words with it when it ends: it is spared until all must go."""
+        if self._container:
+            self._container.signal(self._mark(phase), number)
+            if number != signal.SIGKILL:
+                return
+        try:
+            os.killpg(pid, number)
+        except OSError:
+            pass
+        for stray in agent_files.find_marked(self._mark(phase)):
+            try:
+                if os.getpgid(stray) != pid:
+                    os.kill(stray, number)
+            except OSError:
+                pass
+
+    def _kill_marked(self, phase: str) -> None:
+        if self._container:
+            self._container.signal(self._mark(phase), signal.SIGKILL)
+        agent_dead_runs.kill_marked(self._mark(phase))
+
+    def _pause(self, wait_s: float = TICK_S) -> None:
+        """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
+        self._wake.wait(wait_s)
+        self._wake.clear()
+        if not self._cancel_told and (self._folder / "cancel").exists():
+            self._cancel_told = self._send("cancel")
+        if not self._is_notice_told:
+            notice = agent_files.read_json(agent_files.STATE / "preemption")
+            if notice:
+                self._notice_s = self._notice_s or float(notice["notice_s"])
+                self._is_notice_told = self._send("notice", notice_s=self._notice_s)
+
+    def _send(self, kind: str, **fields: Any) -> bool:
+        return self._link is not None and self._link.send(kind, **fields)
+
+    def _copy_output(self, output: IO[bytes]) -> None:
+        """To our own log with the time, and to the head's; what is there at once goes in one message."""
+        rest = b""
+        while True:
+            chunk = os.read(output.fileno(), 1 << 16)
+            if not chunk:
+                break
+            whole, newline, rest = (rest + chunk).rpartition(b"\n")
+            if newline or len(rest) > 1 << 16:
+                self._write_log(whole + newline if newline else rest + b"\n")
+                rest = rest if newline else b""
+        if rest:
+            self._write_log(rest + b"\n")
+
+    def _write_log(self, data: bytes) -> None:
+        text = data.decode("utf-8", "replace")
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime())
+        self._log.write("".join(f"{stamp}{line}\n" for line in text.split("\n")[:-1]).encode())
+        self._send("log", text=text)
+
+    def _write_state(self, status: str, **fields: Any) -> None:
+        old = agent_files.read_json(self._folder / "state.json") or {"started_s": time.time()}
+        agent_files.write_json(self._folder / "state.json", {**old, "status": status, **fields})
+
+    def _mark(self, phase: str) -> str:
+        return agent_dead_runs.make_mark(self._id, phase)
+
+    def _make_env(self, phase: str) -> dict[str, str]:
+        """What we set ourselves, over what the node or the container has."""
+        spec = self._spec
+        ips: list[str] = spec["node_ips"]
+        env: dict[str, str] = {}
+        if self._container:
+            env["HOME"] = str(agent_files.HOME)
+        if not float(spec["gpus_per_node"]):
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        if all(ip.startswith("127.") for ip in ips):
+            env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        env.update(agent_access.read_envs(self._id))  # the task's own variables win
+        env.update(agent_turn.name_cards(self._held, spec, {} if self._container else os.environ))
+        env.update(spec["envs"])
+        env.update(spec["secrets"])
+        name, _, mark = self._mark(phase).partition("=")
+        env.update(
+            {
+                name: mark,
+                "SKYPILOT_NODE_RANK": str(spec["rank"]),
+                "SKYPILOT_NODE_IPS": "\n".join(ips),
+                "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
+                "SKYPILOT_NUM_GPUS_PER_NODE": str(math.ceil(float(spec["gpus_per_node"]))),
+                "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
+                "BROKER_PROGRESS_FILE": str(self._folder / "progress.jsonl"),
+                "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
+                "BROKER_GANG_PEM": str(self._folder / agent_files.CREDENTIAL),
+            }
+        )
+        if spec.get("nodes_min"):
+            env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
+        if spec.get("trainers"):
+            env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(self._container))
+        return env
+
+
+def run(run_id: int, listener_fd: int | None) -> None:
+    listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
+    log = Path(agent_files.run_folder(run_id)) / "runner.log"
+    fd = os.open(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 2)
+    Runner(run_id, listener).run()

@@ -1,0 +1,1 @@
+"""Wire the parts together for the command line and the Python API."""

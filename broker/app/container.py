@@ -1,0 +1,261 @@
+"""Wire the application together. Each object is created on first use, so a command pays only for what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from broker.api import Market, find_cache
+from broker.clock import Clock, SystemClock
+from broker.config import Config, find_home, load_config
+from broker.errors import BrokerError, StateError, UsageError
+
+if TYPE_CHECKING:
+    from broker.access.granting import Grants
+    from broker.catalog.book import Book
+    from broker.clouds.base import Cloud, MakeCloud
+    from broker.jobs.controller import JobController
+    from broker.optimizer.rating import History
+    from broker.provision.access import AccessRenewer
+    from broker.provision.lifecycle import Provisioner
+    from broker.runtime.base import Transport
+    from broker.runtime.gang import Gang
+    from broker.state.store import Store
+    from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
+
+DAEMON = (sys.executable, "-m", "broker", "daemon")
+
+
+class Context:
+    """The objects of one command or one client of the Python API; `on_note` receives notes and warnings."""
+
+    def __init__(self, home: Path | None = None, *, on_note: Callable[[str], None] = lambda text: None) -> None:
+        self._home = home
+        self.note = on_note
+        self.clock: Clock = SystemClock()
+
+    @cached_property
+    def config(self) -> Config:
+        return load_config(self._home)
+
+    @cached_property
+    def market(self) -> Market:
+        return Market(find_cache())
+
+    @cached_property
+    def store(self) -> Store:
+        from broker.state.store import Store
+
+        return Store(self.config.database, clock=self.clock, owner=self.config.owner)
+
+    @cached_property
+    def clouds(self) -> Mapping[str, Cloud]:
+        """Every cloud that is set up to launch nodes."""
+        from broker.clouds import CLOUDS
+
+        makers: dict[str, MakeCloud] = {name: load_entry(path) for name, path in CLOUDS.items()}
+        clouds = {name: make(self.config, clock=self.clock) for name, make in makers.items()}
+        return {name: cloud for name, cloud in clouds.items() if cloud is not None}
+
+    def prepare(self, plan: Plan) -> None:
+        """Load the library of the chosen cloud while the user reads the plan."""
+        from broker.clouds.base import CanPrepare
+
+        cloud = self.clouds.get(plan.choice.placement.offer.cloud)
+        if isinstance(cloud, CanPrepare):
+            cloud.prepare()
+
+    @cached_property
+    def provisioner(self) -> Provisioner:
+        from broker.provision.lifecycle import Provisioner
+
+        return Provisioner(
+            self.clouds, self.store, clock=self.clock, owner=self.config.owner, write_boot=self._write_boot
+        )
+
+    def _write_boot(self, request: NodeRequest) -> str:
+        """Make the script that a cloud node runs at its first boot; local nodes need none."""
+        from broker.clouds.base import ProvidesSshHosts
+        from broker.runtime.bootstrap import make_boot
+        from broker.runtime.keys import HOST, LOGIN, Keys
+
+        cloud = self.clouds[request.placement.offer.cloud]
+        if not isinstance(cloud, ProvidesSshHosts):
+            return ""
+        keys = Keys(self.config.keys)
+        # Intents first: one that closes meanwhile has its cluster recorded in the same commit.
+        live = [(intent.request.cluster, intent.request.token) for intent in self.store.list_open_intents()]
+        for cluster in self.store.list_clusters():
+            live += [(cluster.name, token) for token in self.store.list_tokens(cluster.name)]
+        if self.provisioner.is_adopted():  # else unrecorded nodes may still need these keys
+            keys.forget(but=live)
+        pair = keys.ensure(request.cluster, request.token)
+        login, host = pair.read(LOGIN).public, pair.read(HOST)
+        return make_boot(cloud=cloud.name, login=login, host=host, user=cloud.user)
+
+    @cached_property
+    def transport(self) -> Transport:
+        from broker.runtime.base import AsksForAccess
+        from broker.runtime.transports import TRANSPORTS
+        from broker.runtime.transports.routed import RoutedTransport
+
+        def make(path: str) -> Transport:
+            transport: Transport = load_entry(path)(self.config, clock=self.clock)
+            if isinstance(transport, AsksForAccess):
+                transport.renew_access = lambda node: self._access.renew(node)
+            return transport
+
+        return RoutedTransport({way: partial(make, path) for way, path in TRANSPORTS.items()})
+
+    @cached_property
+    def _access(self) -> AccessRenewer:
+        from broker.provision.access import AccessRenewer
+
+        return AccessRenewer(self.clouds, clock=self.clock)
+
+    @cached_property
+    def gang(self) -> Gang:
+        from broker.runtime.gang import Gang
+
+        return Gang(self.transport, clock=self.clock, access=self.grants)
+
+    @cached_property
+    def grants(self) -> Grants:
+        """Grants that give nodes access to the buckets of their tasks."""
+        from broker.access.granting import Grants
+
+        def find_task(cluster: Cluster) -> Task | None:
+            job = None if cluster.job_id is None else self.store.get_job(cluster.job_id)
+            return None if job is None else job.task
+
+        def tell(cluster: Cluster, event: Event) -> None:
+            if cluster.job_id is not None:
+                self.store.add_event(event, job_id=cluster.job_id)
+
+        return Grants(self.config, clock=self.clock, find_task=find_task, tell=tell)
+
+    def make_controller(self, job_id: int) -> JobController:
+        from broker.jobs.controller import JobController
+        from broker.state.history import SHARED_S_MAX
+
+        return JobController(
+            job_id,
+            store=self.store,
+            provisioner=self.provisioner,
+            gang=self.gang,
+            planner=lambda task, avoid: self.market.rank(
+                task,
+                usable_clouds=frozenset(self.clouds),
+                avoid=avoid,
+                history=self.store.read_spot_history(age_s_max=SHARED_S_MAX),
+            ),
+            clock=self.clock,
+            config=self.config,
+        )
+
+    def ensure_daemon(self) -> None:
+        """Start the daemon of this state folder unless it is running."""
+        from broker.jobs.daemon import ensure_daemon
+
+        if self.store.is_read_only:
+            self.note("note: the state folder is read-only, so no daemon runs its jobs from here")
+            return
+        ensure_daemon(self.config, self.store, DAEMON)
+
+    def revive_daemon(self) -> None:
+        """Start the daemon for a read-only command; a failure to start becomes a warning."""
+        try:
+            self.ensure_daemon()
+        except StateError as error:
+            self.warn(error)
+
+    def keep_jobs_going(self) -> None:
+        """Restart a dead daemon while any job is live; every command that shows jobs calls this."""
+        if self.store.list_live_job_ids():
+            self.revive_daemon()
+
+    def warn(self, error: BrokerError) -> None:
+        """Report an error that does not end the command."""
+        self.note(f"warning: {error.message}")
+        for hint in error.hints:
+            self.note(f"hint: {hint}")
+
+    def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
+        """Raise UsageError where autostop would terminate nodes, with their disks, instead of stopping them."""
+        from broker.clouds.base import ProvidesSshHosts
+
+        if autostop is None or autostop.is_down:
+            return
+        for cloud in (self.clouds.get(name) for name in cloud_names):
+            if isinstance(cloud, ProvidesSshHosts):
+                raise UsageError(
+                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown terminates them, disks included",
+                    hints=[
+                        "terminate idle clusters: pass `--down`, or write `autostop: {idle_minutes: 30, down: true}`"
+                    ],
+                )
+
+    def find_cluster(self, name: str) -> Cluster:
+        """Find a cluster by name. Raises UsageError that lists the known names."""
+        cluster = self.store.get_cluster(name)
+        if cluster is None:
+            raise self.explain_missing(name)
+        return cluster
+
+    def explain_missing(self, name: str) -> UsageError:
+        """Make the error for an unknown cluster, with the known names or a near miss."""
+        import difflib
+
+        names = [each.name for each in self.store.list_clusters(on_damage=self.warn)]
+        hint = "start one with `broker launch TASK.yaml`"
+        if names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = (
+                f"did you mean `{near[0]}`?" if near else f"known clusters: {', '.join(f'`{each}`' for each in names)}"
+            )
+        return UsageError(f"unknown cluster `{name}`", hints=[hint])
+
+    def resolve(self, task: Task) -> Task:
+        """Name the task's accelerators as in the price catalog, and add notices for unknown ones."""
+        return self.market.resolve(task)
+
+    @property
+    def book(self) -> Book:
+        return self.market.book
+
+    def plan(
+        self,
+        task: Task,
+        *,
+        usable_clouds: frozenset[str] | None = None,
+        avoid: Callable[[Placement], bool] | None = None,
+    ) -> Plan:
+        """Rank placements. Raises NoOfferError with hints that were verified by planning."""
+        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid, history=self.read_history())
+
+    def read_history(self) -> History | None:
+        """Read the preemption history of our own spot nodes; None without a state folder: a plan creates none."""
+        path = find_home(self._home)
+        try:
+            return self.store.read_spot_history() if (path / "state.db").exists() else None
+        except StateError:
+            return None  # a plan does not depend on it
+
+    def plan_pipeline(
+        self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
+    ) -> PipelinePlan:
+        """Place the tasks of a pipeline together, with the catalog's egress prices between them."""
+        from broker.pipelines.planner import plan_pipeline
+
+        tasks, egress = [each.task for each in plans], self.book.read_egress()
+        return plan_pipeline(tasks, plans, egress, objective=objective, deadline_hours=deadline_hours)
+
+
+def load_entry(path: str) -> Any:
+    """Import a registry entry, `module:attribute`."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

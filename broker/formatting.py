@@ -1,0 +1,61 @@
+"""Numbers, amounts, durations and foreign text in the form that people and `--json` get."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def strip_control(text: str) -> str:
+    """Remove control characters: remote output must not control this terminal."""
+    return _CONTROL.sub("", text)
+
+
+def format_count(count: int, noun: str) -> str:
+    """Show a count with its noun: `1 node`, `2 nodes`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_usd(amount: float | None, *, is_estimated: bool = False) -> str:
+    """Show an amount with two decimals, more for small ones; `~` marks an estimate."""
+    if amount is None:
+        return "-"
+    digits = 2 if amount >= 1 or amount == 0 else 4
+    return f"{'~' if is_estimated else ''}{amount:,.{digits}f}"
+
+
+def format_hours(hours: float | None) -> str:
+    return "-" if hours is None else format_duration(hours * 3600)
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes}m {int(seconds % 60):02d}s"
+    hours = minutes // 60
+    return f"{hours}h {minutes % 60:02d}m" if hours < 48 else f"{hours // 24}d {hours % 24}h"
+
+
+def to_plain(value: Any) -> Any:
+    """Convert frozen dataclasses to JSON-ready data; secrets become `***`."""
+    import msgspec
+
+    from broker.types import Secret
+
+    def encode(each: Any) -> Any:
+        if isinstance(each, Secret):
+            return "***"
+        if isinstance(each, Mapping):
+            return {key: encode(item) for key, item in each.items()}
+        if isinstance(each, (list, tuple)):
+            return [encode(item) for item in each]
+        if hasattr(each, "__dataclass_fields__"):
+            return {name: encode(getattr(each, name)) for name in each.__dataclass_fields__}
+        return msgspec.to_builtins(each)
+
+    return encode(value)

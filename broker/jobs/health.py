@@ -1,0 +1,97 @@
+"""What a running attempt's signs mean. Pure: the gang's report and the cloud's list go in, a verdict comes out.
+
+The job's own outcome decides; a failure counts as the user's only when a program of theirs ended with an exit code
+and no node was lost under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from broker.nouns import noun
+from broker.types import Node, NodeEnd, NodeState, RunStatus
+
+MISSES_MIN = 3  # polls without an answer, and
+UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
+# Of a whole gang that its cloud lists as RUNNING: more often our own network than a machine that hangs.
+GANG_UNREACHABLE_S_MIN = 600.0
+NOTICE_S_MAX = 150.0  # AWS gives 120 s of notice; the program may exit on SIGTERM at its start
+PEER_LOSS_S_MAX = 5.0  # a gang that fails together: the list may learn of the lost peer this much later
+SIGTERM_CODES = (143, -15)
+
+
+class Verdict(StrEnum):
+    RUNNING = "RUNNING"
+    UNCLEAR = "UNCLEAR"  # look again soon
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    FAILED_SETUP = "FAILED_SETUP"
+    CANCELLED = "CANCELLED"
+    APART = "APART"  # it ended and no program failed by itself: a rank did not join, or its machine went silent
+    LOST = "LOST"
+
+
+@noun
+class HealthSignals:
+    """`status` None: nobody answered. Durations are how long the sign has been standing."""
+
+    status: RunStatus | None
+    returncode: int | None
+    unreachable: tuple[int, ...]
+    nodes: tuple[Node, ...]
+    is_spot: bool
+    misses: int = 0
+    unreachable_s: float = 0.0
+    failed_s: float = 0.0
+    nodes_min: int | None = None  # with so many left, the first among them, an elastic program goes on
+    is_unflushed: bool = False  # its program succeeded, and files that it wrote did not arrive
+    is_noticed: bool = False  # the gang had a preemption notice before its program ended
+
+
+def classify(signals: HealthSignals) -> Verdict:
+    if signals.status is RunStatus.SUCCEEDED:
+        return Verdict.SUCCEEDED
+    if signals.is_unflushed:
+        return Verdict.FAILED  # whatever becomes of its nodes: a program that ended well is not run again
+    if list_lost_ranks(signals.nodes) and not can_go_on(signals):
+        return Verdict.LOST
+    if signals.is_noticed and signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+        return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
+    if signals.unreachable and signals.misses >= MISSES_MIN and signals.unreachable_s >= measure_patience_s(signals):
+        return Verdict.LOST
+    if signals.status is RunStatus.CANCELLED:
+        return Verdict.CANCELLED
+    if signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
+        if signals.unreachable or signals.failed_s < measure_doubt_s(signals):
+            return Verdict.UNCLEAR
+        if signals.returncode is None:
+            return Verdict.APART
+        return Verdict.FAILED if signals.status is RunStatus.FAILED else Verdict.FAILED_SETUP
+    return Verdict.UNCLEAR if signals.unreachable else Verdict.RUNNING
+
+
+def can_go_on(signals: HealthSignals) -> bool:
+    """Whether an elastic program goes on without the nodes that are lost."""
+    lost = [node.rank for node in signals.nodes if node.state is NodeState.TERMINATED]
+    if len(lost) < len(list_lost_ranks(signals.nodes)):
+        return False  # one is stopped: it holds its place, and cannot be replaced
+    is_enough = signals.nodes_min is not None and len(signals.nodes) - len(lost) >= signals.nodes_min
+    return is_enough and 0 not in lost and signals.status is RunStatus.RUNNING
+
+
+def measure_patience_s(signals: HealthSignals) -> float:
+    """How long nodes may be silent that the cloud lists as living: one among others that answer is sick itself."""
+    live_count = sum(1 for node in signals.nodes if node.state is not NodeState.TERMINATED)
+    return GANG_UNREACHABLE_S_MIN if len(signals.unreachable) >= live_count else UNREACHABLE_S_MIN
+
+
+def measure_doubt_s(signals: HealthSignals) -> float:
+    """How long a failure may still turn out to be a preemption that the list has not told yet."""
+    if signals.returncode in SIGTERM_CODES or any(node.reason == NodeEnd.PREEMPTED for node in signals.nodes):
+        return NOTICE_S_MAX if signals.is_spot else 2 * PEER_LOSS_S_MAX
+    return PEER_LOSS_S_MAX if signals.is_spot and len(signals.nodes) > 1 else 0.0
+
+
+def list_lost_ranks(nodes: Sequence[Node]) -> Sequence[int]:
+    return [node.rank for node in nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]

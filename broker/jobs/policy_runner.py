@@ -1,0 +1,163 @@
+"""Asks the spot policy where a job should run, when it starts and while it runs, and carries its word out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.jobs.availability import Availability, PlaceKey
+from broker.jobs.deadline import (
+    Situation,
+    advise_every_s,
+    arrange,
+    estimate_start_hazard,
+    follows_deadline,
+    is_same_place,
+    is_voluntary,
+    read_situation,
+    record_decision,
+)
+from broker.jobs.order import cut_to_rest, drop_limits
+from broker.jobs.teardown import AttemptTeardown
+from broker.spot.policies import load_policy
+from broker.spot.policies.base import Candidate, Decision, Move, Wait
+from broker.state.history import SHARED_S_MAX, gather_durations
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, Job, JobStatus, Outcome, OutcomeKind, Placement, Plan, Progress, Task
+
+POLICY = "adaptive"
+LOOK_S_MIN, LOOK_S_MAX = 30.0, 300.0
+SAVE_S_MAX = 60.0  # for a program to save what it has, before it is moved
+
+
+class Pause(Exception):
+    """The policy holds no machines for now."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(wait_s)
+        self.wait_s = wait_s
+
+
+class PolicyRunner:
+    """Of one job. What it remembers is only lost with the controller, and then thought over anew."""
+
+    def __init__(
+        self,
+        store: Store,
+        planner: Callable[[Task, Callable[[Placement], bool] | None], Plan],
+        clock: Clock,
+        teardown: AttemptTeardown,
+    ) -> None:
+        self._store = store
+        self._planner = planner
+        self._clock = clock
+        self._teardown = teardown
+        self._target: Candidate | None = None
+        self._availability: Mapping[PlaceKey, Availability] = {}
+        self._told = ""
+        self._look_s = 0.0
+        self._saved_step: int | None = None
+
+    def plan(self, job: Job) -> Plan | None:
+        """Where to start; None where the job follows no deadline. Raises Pause, NoOfferError."""
+        if not follows_deadline(job.task):
+            return None
+        plan, situation = self._look(job, None)
+        decision = self._decide(situation)
+        target = decision.target if isinstance(decision, Move) else self._target
+        self._target = None
+        self._tell(job, situation, decision)
+        if target is None:
+            raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
+        return arrange(plan, target)
+
+    async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
+        """Whether the attempt was ended because its job is better off elsewhere."""
+        if not follows_deadline(job.task):
+            return False
+        now_s = self._clock.now_s()
+        saved = progress.checkpoint_step if progress else None
+        is_saved = saved != self._saved_step
+        if now_s < self._look_s and not (is_saved and now_s >= self._look_s - LOOK_S_MAX + LOOK_S_MIN):
+            return False
+        self._saved_step = saved
+        _, situation = self._look(replace(job, progress=progress or job.progress), attempt)
+        decision = self._decide(situation)
+        self._look_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
+        if not isinstance(decision, Move | Wait) or self._is_here(situation, decision):
+            self._tell(job, situation, decision)
+            return False
+        if isinstance(decision, Wait) or (is_voluntary(situation, decision) and not (is_saved and saved)):
+            return False  # machines that run are not given up for none, and work that is not saved not for cheaper ones
+        self._tell(job, situation, decision)
+        self._target = decision.target
+        await self._move(job, attempt, cluster, decision)
+        return True
+
+    def advise(self, task: Task, attempt: Attempt) -> Mapping[str, str]:
+        """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
+        now_s = self._clock.now_s()
+        age_s_max = min(SHARED_S_MAX, now_s - attempt.started_s)  # the preemption before it is to count
+        hazard = estimate_start_hazard(
+            task,
+            attempt.placement,
+            history=self._store.read_spot_history(age_s_max=age_s_max),
+            durations=gather_durations(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
+            availability=self._availability,
+            now_s=now_s,
+        )
+        every_s = advise_every_s(task, hazard)
+        advice = {"BROKER_HAZARD_PER_HOUR": f"{hazard:.4g}"}
+        return advice if every_s is None else {**advice, "BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
+
+    def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
+        now_s = self._clock.now_s()
+        spent_usd = self._store.spend_usd(job_id=job.id, now_s=now_s)
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=spent_usd)
+        plan = self._planner(drop_limits(rest), None)
+        refusals = self._store.active_refusals(now_s)
+        situation = read_situation(
+            job,
+            plan,
+            now_s=now_s,
+            refusals=refusals,
+            availability=self._availability,
+            durations=gather_durations(self._store.list_spot_stays(), now_s=now_s),
+            look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
+            spent_usd=spent_usd,
+            live=live,
+        )
+        self._availability = situation.availability
+        return plan, situation
+
+    def _decide(self, situation: Situation) -> Decision:
+        return load_policy(POLICY)(situation.view, situation.candidates)
+
+    def _is_here(self, situation: Situation, decision: Move | Wait) -> bool:
+        current = situation.view.current
+        if current is None or isinstance(decision, Wait):
+            return False
+        return is_same_place(situation.candidates[current].placement, decision.target.placement)
+
+    async def _move(self, job: Job, attempt: Attempt, cluster: Cluster, decision: Move) -> None:
+        """The program saves on SIGTERM, as before a preemption; then its machines are given back.
+
+        The outcome comes first: a run that is found ended without one would count as cancelled by its user.
+        """
+        with self._store.transaction():
+            outcome = Outcome(kind=OutcomeKind.MOVED, detail=decision.reason)
+            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
+            self._store.set_job_status(job.id, JobStatus.RECOVERING)
+        await self._teardown.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
+
+    def _tell(self, job: Job, situation: Situation, decision: Decision) -> None:
+        """Each decision once, not each look that came to the same."""
+        where = decision.target.placement if isinstance(decision, Move) else None
+        offer = where.offer if where else None
+        kind = f"{type(decision).__name__} {offer.cloud} {offer.zone} {where.is_spot}" if offer and where else ""
+        kind = kind or f"{type(decision).__name__} {decision.reason}"
+        if kind == self._told:
+            return
+        self._told = kind
+        self._store.add_event(record_decision(situation, decision), job_id=job.id)

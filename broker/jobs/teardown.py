@@ -1,0 +1,98 @@
+"""Ends attempts: the program, then its nodes, then the record. Every part may be repeated after a crash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import CloudError
+from broker.jobs.gang import Gang, GangReport, get_run_id
+from broker.jobs.health import list_lost_ranks
+from broker.jobs.logs import copy_log
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, EventKind, Job, make_event
+
+LOOK_S = 0.5
+END_S = 15.0  # from a cancel until the program is killed and the first files are on their way
+FLUSH_SILENCE_S = 60.0  # without an answer from a node that was uploading
+
+
+class AttemptTeardown:
+    def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, config: Config) -> None:
+        self._store = store
+        self._provisioner = provisioner
+        self._gang = gang
+        self._clock = clock
+        self._config = config
+        self._flush = ""  # as last told
+
+    async def terminate(self, attempt: Attempt) -> None:
+        """Returns when its nodes are confirmed gone: before that nothing else may start."""
+        await self._provisioner.down(attempt.cluster)
+        self.close(attempt)
+
+    async def end_program(self, attempt: Attempt, cluster: Cluster, *, grace_s: float = 0.0) -> None:
+        """SIGTERM; and so long for the program to save what it has.
+
+        Longer while a node says that written files are on their way to a bucket: it gives up by itself.
+        """
+        run_id = get_run_id(attempt, cluster)
+        try:
+            await self._gang.cancel(cluster, run_id)
+        except CloudError:
+            return  # its nodes end next, and the program with them
+        until_s = self._clock.now_s() + grace_s
+        while self._clock.now_s() < until_s:
+            report = await self._gang.poll(cluster, run_id)
+            live_count = len(cluster.nodes) - len(list_lost_ranks(cluster.nodes))
+            if report.status.is_terminal or len(report.unreachable) >= live_count:
+                return
+            if report.flush:
+                if cluster.job_id is not None:
+                    self.note_flush(cluster.job_id, report)
+                until_s = max(until_s, self._clock.now_s() + FLUSH_SILENCE_S)
+            await self._clock.sleep(LOOK_S)
+
+    def note_flush(self, job_id: int, report: GangReport) -> None:
+        """Tell the user once what keeps a cluster whose program has ended."""
+        if report.flush and report.flush != self._flush:
+            self._store.add_event(make_event(EventKind.FLUSHING, text=report.flush), job_id=job_id)
+        self._flush = report.flush
+
+    async def cancel(self, job: Job, live: Attempt | None) -> None:
+        cluster = self._store.get_cluster(live.cluster) if live else None
+        if live and cluster and live.running_s is not None and not live.outcome:
+            await self.end_program(live, cluster, grace_s=find_grace_s(job))
+            await self.copy_log(live, cluster)
+        # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
+        await self._provisioner.down(live.cluster if live else job.name_cluster(job.next_attempt))
+
+    async def clean_up(self, job: Job, live: Attempt | None) -> None:
+        """After a job's end nothing of it is left."""
+        if live is None:
+            await self._provisioner.down(job.name_cluster(job.next_attempt))
+            return
+        cluster = self._store.get_cluster(live.cluster)
+        if cluster:
+            await self.copy_log(live, cluster)
+        await self.terminate(live)
+
+    def close(self, attempt: Attempt) -> None:
+        """Its cost is the cluster's, less that of earlier attempts on the same nodes."""
+        now_s = self._clock.now_s()
+        attempts = self._store.list_attempts(attempt.job_id)
+        earlier = (old.usd for old in attempts if old.cluster == attempt.cluster and old.number < attempt.number)
+        usd = max(0.0, self._store.spend_usd(cluster=attempt.cluster, now_s=now_s) - sum(earlier))
+        self._store.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
+
+    async def copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
+        run_id = get_run_id(attempt, cluster)
+        await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=run_id)
+
+
+def find_grace_s(job: Job) -> float:
+    """How long a cancelled program may take. It has nothing to save, but files it wrote to a mounted bucket may still
+    be on the node's disk."""
+    return END_S if any(mount.mode.upper() != "COPY" for mount in job.task.storage_mounts) else 0.0

@@ -1,0 +1,1 @@
+"""Replay recorded spot markets to compare policies."""

@@ -1,0 +1,282 @@
+"""A job's life over recorded markets under one policy: jumps from change to change, so that years take seconds.
+
+What is modelled: every start is billed and brings no work; spot goes without warning (or with `notice_hours` of it) the
+moment its market closes; work since the last checkpoint is then lost; on-demand always starts. A job that is given up
+waiting for spot at `PATIENCE` times its deadline is finished on-demand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from broker.lab.markets import Site
+from broker.spot.durations import MET_HOURS, NOTHING_SEEN, Durations
+from broker.spot.policies.base import EPSILON_HOURS, Candidate, Decision, JobView, Move, SpotPolicy, Wait
+
+PATIENCE = 3.0
+DECISIONS_MAX = 200_000
+MODES = ("waiting", "spot", "on-demand")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The job. `move_usd[a][b]` is paid to start at site b with the data at site a; the data are at site 0 at first."""
+
+    sites: tuple[Site, ...]
+    work_hours: float
+    deadline_hours: float
+    save_every_hours: float = 0.0  # 0: nothing done is ever lost
+    notice_hours: float = 0.0
+    move_usd: tuple[tuple[float, ...], ...] = ()
+    look_hours: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A part of the time line: mode, site, and the share of it that brought work."""
+
+    from_hours: float
+    to_hours: float
+    mode: str
+    site: int | None = None
+    start_hours: float = 0.0
+    is_lost: bool = False  # ended by the market
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What it came to. `hours` is infinite for a job that never finished."""
+
+    usd: float
+    hours: float
+    is_late: bool
+    preemptions: int
+    moves: int
+    spot_hours: float
+    ondemand_hours: float
+    timeline: tuple[Stretch, ...] = ()
+
+
+def replay(
+    case: Case, policy: SpotPolicy, from_hour: float = 0.0, *, is_oracle: bool = False, keeps_timeline: bool = False
+) -> Outcome:
+    """The life of a job submitted at `from_hour` of the recordings. An oracle is told when each open spell will end."""
+    life = _Life(case, from_hour, is_oracle=is_oracle, keeps_timeline=keeps_timeline)
+    for _ in range(DECISIONS_MAX):
+        if life.is_over:
+            return life.sum_up()
+        view, candidates = life.look()
+        life.follow(policy(view, candidates), candidates)
+    raise AssertionError("the policy asks to be asked again without end")
+
+
+class _Life:
+    """The state of one replay. Candidate 2 i is site i on spot, 2 i + 1 on-demand."""
+
+    def __init__(self, case: Case, from_hour: float, *, is_oracle: bool, keeps_timeline: bool) -> None:
+        self.case, self.from_hour = case, from_hour
+        self.is_oracle, self.keeps_timeline = is_oracle, keeps_timeline
+        self.hour = self.saved = self.unsaved = self.starting = self.usd = 0.0
+        self.current: int | None = None
+        self.last: int | None = None
+        self.preemptions = self.moves = self.data = 0
+        self.hours = [0.0, 0.0]  # spot, on-demand
+        self.timeline = list[Stretch]()
+        self.begun = 0.0
+        self.lead = 0.0  # of `begun`, spent starting
+        self.steps = [site.find_step(from_hour) for site in case.sites]
+        self.now = [site.read_step(step)[1:] for site, step in zip(case.sites, self.steps, strict=True)]
+        self.next = [site.read_step(step + 1)[0] for site, step in zip(case.sites, self.steps, strict=True)]
+        self.met = [MET_HOURS] * len(case.sites)  # the beginnings of the first spells are not seen
+        self.since = [-MET_HOURS] * len(case.sites)  # of the spell, in hours since submission
+        self.seen: list[Durations] = [NOTHING_SEEN] * len(case.sites)
+        self.closes = [math.inf] * len(case.sites)
+        for index in range(len(case.sites)):
+            self._foresee(index)
+
+    @property
+    def is_over(self) -> bool:
+        return self.saved + self.unsaved >= self.case.work_hours - EPSILON_HOURS
+
+    def look(self) -> tuple[JobView, list[Candidate]]:
+        case, candidates = self.case, list[Candidate]()
+        for index, site in enumerate(case.sites):
+            is_open, placement = self.now[index]
+            move_usd = case.move_usd[self.data][index] if case.move_usd else 0.0
+            closes_in = self.closes[index] - self.hour
+            candidates.append(
+                Candidate(
+                    placement=placement,
+                    is_open=is_open,
+                    age_hours=self.hour - self.since[index],
+                    met_hours=self.met[index],
+                    start_hours=site.start_hours,
+                    move_usd=move_usd,
+                    speed=site.spot_speed,
+                    closes_in_hours=closes_in if is_open and self._knows(closes_in) else None,
+                    seen=self.seen[index],
+                )
+            )
+            candidates.append(
+                Candidate(
+                    placement=site.ondemand,
+                    start_hours=site.start_hours,
+                    move_usd=move_usd,
+                    speed=site.ondemand_speed,
+                )
+            )
+        view = JobView(
+            work_left_hours=case.work_hours - self.saved,
+            time_left_hours=case.deadline_hours - self.hour,
+            current=self.current,
+            starting_hours=self.starting,
+            unsaved_hours=self.unsaved,
+            save_every_hours=case.save_every_hours,
+            look_hours=case.look_hours,
+            last=self.last,
+            work_hours=case.work_hours,
+            deadline_hours=case.deadline_hours,
+            spent_usd=self.usd,
+        )
+        return view, candidates
+
+    def _knows(self, closes_in: float) -> bool:
+        return self.is_oracle or closes_in <= self.case.notice_hours + EPSILON_HOURS
+
+    def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
+        """Carry the decision out until something changes."""
+        if self.hour >= PATIENCE * self.case.deadline_hours and not self._is_on_demand:
+            self._switch(1 + 2 * self.data, candidates)
+        elif isinstance(decision, Move):
+            target = next(index for index, each in enumerate(candidates) if each is decision.target)
+            if target != self.current:
+                self._switch(target, candidates)
+        elif isinstance(decision, Wait):
+            self._switch(None, candidates)
+        asked = self.hour + max(decision.hours, 1e-6)
+        self._run_until(min(asked, self._next_event()))
+
+    @property
+    def _is_on_demand(self) -> bool:
+        return self.current is not None and self.current % 2 == 1
+
+    def _switch(self, target: int | None, candidates: Sequence[Candidate]) -> None:
+        """Given up on purpose: what is done is saved first."""
+        if target == self.current:
+            return
+        if target is not None and target % 2 == 0:
+            assert self.now[target // 2][0], "a policy moved to spot that is not open"
+        self.saved, self.unsaved = self.saved + self.unsaved, 0.0
+        self._close_stretch(is_lost=False)
+        self.last, self.current = None, target
+        if target is not None:
+            self.moves += 1
+            self.usd += candidates[target].move_usd
+            self.data = target // 2
+            self.starting = self.lead = candidates[target].start_hours
+
+    def _close_stretch(self, *, is_lost: bool) -> None:
+        if self.keeps_timeline and self.hour > self.begun:
+            mode = "waiting" if self.current is None else MODES[1 + self.current % 2]
+            site = None if self.current is None else self.current // 2
+            lead = min(self.lead, self.hour - self.begun) if self.current is not None else 0.0
+            self.timeline.append(
+                Stretch(
+                    from_hours=self.begun, to_hours=self.hour, mode=mode, site=site, start_hours=lead, is_lost=is_lost
+                )
+            )
+        self.begun = self.hour
+
+    def _next_event(self) -> float:
+        """When the world changes by itself: a market, a notice, the end of the work."""
+        until = min(self.next) - self.from_hour
+        notice = self.case.notice_hours
+        if notice > 0:
+            for closes in self.closes:
+                warned = closes - notice
+                if self.hour + EPSILON_HOURS < warned < until:
+                    until = warned
+        if self.current is not None:
+            left = self.case.work_hours - self.saved - self.unsaved
+            until = min(until, self.hour + self.starting + left / self._speed)
+        return until
+
+    @property
+    def _speed(self) -> float:
+        assert self.current is not None
+        site = self.case.sites[self.current // 2]
+        return site.ondemand_speed if self.current % 2 else site.spot_speed
+
+    def _run_until(self, hour: float) -> None:
+        span = hour - self.hour
+        if self.current is not None:
+            site = self.current // 2
+            placement = self.case.sites[site].ondemand if self.current % 2 else self.now[site][1]
+            self.usd += span * placement.usd_hour
+            self.hours[self.current % 2] += span
+            begun = min(self.starting, span)
+            self.starting -= begun
+            if self.starting < EPSILON_HOURS:
+                self.starting = 0.0
+            self._work((span - begun) * self._speed)
+        self.hour = hour
+        if self.is_over:
+            self._close_stretch(is_lost=False)
+            return
+        for index, changes in enumerate(self.next):
+            if changes - self.from_hour <= hour + EPSILON_HOURS:
+                self._change(index)
+
+    def _work(self, hours: float) -> None:
+        every = self.case.save_every_hours
+        self.unsaved += hours
+        if every <= 0:
+            self.saved, self.unsaved = self.saved + self.unsaved, 0.0
+        elif self.unsaved >= every:
+            kept = math.floor(self.unsaved / every + 1e-9) * every
+            self.saved, self.unsaved = self.saved + kept, max(self.unsaved - kept, 0.0)
+
+    def _change(self, index: int) -> None:
+        """The market of one site takes its next step."""
+        site = self.case.sites[index]
+        was_open = self.now[index][0]
+        self.steps[index] += 1
+        _, is_open, placement = site.read_step(self.steps[index])
+        self.now[index] = (is_open, placement)
+        self.next[index] = site.read_step(self.steps[index] + 1)[0]
+        if is_open == was_open:
+            return
+        age = self.hour - self.since[index]
+        seen = self.seen[index].fade(age - self.met[index])
+        self.seen[index] = seen.with_spell(age, is_open=was_open, from_hours=self.met[index])
+        self.met[index] = 0.0
+        self.since[index] = self.hour
+        self._foresee(index)
+        if was_open and self.current == 2 * index:
+            if self.case.notice_hours > 0:  # a notice is time enough for a checkpoint
+                self.saved += self.unsaved
+            self.unsaved = 0.0
+            self._close_stretch(is_lost=True)
+            self.preemptions += 1
+            self.last, self.current, self.starting = self.current, None, 0.0
+
+    def _foresee(self, index: int) -> None:
+        is_needed = self.is_oracle or self.case.notice_hours > 0
+        if is_needed and self.now[index][0]:
+            self.closes[index] = self.case.sites[index].closes_at(self.steps[index]) - self.from_hour
+        else:
+            self.closes[index] = math.inf
+
+    def sum_up(self) -> Outcome:
+        return Outcome(
+            usd=self.usd,
+            hours=self.hour,
+            is_late=self.hour > self.case.deadline_hours + 1e-5,
+            preemptions=self.preemptions,
+            moves=self.moves,
+            spot_hours=self.hours[0],
+            ondemand_hours=self.hours[1],
+            timeline=tuple(self.timeline),
+        )

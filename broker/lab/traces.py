@@ -1,0 +1,216 @@
+"""What a spot market did: recordings, and one made by the project so that everything works without files.
+
+A recording is JSON text: {"metadata": {"gap_seconds": 600, "gang": 1, ...}, "data": [1, 1, 0, ...]}, where data[i] is
+how many instances could be had at tick i; the gang can run while that is at least `gang`. `prices` (USD per hour and
+instance, one a tick) and `metadata.on_demand_price` are optional.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from broker.errors import SourceError
+from broker.spot.durations import MET_HOURS, NOTHING_SEEN, Durations
+
+TICKS_MAX = 5_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One place's market, tick by tick. Traces of one group start at the same moment."""
+
+    name: str
+    gap_hours: float
+    counts: tuple[int, ...]  # instances to be had
+    gang: int = 1
+    prices: tuple[float, ...] = ()  # spot, USD per hour and instance; empty: not known
+    ondemand_usd_hour: float | None = None
+    started_s: float | None = None  # when the recording began
+
+    @property
+    def hours(self) -> float:
+        return len(self.counts) * self.gap_hours
+
+    @cached_property
+    def changes(self) -> tuple[tuple[float, bool], ...]:
+        """(hour, is open) at the start and at each change."""
+        found = list[tuple[float, bool]]()
+        for tick, count in enumerate(self.counts):
+            is_open = count >= self.gang
+            if not found or found[-1][1] != is_open:
+                found.append((tick * self.gap_hours, is_open))
+        return tuple(found)
+
+    @cached_property
+    def price_changes(self) -> tuple[tuple[float, float], ...]:
+        """(hour, USD per hour and instance) at the start and at each change; empty where no price is known."""
+        found = list[tuple[float, float]]()
+        for tick, price in enumerate(self.prices):
+            if not found or found[-1][1] != price:
+                found.append((tick * self.gap_hours, price))
+        return tuple(found)
+
+    @property
+    def open_share(self) -> float:
+        return sum(count >= self.gang for count in self.counts) / len(self.counts)
+
+    def count_spells(self) -> Durations:
+        """All spells, the first and the last as seen from and up to the ends of the recording."""
+        seen = NOTHING_SEEN
+        borders = [*(hour for hour, _ in self.changes), self.hours]
+        last = len(self.changes) - 1
+        for index, (hour, is_open) in enumerate(self.changes):
+            length = borders[index + 1] - hour
+            met = MET_HOURS if index == 0 else 0.0
+            seen = seen.with_spell(met + length, from_hours=met, is_open=is_open, is_ended=index < last)
+        return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFacts:
+    """A trace in figures. Means are None where nothing of the kind was seen."""
+
+    name: str
+    hours: float
+    gap_hours: float
+    gang: int
+    open_share: float
+    preemptions: int  # times that it closed
+    mean_open_hours: float | None
+    mean_closed_hours: float | None
+    mean_usd_hour: float | None
+
+
+def measure_trace(trace: Trace) -> TraceFacts:
+    openings = sum(is_open for _, is_open in trace.changes)
+    closings = len(trace.changes) - openings
+    share = trace.open_share
+    return TraceFacts(
+        name=trace.name,
+        hours=trace.hours,
+        gap_hours=trace.gap_hours,
+        gang=trace.gang,
+        open_share=share,
+        preemptions=sum(not is_open for _, is_open in trace.changes[1:]),
+        mean_open_hours=trace.hours * share / openings if openings else None,
+        mean_closed_hours=trace.hours * (1 - share) / closings if closings else None,
+        mean_usd_hour=sum(trace.prices) / len(trace.prices) if trace.prices else None,
+    )
+
+
+def parse_trace(text: str | bytes, name: str) -> Trace:
+    """Raises SourceError that says what is wrong with the text."""
+    try:
+        found = json.loads(text)
+        metadata, data = found["metadata"], found["data"]
+        gap_s, gang = float(metadata["gap_seconds"]), int(metadata.get("gang", 1))
+        counts = tuple(int(each) for each in data)
+        prices = tuple(float(each) for each in found.get("prices") or ())
+        ondemand = metadata.get("on_demand_price")
+        started = metadata.get("started_s")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(name, f"{type(error).__name__}: {error}") from None
+    if not 0 < gap_s < 86400 * 7 or gang < 1:
+        raise _unreadable(name, f"`gap_seconds` is {gap_s:g} and `gang` is {gang}")
+    if not 0 < len(counts) <= TICKS_MAX or min(counts) < 0:
+        raise _unreadable(name, f"`data` must hold 1 to {TICKS_MAX:,} counts, none below 0")
+    if prices and (len(prices) != len(counts) or not all(0 <= each < math.inf for each in prices)):
+        raise _unreadable(name, f"`prices` must hold one price for each of the {len(counts)} ticks")
+    return Trace(
+        name=name,
+        gap_hours=gap_s / 3600,
+        counts=counts,
+        gang=gang,
+        prices=prices,
+        ondemand_usd_hour=None if ondemand is None else float(ondemand),
+        started_s=None if started is None else float(started),
+    )
+
+
+def write_trace(trace: Trace) -> str:
+    """The text that `parse_trace` reads."""
+    metadata: dict[str, object] = {"gap_seconds": round(trace.gap_hours * 3600, 6), "gang": trace.gang}
+    if trace.ondemand_usd_hour is not None:
+        metadata["on_demand_price"] = trace.ondemand_usd_hour
+    if trace.started_s is not None:
+        metadata["started_s"] = trace.started_s
+    found: dict[str, object] = {"metadata": metadata, "data": trace.counts}
+    if trace.prices:
+        found["prices"] = trace.prices
+    return json.dumps(found) + "\n"
+
+
+def _unreadable(name: str, why: str) -> SourceError:
+    hint = 'a trace is {"metadata": {"gap_seconds": 600, "gang": 1}, "data": [1, 1, 0, ...]}, 1 where spot could be had'
+    return SourceError(f"trace `{name}` cannot be read: {why}", hints=[hint])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """A made-up market: calm and stormy weather follow each other; each has its mean lengths of spells, in hours."""
+
+    calm_hours: float = 30.0
+    stormy_hours: float = 9.0
+    open_calm_hours: float = 14.0
+    closed_calm_hours: float = 0.4
+    open_stormy_hours: float = 0.5
+    closed_stormy_hours: float = 1.6
+    price_share: float = 0.32  # of the on-demand price, wandering by a tenth
+
+
+def make_trace(
+    name: str, seed: int, *, hours: float = 336.0, gap_s: float = 300.0, weather: Weather | None = None
+) -> Trace:
+    """A trace drawn from `weather` (default: one of our own by seed); the same arguments give the same trace."""
+    chance = random.Random(f"{name}/{seed}")
+    sky = weather or _draw_weather(chance)
+    counts, prices = list[int](), list[float]()
+    is_open, is_calm, price = chance.random() < 0.7, True, sky.price_share
+    gap_hours = gap_s / 3600
+    for tick in range(max(1, round(hours / gap_hours))):
+        if chance.random() < gap_hours / (sky.calm_hours if is_calm else sky.stormy_hours):
+            is_calm = not is_calm
+        mean = {
+            (True, True): sky.open_calm_hours,
+            (True, False): sky.open_stormy_hours,
+            (False, True): sky.closed_calm_hours,
+            (False, False): sky.closed_stormy_hours,
+        }[is_open, is_calm]
+        if chance.random() < -math.expm1(-gap_hours / mean):
+            is_open = not is_open
+        if tick % round(1 / gap_hours) == 0:
+            price = min(max(price * math.exp(chance.gauss(0, 0.01)), sky.price_share * 0.8), sky.price_share * 1.3)
+        counts.append(int(is_open))
+        prices.append(round(price, 4))
+    return Trace(name=name, gap_hours=gap_hours, counts=tuple(counts), prices=tuple(prices), ondemand_usd_hour=1.0)
+
+
+def _draw_weather(chance: random.Random) -> Weather:
+    def around(value: float) -> float:
+        return value * math.exp(chance.gauss(0, 0.5))
+
+    plain = Weather()
+    return Weather(
+        calm_hours=around(plain.calm_hours),
+        stormy_hours=around(plain.stormy_hours),
+        open_calm_hours=around(plain.open_calm_hours),
+        closed_calm_hours=around(plain.closed_calm_hours),
+        open_stormy_hours=around(plain.open_stormy_hours),
+        closed_stormy_hours=around(plain.closed_stormy_hours),
+        price_share=min(plain.price_share * math.exp(chance.gauss(0, 0.15)), 0.9),
+    )
+
+
+def make_default_traces(count: int = 4, seed: int = 1, *, hours: float = 336.0) -> tuple[Trace, ...]:
+    """The project's own market of several zones: it ships as this generator and its seed, and is no real place's."""
+    return tuple(make_trace(f"made-{letter}", seed, hours=hours) for letter in _letters(count))
+
+
+def _letters(count: int) -> Sequence[str]:
+    assert 0 < count <= 26
+    return "abcdefghijklmnopqrstuvwxyz"[:count]

@@ -1,0 +1,1 @@
+"""Place the tasks of a pipeline together."""

@@ -1,0 +1,127 @@
+"""Branch and bound over the states of all tasks: proves its result, or says how far from proof it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from broker.nouns import noun
+from broker.pipelines.bounds import RELATIVE_ERROR, Field
+
+SWEEPS_AT_ROOT = 60
+SWEEPS_BELOW = 4
+PROGRESS_MIN = 0.02  # of the gap, by one pair of sweeps: with less, branching helps more
+
+
+@noun
+class Found:
+    """The best choice and a bound that no choice is below. `value` is infinite where none was found."""
+
+    choice: tuple[int, ...]
+    value: float
+    lower_bound: float
+    is_optimal: bool
+    steps: int
+
+
+def search(
+    field: Field,
+    start: Sequence[int],
+    *,
+    evaluate: Callable[[Sequence[int]], float],
+    improve: Callable[[list[int], float], tuple[list[int], float]],
+    offset: float = 0.0,
+    work_max: float,
+) -> Found:
+    """The best total of `evaluate`, which for no choice is below the field's costs plus `offset`.
+
+    `start` is any choice; `improve` makes a choice better by small moves, or leaves it. After `work_max`
+    additions it stops without a proof: counted, not timed, so that the same question always has the same answer.
+    """
+    return _Search(field, start, evaluate, improve, offset, work_max).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        field: Field,
+        start: Sequence[int],
+        evaluate: Callable[[Sequence[int]], float],
+        improve: Callable[[list[int], float], tuple[list[int], float]],
+        offset: float,
+        work_max: float,
+    ) -> None:
+        self._root, self._evaluate, self._improve = field, evaluate, improve
+        self._offset, self._work_max = offset, work_max
+        self._best, self._value = improve(list(start), evaluate(start))
+        self._seen = set[tuple[int, ...]]()
+        self._steps = 0
+        self._work, self._root_size = 0.0, field.size
+
+    def run(self) -> Found:
+        # (bound, field, task, place of the state that it takes); deepest last, so that memory stays small
+        stack: list[tuple[float, Field, int, int]] = [(self._root.bound, self._root, -1, 0)]
+        while stack:
+            bound, field, task, place = stack.pop()
+            if self._is_hopeless(bound):
+                continue
+            if self._work >= self._work_max:
+                stack.append((bound, field, task, place))
+                break
+            if task >= 0:
+                field = field.copy()
+                field.restrict(task, [place])
+            self._steps += 1
+            if self._tighten(field, SWEEPS_AT_ROOT if task < 0 else SWEEPS_BELOW):
+                stack.extend(self._branch(field))
+        lower = min([self._value, *(bound + self._offset for bound, *_ in stack)])
+        is_optimal = all(self._is_hopeless(bound) for bound, *_ in stack)
+        return Found(
+            choice=tuple(self._best),
+            value=self._value,
+            lower_bound=self._value if is_optimal else lower,
+            is_optimal=is_optimal,
+            steps=self._steps,
+        )
+
+    def _is_hopeless(self, bound: float) -> bool:
+        return bound + self._offset >= self._value - abs(self._value) * RELATIVE_ERROR
+
+    def _tighten(self, field: Field, sweeps: int) -> bool:
+        """Raise the bound while that goes well. False when nothing better is left below this field."""
+        for _ in range(sweeps):
+            before = field.bound
+            self._work += 2 * field.size
+            for is_forward in (True, False):
+                if not field.sweep(self._value - self._offset, is_forward=is_forward):
+                    return False
+            self._try(field)
+            if self._is_hopeless(field.bound):
+                return False
+            if field.is_decided:
+                return False  # the one choice that is left has just been tried
+            if field.bound - before < PROGRESS_MIN * (self._value - self._offset - field.bound):
+                break
+        return True
+
+    def _try(self, field: Field) -> None:
+        choice = [kept[place] for kept, place in zip(field.kept, field.round_off(), strict=True)]
+        if tuple(choice) in self._seen:
+            return
+        self._seen.add(tuple(choice))
+        self._work += self._root_size  # small moves look at all states, open or not
+        better, value = self._improve(choice, self._evaluate(choice))
+        if value < self._value:
+            self._best, self._value = better, value
+
+    def _branch(self, field: Field) -> list[tuple[float, Field, int, int]]:
+        """One field for every open state of one task, the most promising last: the stack takes it first."""
+        task = max((v for v, kept in enumerate(field.kept) if len(kept) > 1), key=lambda v: (self._rate(field, v), -v))
+        ranked = sorted(((each, i) for i, each in enumerate(field.marginals[task])), reverse=True)
+        return [(max(bound, field.bound), field, task, place) for bound, place in ranked]
+
+    def _rate(self, field: Field, task: int) -> float:
+        """How much is decided by deciding this task: edges to undecided tasks, and how far its second best lies."""
+        edges = [e for e in (*field.earlier[task], *field.later[task])]
+        open_edges = sum(1 for e in edges if all(len(field.kept[end]) > 1 for end in field.edges[e]))
+        first, second = sorted(field.marginals[task])[:2]
+        return open_edges + (second - first) / (1 + abs(self._value))

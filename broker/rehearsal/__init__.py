@@ -1,0 +1,1 @@
+"""Run a job on this machine against a simulated spot market."""

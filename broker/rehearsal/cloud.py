@@ -1,0 +1,207 @@
+"""A cloud that is rehearsed: its machines are process trees here, its market, its clock and its bill are simulated.
+
+Spot machines are refused where the market has none and taken away when its spell ends; on-demand is always to be had.
+The work of making and ending local nodes holds the clock; what a real cloud takes for it is slept instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+from broker.clock import ScaledClock, SystemClock
+from broker.clouds.local import LocalCloud
+from broker.errors import CapacityError
+from broker.rehearsal.market import PlaceMarket
+from broker.types import Node, NodeList, NodeRequest, NodeState, Offer
+
+BOOT_S = 45.0  # until a machine of a large cloud answers; 30 to 60 s are usual for Linux images
+NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}  # warning before a spot machine goes, from the clouds' own pages
+NOTICE_S_MAX = 20.0  # real seconds that a rehearsal waits for a program that was warned
+WAIT_SPEED = 300.0
+WAIT_FLOOR_S = 0.02
+FULL_AFTER_S = 1800.0  # a place that took machines away has none for so long
+
+
+@dataclass
+class Pace:
+    """How simulated time passes: as it is while a program runs, and fast while machines are waited for.
+
+    The program's steps stand for more work than they are: who sees them adds the time that they stand for.
+    """
+
+    clock: ScaledClock
+
+    def wait(self) -> None:
+        self.clock.set_rate(WAIT_SPEED, floor_s=WAIT_FLOOR_S)
+
+    def run(self) -> None:
+        self.clock.set_rate(1.0)
+
+
+@dataclass
+class _Machine:
+    offer: Offer
+    is_spot: bool
+    created_s: float
+    running_s: float
+    ended_s: float | None = None
+    notice_real_s: float | None = None  # by the system's clock; when its notice runs out
+
+
+@dataclass(kw_only=True)
+class RehearsedCloud:
+    """Cloud and CanPreempt. One process rehearses at a time, so what is simulated is remembered in memory."""
+
+    name: ClassVar[str] = "rehearsed"
+    settle_s: ClassVar[float] = 0.0
+    extends_gangs: ClassVar[bool] = True
+
+    root: Path
+    pace: Pace
+    market: PlaceMarket
+    start_s: float  # when the market begins
+    on_event: Callable[[str], None]  # told in a sentence what the market does
+    _machines: dict[str, _Machine] = field(default_factory=dict)
+    _full_until_s: dict[tuple[str, str | None], float] = field(default_factory=dict)
+    refusals: int = 0
+    preemptions: int = 0
+    ignored_notices: int = 0  # gangs whose program was still running when the notice ran out
+
+    def __post_init__(self) -> None:
+        self.clock = self.pace.clock
+        self._system = SystemClock()
+        self._local = LocalCloud(self.root, clock=self._system)
+
+    async def check(self) -> None:
+        await self._local.check()
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        self.pace.wait()
+        placement = request.placement
+        if placement.is_spot and not any(node.token == request.token for node in await self.list_nodes(request.owner)):
+            self._refuse_if_full(placement.offer)
+        with self.clock.hold():
+            nodes = await self._local.create_nodes(request)
+        now_s = self.clock.now_s()
+        for node in nodes:
+            self._machines.setdefault(
+                node.id,
+                _Machine(offer=placement.offer, is_spot=placement.is_spot, created_s=now_s, running_s=now_s + BOOT_S),
+            )
+        return [self._translate(node) for node in nodes]
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        await self.take_due()
+        with self.clock.hold():
+            listed = await self._local.list_nodes(owner)
+        return NodeList(nodes=tuple(self._translate(node) for node in listed))
+
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        self.pace.wait()
+        with self.clock.hold():
+            await self._local.terminate_nodes(nodes)
+        self._note_end([node.id for node in nodes], self.clock.now_s())
+
+    async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
+        """As the market does. The notice is in real seconds, as the program's own work is: it has to save within it."""
+        live = [node_id for node_id in ids if node_id in self._machines and self._machines[node_id].ended_s is None]
+        if not live:
+            return
+        self.preemptions += 1
+        self.pace.run()  # until the controller finds out, as long as it takes
+        now_s = self.clock.now_s()
+        for node_id in live:
+            offer = self._machines[node_id].offer
+            self._full_until_s[(offer.region, offer.zone)] = now_s + FULL_AFTER_S
+        if notice_s <= 0:
+            self._note_end(live, now_s)
+            with self.clock.hold():
+                await self._local.preempt_nodes(live, notice_s=0)
+            return
+        held_s = min(notice_s, NOTICE_S_MAX)
+        for node_id in live:
+            self._machines[node_id].notice_real_s = self._system.now_s() + held_s
+        # The machine would power off by itself at the end; we do it, so that the end has its simulated time.
+        await self._local.preempt_nodes(live, notice_s=held_s + 3600)
+
+    async def take_due(self) -> None:
+        """End whose notice is over or used, and take whose spell has ended."""
+        await self._end_noticed()
+        now_s = self.clock.now_s()
+        due: dict[tuple[str, str | None], list[str]] = {}
+        for node_id, machine in self._machines.items():
+            if not machine.is_spot or machine.ended_s is not None or machine.notice_real_s is not None:
+                continue
+            begin = self.market.find_spell(machine.offer, machine.created_s - self.start_s)
+            if begin.is_open and self.start_s + begin.end_s <= now_s:
+                due.setdefault((machine.offer.region, machine.offer.zone), []).append(node_id)
+        for (region, zone), ids in due.items():
+            self.on_event(f"the spot market of {zone or region} ({self.name}) takes all {len(ids)} nodes away")
+            await self.preempt_nodes(ids, notice_s=0)
+
+    async def _end_noticed(self) -> None:
+        """A warned gang goes together: when its program has ended on any of them, or when time is up."""
+        warned = [
+            (node_id, each) for node_id, each in self._machines.items() if each.notice_real_s and not each.ended_s
+        ]
+        if not warned:
+            return
+        is_over = self._system.now_s() >= max(each.notice_real_s or 0.0 for _, each in warned)
+        has_ended = [self._has_ended(node_id) for node_id, _ in warned]
+        if not (is_over or any(has_ended)):
+            return
+        self.ignored_notices += not any(has_ended)
+        ids = [node_id for node_id, _ in warned]
+        self._note_end(ids, self.clock.now_s())
+        with self.clock.hold():
+            await self._local.preempt_nodes(ids, notice_s=0)
+
+    def _has_ended(self, node_id: str) -> bool:
+        """Whether the agent there has written down how its newest run ended."""
+        runs = self.root / node_id / "home" / ".broker" / "runs"
+        newest = max(runs.glob("*/spec.json"), default=None, key=lambda path: int(path.parent.name))
+        return newest is None or newest.with_name("outcome.json").exists()
+
+    async def end_all(self, owner: str) -> None:
+        """Whatever happened: nothing is left running."""
+        listed = await self._local.list_nodes(owner)
+        await asyncio.shield(self._local.terminate_nodes(listed.nodes))
+
+    def _refuse_if_full(self, offer: Offer) -> None:
+        now_s = self.clock.now_s()
+        is_open = self.market.find_spell(offer, now_s - self.start_s).is_open
+        if is_open and self._full_until_s.get((offer.region, offer.zone), 0.0) <= now_s:
+            return
+        self.refusals += 1
+        raise CapacityError(f"no spot capacity for {offer.instance_type} in {offer.zone or offer.region}", scope="zone")
+
+    def _note_end(self, ids: Sequence[str], ended_s: float) -> None:
+        for node_id in ids:
+            machine = self._machines.get(node_id)
+            if machine is not None and machine.ended_s is None:
+                machine.ended_s = ended_s
+
+    def _translate(self, node: Node) -> Node:
+        """A local node as this cloud's: in simulated time, and booting for as long as a real one."""
+        machine = self._machines.get(node.id)
+        if machine is None:
+            return replace(node, cloud=self.name)
+        state = node.state
+        if state is NodeState.TERMINATED:
+            self._note_end([node.id], self.clock.now_s())  # it went by itself, and is found now
+        elif state is NodeState.RUNNING and self.clock.now_s() < machine.running_s:
+            state = NodeState.PENDING
+        ended_s = machine.ended_s if state is NodeState.TERMINATED else None
+        return replace(node, cloud=self.name, state=state, created_s=machine.created_s, ended_s=ended_s)
+
+
+def make_rehearsed_cloud(
+    name: str, *, root: Path, pace: Pace, market: PlaceMarket, start_s: float, on_event: Callable[[str], None]
+) -> RehearsedCloud:
+    """The cloud of this name: names belong to classes, and there is no class for each of them."""
+    named: type[RehearsedCloud] = type("RehearsedCloud", (RehearsedCloud,), {"name": name})
+    return named(root=root / name, pace=pace, market=market, start_s=start_s, on_event=on_event)

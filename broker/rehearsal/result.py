@@ -1,0 +1,219 @@
+"""The result of a rehearsal: events, measurements, and findings for the real run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from broker.errors import NoOfferError
+from broker.formatting import strip_control
+from broker.jobs.logs import get_log_path
+from broker.jobs.summary import RunSummary, summarize
+from broker.rehearsal.cloud import NOTICE_S_MAX
+from broker.rehearsal.report import (
+    Comparison,
+    Measures,
+    Resume,
+    Trial,
+    compare_repeats,
+    compare_runs,
+    find_resumes,
+    measure,
+    measure_start_s,
+    read_lines,
+)
+from broker.rehearsal.verdict import (
+    Finding,
+    Interval,
+    judge_interval,
+    judge_losses,
+    judge_notices,
+    judge_resume,
+    weigh_interval,
+)
+from broker.types import CheckpointSpec, Estimate, Job, JobStatus, Placement, Plan
+
+if TYPE_CHECKING:
+    from broker.rehearsal.context import RehearsalContext
+    from broker.rehearsal.run import Driver
+
+LOG_TAIL_BYTES = 4096
+MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+WORDS_MAX = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """`summary` is in simulated time and money, `measures` in real seconds. `work_hours`: simulated work of the run."""
+
+    status: JobStatus
+    failure: str
+    summary: RunSummary
+    trials: tuple[Trial, ...]
+    resumes: tuple[Resume, ...]
+    repeats: Comparison
+    measures: Measures
+    preemptions: int
+    refusals: int
+    notices: int
+    notices_ignored: int
+    places: tuple[str, ...]
+    work_hours: float
+    hazard: float  # preemptions an hour of the whole gang, where it ran first
+    checkpoint: CheckpointSpec
+    interval: Interval | None
+    forecast: Estimate | None  # of the real run, with the program's own checkpoint interval; None without a goal
+    forecast_failure: str = ""
+    has_goal: bool = False
+    deadline_hours: float | None = None
+    real_s: float = 0.0
+    has_saved: bool = True  # anything lies in the checkpoint folder
+    last_words: str = ""  # of its log, where it failed
+    missing_module: str = ""  # which Python could not import, where it failed
+    grace_s: float = NOTICE_S_MAX  # real seconds from a warning to the end
+    unbroken: Comparison | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """List findings, most important first."""
+        return (
+            *judge_resume(
+                self.trials,
+                self.resumes,
+                preemptions=self.preemptions,
+                has_saved=self.has_saved,
+                failure=self.failure,
+                last_words=self.last_words,
+                missing_module=self.missing_module,
+            ),
+            *judge_losses(self.repeats, self.unbroken),
+            *judge_notices(given=self.notices, ignored=self.notices_ignored, grace_s=self.grace_s),
+            *judge_interval(self.interval, self.hazard, self.checkpoint.stall_s),
+        )
+
+    def compare(self, unbroken: Rehearsal) -> Rehearsal:
+        return replace(self, unbroken=compare_runs(self.trials, unbroken.trials))
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything but the lines of the progress files, JSON-ready."""
+        from broker.formatting import to_plain
+
+        hidden = {"trials", "forecast"}
+        data = {name: to_plain(getattr(self, name)) for name in self.__dataclass_fields__ if name not in hidden}
+        data["trials"] = [
+            {
+                "attempt": each.number,
+                "begin_step": each.begin_step,
+                "last_step": each.last_step,
+                "start_s": each.start_s,
+            }
+            for each in self.trials
+        ]
+        data["forecast"] = to_plain(self.forecast) if self.forecast else None
+        data["findings"] = to_plain(self.findings)
+        return data
+
+
+def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
+    """Collect the result from the store, the clouds and the progress files before they are deleted."""
+    store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
+    paid = store.spend_usd(job_id=job.id, now_s=now_s)
+    summary = summarize(job, job.attempts, store.list_steps(job.id), paid_usd=paid, now_s=now_s)
+    trials = read_trials(context)
+    measures = measure(trials)
+    first = job.attempts[0].placement if job.attempts else plan.choice.placement
+    chosen = next((each for each in plan.estimates[:200] if _is_same(each.placement, first)), plan.choice)
+    hazard = chosen.preemptions_per_hour
+    work_s = (measures.total or 0) * (measures.step_s or 0.0) * context.speed
+    if task.goal and task.goal.work_hours is not None and chosen.breakdown is not None:
+        work_s = chosen.breakdown.work_hours * 3600
+    interval = weigh_interval(measures, work_hours=work_s / 3600, hazard=hazard, checkpoint=task.checkpoint)
+    forecast, failure = _forecast(context, interval)
+    clouds = list(context.rehearsed.values())
+    log = get_log_path(config.logs, job.id) if job.status is not JobStatus.SUCCEEDED else None
+    return Rehearsal(
+        status=job.status,
+        failure=job.failure,
+        summary=summary,
+        trials=trials,
+        resumes=find_resumes(trials),
+        repeats=compare_repeats(trials),
+        measures=measures,
+        preemptions=sum(each.preemptions for each in clouds),
+        refusals=sum(each.refusals for each in clouds),
+        notices=sum(each.notice_s > 0 for each in driver.strikes),
+        notices_ignored=sum(each.ignored_notices for each in clouds),
+        places=tuple(_name_place(each.placement) for each in job.attempts),
+        work_hours=work_s / 3600,
+        hazard=hazard,
+        checkpoint=task.checkpoint,
+        interval=interval,
+        forecast=forecast,
+        forecast_failure=failure,
+        has_goal=task.goal is not None and task.goal.work_hours is not None,
+        deadline_hours=task.goal.deadline_hours if task.goal else None,
+        real_s=driver.real_s,
+        has_saved=any(path.is_file() for path in context.config.checkpoints.rglob("*")),
+        last_words=read_last_words(log) if log else "",
+        missing_module=find_missing_module(log) if log else "",
+        grace_s=min(max((each.notice_s for each in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
+    )
+
+
+def read_last_words(log: Path) -> str:
+    """Return the last line that is not blank; empty where there is no log."""
+    lines = _read_tail(log).splitlines()
+    return next((strip_control(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
+
+
+def find_missing_module(log: Path) -> str:
+    """Return the module of the last `ModuleNotFoundError`; empty where there is none."""
+    found = MISSING_MODULE.findall(_read_tail(log))
+    return str(found[-1]) if found else ""
+
+
+def _read_tail(log: Path) -> str:
+    try:
+        return log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:
+    found: list[Trial] = []
+    for number, watched in sorted(context.program.attempts.items()):
+        lines = read_lines(watched.progress_file)
+        found.append(Trial(number=number, lines=lines, start_s=measure_start_s(lines, watched.started_s)))
+    return tuple(found)
+
+
+def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Estimate | None, str]:
+    """Plan the real task with the program's own checkpoint interval."""
+    task = context.stage.task
+    if task.goal is None or task.goal.work_hours is None:
+        return None, ""
+    every_s = interval.every_s if interval else task.checkpoint.every_s
+    try:
+        return context.plan_real(replace(task, checkpoint=replace(task.checkpoint, every_s=every_s))).choice, ""
+    except NoOfferError as error:
+        return None, error.message
+
+
+def _is_same(one: Placement, other: Placement) -> bool:
+    """Tell whether two placements differ only in the number of nodes, which is smaller here."""
+    kind = (one.offer.cloud, one.offer.region, one.offer.zone, one.offer.instance_type, one.is_spot)
+    return kind == (
+        other.offer.cloud, other.offer.region, other.offer.zone, other.offer.instance_type, other.is_spot
+    )  # fmt: skip
+
+
+def _name_place(placement: Placement) -> str:
+    return f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}"
+
+
+def list_places(places: Sequence[str]) -> list[str]:
+    """List places once each, in the order of use."""
+    return list(dict.fromkeys(places))

@@ -1,0 +1,222 @@
+"""Judge a rehearsal: whether the program resumes, what it loses, and whether its checkpoint interval fits. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from broker.formatting import format_count, format_duration
+from broker.optimizer.cost import expected_hours
+from broker.rehearsal.report import Comparison, Measures, Resume, Trial
+from broker.spot.interval import best_interval_s
+from broker.types import CheckpointSpec
+
+Level = Literal["good", "note", "bad"]
+REPORT_HINT = (
+    'append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to $BROKER_PROGRESS_FILE'
+)
+TRAINER_PACKAGES = ("torch", "numpy")  # the extra `train`
+GOOD_SHARE = 0.02  # of expected time that an interval may cost over the best one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One finding, with a hint on how to fix it."""
+
+    level: Level
+    about: str
+    text: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The program's checkpoint interval and the best one, for `work_hours` at `hazard` preemptions per hour."""
+
+    every_s: float  # simulated seconds of work from one checkpoint to the next
+    best_s: float  # Young/Daly; infinite without hazard
+    every_steps: int
+    best_steps: int | None
+    hours: float  # expected in all, as it is
+    best_hours: float
+
+    @property
+    def waste_share(self) -> float:
+        return self.hours / self.best_hours - 1 if self.best_hours > 0 else 0.0
+
+
+def weigh_interval(
+    measures: Measures, *, work_hours: float, hazard: float, checkpoint: CheckpointSpec
+) -> Interval | None:
+    """Compare intervals; None where the program does not report steps and checkpoints."""
+    if not measures.total or not measures.checkpoint_steps or work_hours <= 0:
+        return None
+    step_s = work_hours * 3600 / measures.total
+    every_s = measures.checkpoint_steps * step_s
+    best_s = min(best_interval_s(checkpoint.stall_s, hazard), work_hours * 3600)
+
+    def hours(interval_s: float) -> float:
+        return expected_hours(work_hours, hazard, interval_s, checkpoint.stall_s, checkpoint.restart_s)
+
+    best_steps = None if math.isinf(best_s) else min(max(1, round(best_s / step_s)), measures.total)
+    return Interval(
+        every_s=every_s,
+        best_s=best_s,
+        every_steps=measures.checkpoint_steps,
+        best_steps=best_steps,
+        hours=hours(every_s),
+        best_hours=hours(best_s),
+    )
+
+
+def judge_resume(
+    trials: Sequence[Trial],
+    resumes: Sequence[Resume],
+    *,
+    preemptions: int,
+    has_saved: bool,
+    failure: str = "",
+    last_words: str = "",
+    missing_module: str = "",
+) -> list[Finding]:
+    """Judge whether the program resumed where it was, with one finding for each way in which it did not.
+
+    `has_saved`: the checkpoint folder is not empty. `failure`: why the job failed, with `last_words`, the last line of
+    its log. `missing_module`: the module that Python could not import, from the log.
+    """
+    if failure and missing_module:
+        return [_explain_import(missing_module)]
+    found = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
+    if failure and last_words:
+        found.append(Finding(level="note", about="log", text=f"the last line is `{last_words}`"))
+    return found
+
+
+def _explain_import(module: str) -> Finding:
+    package = module.partition(".")[0]
+    hint = f"install it where `broker` is installed, or in the task's `setup:`: `pip install {package}`"
+    if package in TRAINER_PACKAGES:
+        hint = "the bundled trainers require it: `pip install 'intercloud-broker[train]'`"
+    text = f"the program requires the Python package `{package}`, which is not installed here"
+    return Finding(level="bad", about="program", text=text, hint=hint)
+
+
+def _judge_resume(
+    trials: Sequence[Trial], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
+) -> list[Finding]:
+    if not any(trial.lines for trial in trials):
+        return [_bad("the program reported no progress, so it is unknown whether it resumed", REPORT_HINT)]
+    if failure and len(trials) > 1 and not trials[-1].lines:
+        before = max((each.saved_step for each in trials if each.saved_step is not None), default=None)
+        where = f"from the checkpoint at step {before}" if before else "from the start"
+        text = f"attempt {trials[-1].number} should have resumed {where}, but ended before its first step: {failure}"
+        return [_bad(text, "make the program load its own checkpoint, and check it with `broker rehearse`")]
+    scratch = [each for each in resumes if each.is_from_scratch]
+    if scratch:
+        return [_judge_scratch(scratch[0], has_saved=has_saved)]
+    if not resumes:
+        text = "there was no preemption" if not preemptions else "the preemption came before the first reported step"
+        return [Finding(level="note", about="resume", text=f"not tested: {text}")]
+    short = next((each for each in resumes if each.is_short), None)
+    if short is not None:
+        return [
+            _bad(
+                f"attempt {short.number} resumed from step {short.begin_step}, although the program had reported "
+                f"a checkpoint at step {short.saved_step}",
+                "report `checkpoint_step` only when the checkpoint is complete and can be loaded",
+            )
+        ]
+    steps = ", ".join(str(each.begin_step) for each in resumes)
+    lost = sum(each.steps_lost for each in resumes)
+    times = "once" if len(resumes) == 1 else f"{len(resumes)} times"
+    again = "1 step" if lost == 1 else f"{lost} steps"
+    return [Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; repeated {again}")]
+
+
+def _judge_scratch(first: Resume, *, has_saved: bool) -> Finding:
+    saved = first.saved_step
+    if saved:
+        why = f"although it had reported a checkpoint at step {saved}"
+        hint = "load the newest checkpoint from $BROKER_CHECKPOINT_DIR at the start, on every rank"
+        if not has_saved:
+            why += ": $BROKER_CHECKPOINT_DIR is empty, so the checkpoint was lost with the nodes"
+            hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes; every other folder is lost with them"
+    elif has_saved:
+        why = "although $BROKER_CHECKPOINT_DIR is not empty"
+        hint = "load it at the start, on every rank, and report `checkpoint_step` after each save"
+    else:
+        why = "without a reported checkpoint"
+        hint = "save to $BROKER_CHECKPOINT_DIR, which outlives the nodes, and load from it at the start"
+    return _bad(
+        f"attempt {first.number} restarted from step 0, {why}; "
+        f"{'1 step was' if first.last_step == 1 else f'{first.last_step} steps were'} lost",
+        hint,
+    )
+
+
+def _bad(text: str, hint: str) -> Finding:
+    return Finding(level="bad", about="resume", text=text, hint=hint)
+
+
+def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:
+    found = []
+    if repeats.steps:
+        found.append(_judge_comparison(repeats, "repeated"))
+    if unbroken is not None and unbroken.steps:
+        found.append(_judge_comparison(unbroken, "compared with an uninterrupted run"))
+    elif unbroken is not None:
+        found.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
+    return found
+
+
+def _judge_comparison(comparison: Comparison, what: str) -> Finding:
+    steps = format_count(comparison.steps, "step")
+    if comparison.is_exact:
+        return Finding(level="good", about="losses", text=f"{steps} {what}: all losses are bit-identical")
+    assert comparison.first is not None
+    step, one, other = comparison.first
+    return Finding(
+        level="note",
+        about="losses",
+        text=f"{comparison.steps - comparison.equal} of {steps} {what} have a different loss, "
+        f"first at step {step}: {one!r} and {other!r}",
+        hint="for an exact resume, also save the data position, the random state of every rank, and the optimizer",
+    )
+
+
+def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
+    if not given:
+        return []
+    if not ignored:
+        return [Finding(level="good", about="notice", text="the program exited in time after the preemption warning")]
+    return [
+        Finding(
+            level="bad",
+            about="notice",
+            text=f"the program ignored SIGTERM until its node was terminated {format_duration(grace_s)} later",
+            hint="on SIGTERM, or when $BROKER_PREEMPTION_FILE appears, save and exit",
+        )
+    ]
+
+
+def judge_interval(interval: Interval | None, hazard: float, stall_s: float) -> list[Finding]:
+    if interval is None:
+        return []
+    steps, seconds = format_count(interval.every_steps, "step"), format_duration(interval.every_s)
+    as_is = f"a checkpoint every {steps} is one every {seconds}"
+    if interval.best_steps is None or hazard <= 0:
+        return [Finding(level="note", about="interval", text=f"{as_is}; no preemptions are known for this location")]
+    best = f"{format_duration(interval.best_s)} or {format_count(interval.best_steps, 'step')}"
+    basis = f"Young/Daly for one preemption in {format_duration(3600 / hazard)} and {stall_s:g} s per checkpoint"
+    if interval.waste_share <= GOOD_SHARE:
+        return [Finding(level="good", about="interval", text=f"{as_is}, which fits: {basis} gives {best}")]
+    return [
+        Finding(
+            level="note",
+            about="interval",
+            text=f"{as_is}: {interval.waste_share:.0%} more time than the optimum; {basis} gives {best}",
+            hint=f"save every {format_count(interval.best_steps, 'step')}",
+        )
+    ]

@@ -1,0 +1,97 @@
+"""How long a market stays open or closed: what was seen of it, by age of the spell.
+
+A spell is a stretch of time without change. What is kept of finished ones is, for each class of age, how many hours
+were lived through and how many spells ended: enough for any hazard that depends on age, and easily added up.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+# Classes of age, hours. Recordings have spells from one reading (half a minute) to weeks: about three classes a decade.
+AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
+# The age to assume of a spell whose beginning was not seen: at a random moment one mostly meets long spells.
+MET_HOURS = 5.0
+HALF_LIFE_HOURS = 24.0  # of what was seen, where a market is watched live
+_NONE = (0.0,) * len(AGES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Durations:
+    """Hours lived and ends seen, in each class of `AGES`, of open and of closed spells."""
+
+    open_hours: tuple[float, ...] = _NONE
+    open_ends: tuple[float, ...] = _NONE
+    closed_hours: tuple[float, ...] = _NONE
+    closed_ends: tuple[float, ...] = _NONE
+
+    def with_spell(self, hours: float, *, is_open: bool, from_hours: float = 0.0, is_ended: bool = True) -> Durations:
+        """With one more spell of `hours`, watched from the age `from_hours`, to its end or not."""
+        lived, ends = (self.open_hours, self.open_ends) if is_open else (self.closed_hours, self.closed_ends)
+        lived, ends = _add(lived, ends, from_hours, hours, is_ended=is_ended)
+        if is_open:
+            return Durations(
+                open_hours=lived, open_ends=ends, closed_hours=self.closed_hours, closed_ends=self.closed_ends
+            )
+        return Durations(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
+
+    def fade(self, hours: float) -> Durations:
+        """What was seen, so many hours later: the weather of a market changes from day to day."""
+        share = 0.5 ** (hours / HALF_LIFE_HOURS)
+        return Durations(
+            open_hours=tuple(each * share for each in self.open_hours),
+            open_ends=tuple(each * share for each in self.open_ends),
+            closed_hours=tuple(each * share for each in self.closed_hours),
+            closed_ends=tuple(each * share for each in self.closed_ends),
+        )
+
+    def count_reached(self, from_hours: float, to_hours: float) -> tuple[float, float]:
+        """Of the finished open spells that reached the class of one age: how many, and how many reached the other's."""
+        first, then = class_of(from_hours), class_of(to_hours)
+        return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
+
+    def __add__(self, other: Durations) -> Durations:
+        return Durations(
+            open_hours=_sum(self.open_hours, other.open_hours),
+            open_ends=_sum(self.open_ends, other.open_ends),
+            closed_hours=_sum(self.closed_hours, other.closed_hours),
+            closed_ends=_sum(self.closed_ends, other.closed_ends),
+        )
+
+
+NOTHING_SEEN = Durations()
+
+
+def class_of(age_hours: float) -> int:
+    """The index of the class of age in `AGES`."""
+    return bisect_right(AGES, age_hours) - 1
+
+
+def hours_in_classes(from_hours: float, to_hours: float) -> list[tuple[int, float]]:
+    """(class, hours) of each class that a spell lives through between two ages."""
+    found = []
+    index = class_of(from_hours)
+    while index < len(AGES) and from_hours < to_hours:
+        end = AGES[index + 1] if index + 1 < len(AGES) else math.inf
+        found.append((index, min(end, to_hours) - from_hours))
+        from_hours, index = end, index + 1
+    return found
+
+
+def _add(
+    lived: tuple[float, ...], ends: tuple[float, ...], from_hours: float, to_hours: float, *, is_ended: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    hours = list(lived)
+    for index, part in hours_in_classes(from_hours, to_hours):
+        hours[index] += part
+    if not is_ended:
+        return tuple(hours), ends
+    counts = list(ends)
+    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # one that ends where a class begins was never lived there
+    return tuple(hours), tuple(counts)
+
+
+def _sum(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,209 @@
+"""What the agent writes is whole, private and on the disk, and what it reads may be half written by another."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.agent import agent_files as files
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(files, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def make_run(runs: Path, run_id: int, **parts: Any) -> Path:
+    folder = runs / str(run_id)
+    folder.mkdir(parents=True)
+    for name, value in {"spec": {}, **parts}.items():
+        files.write_json(folder / f"{name}.json", value)
+    return folder
+
+
+def test_a_file_is_private_replaced_as_a_whole_and_leaves_nothing_aside(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    before = os.umask(0)
+    try:
+        files.write_json(path, {"é": 1})
+        files.write_json(path, {"é": 2})
+        folder = files.make_private(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert files.read_json(path) == {"é": 2}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700 and files.make_private(folder) == folder
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["state.json"]
+
+
+def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.json"
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append((os.fstat(fd).st_size, path.exists())))
+    files.write_text(path, "12345")
+    assert seen == [(5, False)]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\x00"])
+def test_what_is_no_object_reads_as_nothing(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert files.read_json(path) is None
+    assert files.read_json(tmp_path / "missing.json") is None
+
+
+def test_runs_are_listed_by_number_once_their_spec_is_written(runs: Path) -> None:
+    assert files.list_run_ids() == []
+    for number in (10, 9):
+        make_run(runs, number)
+    (runs / "11").mkdir()
+    (runs / "words").mkdir()
+    assert files.list_run_ids() == [9, 10]
+    assert files.run_folder(9) == runs / "9"
+
+
+def test_a_lock_has_one_holder_and_is_seen_by_all(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not files.is_locked(path)
+    held = files.try_lock(path)
+    assert held is not None and files.try_lock(path) is None
+    assert files.is_locked(path) and path.stat().st_mode & 0o777 == 0o600
+    os.close(held)
+    assert not files.is_locked(path)
+    again = files.wait_lock(path)
+    assert files.is_locked(path)
+    os.close(again)
+
+
+def count_descriptors() -> int:
+    """0 where the system does not tell."""
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.exists() else 0
+
+
+def test_looking_at_a_lock_leaves_it_to_others_and_leaks_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    before = count_descriptors()
+    held = files.try_lock(path)
+    for _ in range(3):
+        assert files.is_locked(path) and files.try_lock(path) is None
+    assert held is not None
+    os.close(held)
+    assert not files.is_locked(path)
+    assert count_descriptors() == before
+
+
+def test_locks_do_not_pass_to_programs_that_are_started(tmp_path: Path) -> None:
+    held = [files.try_lock(tmp_path / "a"), files.wait_lock(tmp_path / "b")]
+    assert not any(os.get_inheritable(fd) for fd in held if fd is not None)
+    for fd in held:
+        assert fd is not None
+        os.close(fd)
+
+
+def test_a_run_is_what_its_newest_file_says(runs: Path) -> None:
+    folder = make_run(runs, 1)
+    lock = files.try_lock(folder / "runner.lock")
+    first = files.describe_run(1)
+    assert (first["id"], first["status"], first["returncode"], first["ended_s"]) == (1, "PENDING", None, None)
+    assert (first["started_s"], first["reason"], first["progress"]) == (0.0, "", None)
+    files.write_json(folder / "state.json", {"status": "RUNNING", "started_s": 5.0})
+    assert (files.describe_run(1)["status"], files.describe_run(1)["started_s"]) == ("RUNNING", 5.0)
+    files.write_json(folder / "outcome.json", {"status": "SUCCEEDED", "returncode": 0, "ended_s": 9.0})
+    for _ in range(2):
+        ended = files.describe_run(1)
+        assert (ended["status"], ended["returncode"], ended["ended_s"]) == ("SUCCEEDED", 0, 9.0)
+        if lock is not None:
+            os.close(lock)
+            lock = None
+
+
+def test_a_runner_that_vanished_without_an_outcome_is_a_failure_with_an_end(runs: Path) -> None:
+    folder = make_run(runs, 1, state={"status": "RUNNING"})
+    found = files.describe_run(1)
+    assert (found["status"], found["reason"]) == ("FAILED", "the runner died")
+    assert found["ended_s"] == (folder / "spec.json").stat().st_mtime
+
+
+def test_a_run_whose_runner_was_killed_is_over_when_its_programs_were_ended(runs: Path) -> None:
+    folder = make_run(runs, 1, state={"status": "RUNNING"})
+    assert not files.is_over(1), "the watcher ends them, and then writes the outcome"
+    files.write_json(folder / "outcome.json", {"status": "FAILED", "returncode": None, "ended_s": 9.0})
+    assert files.is_over(1)
+    other = make_run(runs, 2)
+    assert files.is_over(2), "it never began"
+    lock = files.try_lock(other / "runner.lock")
+    assert lock is not None and not files.is_over(2)
+    os.close(lock)
+
+
+def test_a_run_that_died_before_its_spec_was_whole_gets_its_outcome(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(files.__file__).parent))
+    agent_dead_runs = importlib.import_module("agent_dead_runs")
+    monkeypatch.setattr(agent_dead_runs.agent_files, "RUNS", runs)
+    monkeypatch.setattr(agent_dead_runs.agent_files, "STATE", tmp_path)
+    folder = make_run(runs, 1, state={"status": "RUNNING"})
+    (folder / "spec.json").write_text("{")
+    agent_dead_runs.end_dead_run(1)
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert (outcome["status"], outcome["reason"]) == ("FAILED", "the runner died")
+
+
+def test_progress_is_the_newest_whole_line_that_is_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    assert files.read_progress(path) is None
+    path.write_text('{"step": 1}\n{"step": 2}\n[3]\nwords\n{"step": 4}')
+    assert files.read_progress(path) == {"step": 2}
+    path.write_text('{"step": 1}\n' + "x" * 7000 + '\n{"step": 5}\n')
+    assert files.read_progress(path) == {"step": 5}
+    path.write_text('{"step": 1}\n' + "x" * 9000 + "\n")
+    assert files.read_progress(path) is None, "no more than the end of a long file is read"
+    path.write_bytes(b'{"step": "\xff"}\n')
+    assert files.read_progress(path) == {"step": "\ufffd"}
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+def test_processes_are_found_by_exactly_their_mark() -> None:
+    code = "import sys; print(1, flush=True); sys.stdin.read()"
+
+    def start(mark: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env={"MARK": mark}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    ours, other = start("agent-1"), start("agent-12")
+    try:
+        assert list(files.find_marked("MARK=agent-1")) == [ours.pid]
+        assert list(files.find_marked("MARK=agent")) == []
+    finally:
+        for process in (ours, other):
+            process.communicate()
+
+
+def test_a_process_never_finds_itself() -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import agent_files;"
+        "print(list(agent_files.find_marked('MARK=me')) == [])"
+    )
+    folder = str(Path(files.__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code, folder], env={"MARK": "me", "HOME": "/"}, capture_output=True)
+    assert done.stdout.strip() == b"True", done.stderr
+
+
+def test_a_boot_has_a_name_that_stays_until_the_next() -> None:
+    assert files.read_boot() == files.read_boot()
+    if Path("/proc/sys/kernel/random/boot_id").exists():
+        assert len(files.read_boot()) == 36 and json.dumps(files.read_boot()) == f'"{files.read_boot()}"'

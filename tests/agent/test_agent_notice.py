@@ -1,0 +1,95 @@
+"""A notice is heard within a second of its announcement: of the two that may be all there is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.agent import FOLDER
+
+HEARD_S_MAX = 2.0
+
+
+class Cloud:
+    """A metadata server on a clock of its own: only pauses take time."""
+
+    def __init__(self, *, notice_at_s: float, advice_at_s: float = float("inf")) -> None:
+        self.now_s, self._notice_at_s, self._advice_at_s = 0.0, notice_at_s, advice_at_s
+        self.asked: list[str] = []
+        self.advices = 0  # each with a time of its own
+
+    def ask(self, verb: str, path: str, headers: dict[str, str], *, answer_s: float = 0.0) -> str | None:
+        self.asked.append(path)
+        if verb == "PUT":
+            return "token"
+        if path.endswith("spot/instance-action") and self.now_s >= self._notice_at_s:
+            return json.dumps({"action": "terminate", "time": "2026-01-01T00:00:02Z"})
+        if path.endswith("rebalance") and self.now_s >= self._advice_at_s:
+            self.advices += 1
+            return json.dumps({"noticeTime": f"2026-01-01T00:00:{self.advices:02}Z"})
+        if "preempted" in path:
+            if "wait_for_change" in path:
+                self.now_s = max(self.now_s, self._notice_at_s)
+            return "TRUE" if self.now_s >= self._notice_at_s else "FALSE"
+        return None
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Agent:
+    """The agent's files, which import each other by their plain names as they do on a node."""
+
+    def __init__(self, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(FOLDER))
+        self.files, self.notice, self.run = map(importlib.import_module, ("agent_files", "agent_notice", "agent_run"))
+        self._patch = monkeypatch
+        monkeypatch.setattr(self.files, "STATE", state)
+
+    def watch(self, cloud: Cloud, kind: str) -> None:
+        self._patch.setattr(self.notice, "ask", cloud.ask)
+        self._patch.setattr(self.notice, "time", SimpleNamespace(**vars(time) | {"sleep": cloud.sleep}))
+        self.notice.watch_notices(kind)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.files.read_json(self.files.STATE / name)
+        return found
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    return Agent(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["aws", "gcp"])
+@pytest.mark.parametrize("at_s", [0.0, 0.01, 0.99, 1.5, 7.25])
+def test_notice_is_written_down_while_the_machine_still_has_a_second(agent: Agent, kind: str, at_s: float) -> None:
+    cloud = Cloud(notice_at_s=at_s)
+    agent.watch(cloud, kind)
+    assert agent.read("preemption")
+    heard_s = cloud.now_s - at_s + agent.run.TICK_S  # the runner looks once a tick
+    assert heard_s < HEARD_S_MAX - 0.5, "and half a second to act"
+
+
+def test_advice_is_news_and_no_notice(agent: Agent) -> None:
+    cloud = Cloud(notice_at_s=10.0, advice_at_s=2.0)
+    agent.watch(cloud, "aws")
+    assert cloud.advices > 1, "it was told more than once"
+    assert agent.read("rebalance") == {"time_s": agent.notice.parse_time_s("2026-01-01T00:00:01Z")}, "and is news once"
+    assert cloud.now_s >= 10.0, "it went on listening"
+
+
+def test_machine_without_a_metadata_server_is_left_alone(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: object, **options: object) -> str:
+        raise OSError
+
+    cloud = Cloud(notice_at_s=0.0)
+    monkeypatch.setattr(cloud, "ask", refuse)
+    agent.watch(cloud, "aws")
+    assert agent.read("preemption") is None and cloud.now_s < 120

@@ -1,0 +1,37 @@
+"""What a command's objects do when they are joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.app.container import Context
+from broker.runtime.keys import Keys
+from broker.types import NodeRequest, Task
+from tests.simulation.world import make_plan
+
+
+@dataclass
+class Hosts:
+    """A cloud that hands out hosts, as far as a boot script needs one."""
+
+    name: str = "simulated"
+    user: str = "ubuntu"
+    settle_s: float = 0.0
+
+
+def test_keys_go_with_their_clusters_once_the_cloud_was_compared_with_the_records(tmp_path: Path) -> None:
+    """Before that, nodes that no record names may run, and these keys alone open them."""
+    context = Context(tmp_path)
+    context.__dict__["clouds"] = {"simulated": Hosts()}
+    keys = Keys(context.config.keys)
+    keys.ensure("ended", "t0")
+    placement = make_plan(Task(), node_count=1).choice.placement
+    request = NodeRequest(owner="me", cluster="new", attempt=1, token="t1", placement=placement)
+    context.store.put_intent(request)
+    context._write_boot(request)
+    assert keys.find("ended", "t0")
+    context.store.mark_adopted("simulated")
+    context._write_boot(request)
+    assert not keys.find("ended", "t0") and keys.find("new", "t1")
+    context.store.close()

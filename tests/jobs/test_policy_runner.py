@@ -1,0 +1,75 @@
+"""How a policy's word is carried out: a program is moved as before a preemption, and looked at at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, PolicyRunner
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
+from tests.jobs.test_deadline import DEAR, TASK, make_moving_stage, plan_of
+from tests.state.test_rows import START_S, Hands
+
+FULL = 2  # SQLite's number of `synchronous`
+
+
+def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_while_its_nodes_live(
+    tmp_path: Path,
+) -> None:
+    stage = make_moving_stage(tmp_path)
+    world = stage.world
+    told: list[tuple[JobStatus, str, int]] = []
+    stored: dict[tuple[JobStatus, str], int] = {}  # what a crash could leave of the first attempt -> how durable
+    cancel, commit = world.gang.cancel, type(world.store)._commit
+
+    def read() -> tuple[JobStatus, str]:
+        job = world.get_job()
+        outcome = job.attempts[0].outcome if job.attempts else None
+        return job.status, outcome.kind.value if outcome else ""
+
+    async def note_cancel(cluster: Cluster, run_id: int) -> None:
+        told.append((*read(), len(world.list_live_nodes())))
+        await cancel(cluster, run_id)
+
+    def note_commit() -> None:
+        level = world.store._rows("PRAGMA synchronous")[0][0]
+        commit(world.store)
+        if len(world.get_job().attempts) == 1:
+            stored.setdefault(read(), level)
+
+    world.gang.cancel = note_cancel  # type: ignore[method-assign]
+    world.store._commit = note_commit  # type: ignore[method-assign]
+    stage.run()
+    assert told == [(JobStatus.RECOVERING, "moved", 2)]
+    assert (JobStatus.RUNNING, "moved") not in stored and (JobStatus.RUNNING, "") in stored
+    assert stored[JobStatus.RECOVERING, "moved"] == FULL
+
+
+def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_most(tmp_path: Path) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    job = store.add_job("train", TASK)
+    placement = plan_of(TASK, DEAR).choice.placement
+    attempt = Attempt(job_id=job.id, number=1, cluster="c", placement=placement, started_s=START_S, resumed_s=START_S)
+    planned_s: list[float] = []
+    unused: Any = None
+
+    def plan(task: Task, avoid: object) -> Plan:
+        planned_s.append(clock.time_s)
+        return plan_of(task, DEAR)
+
+    async def look(seconds: int, *, save_every: int) -> list[float]:
+        """Returns the seconds between one thought and the next."""
+        pilot = PolicyRunner(store, plan, clock, unused)
+        planned_s.clear()
+        for second in range(seconds):
+            clock.time_s = START_S + second
+            progress = Progress(step=second + 2, total=10_000, checkpoint_step=second // save_every + 1)
+            assert not await pilot.reconsider(job, attempt, unused, progress)
+        return [later - earlier for earlier, later in pairwise(planned_s)]
+
+    assert set(asyncio.run(look(600, save_every=1))) == {LOOK_S_MIN} == {30.0}
+    assert set(asyncio.run(look(1000, save_every=10_000))) == {LOOK_S_MAX} == {300.0}

@@ -1,0 +1,107 @@
+"""How a program is told to end before its nodes go: once, with time to save, and no longer than it can use."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.config import Config
+from broker.errors import FencedError, TransientError
+from broker.jobs.teardown import LOOK_S, AttemptTeardown
+from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus
+from tests.simulation.world import OWNER, make_offer
+from tests.state.test_rows import NODE, START_S, Hands
+
+
+class Gang:
+    """Its program ends `ends_after_s` after it was told to; `silent` ranks give no answer."""
+
+    def __init__(self, clock: Hands, *, ends_after_s: float, silent: tuple[int, ...] = ()) -> None:
+        self._clock, self._ends_after_s, self._silent = clock, ends_after_s, silent
+        self.told: list[int] = []
+        self.looks = 0
+        self.flushes_s = 0.0  # files are on their way to a bucket until then
+        self.error: Exception | None = None
+
+    async def cancel(self, cluster: Cluster, run_id: int) -> None:
+        self.told.append(run_id)
+        if self.error:
+            raise self.error
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Any:
+        self.looks += 1
+        has_ended = self._clock.time_s >= START_S + self._ends_after_s
+        is_flushing = self._clock.time_s < START_S + self.flushes_s
+        return SimpleNamespace(
+            status=RunStatus.CANCELLED if has_ended else RunStatus.RUNNING,
+            unreachable=self._silent,
+            flush="files are on their way" if is_flushing else "",
+        )
+
+
+def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[Node, ...]) -> float:
+    """Returns the seconds that it took."""
+    unused: Any = None
+    teardown = AttemptTeardown(unused, unused, gang, clock, Config(home=folder, owner=OWNER))  # type: ignore[arg-type]
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=len(nodes))
+    cluster = Cluster(
+        name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes, created_s=START_S
+    )  # fmt: skip
+    attempt = Attempt(job_id=1, number=2, cluster="c", placement=placement, started_s=START_S)
+    asyncio.run(teardown.end_program(attempt, cluster, grace_s=grace_s))
+    return clock.time_s - START_S
+
+
+GANG = (NODE, replace(NODE, id="m", rank=1), replace(NODE, id="l", rank=2))
+ONE_LOST = (*GANG[:2], replace(GANG[2], state=NodeState.TERMINATED))
+
+
+@pytest.mark.parametrize(
+    ("ends_after_s", "grace_s", "nodes", "silent", "expected_s"),
+    [
+        (10.0, 60.0, GANG, (), 10.0),
+        (90.0, 60.0, GANG, (), 60.0),
+        (90.0, 0.0, GANG, (), 0.0),
+        (90.0, 60.0, GANG, (0, 1), 60.0),
+        (90.0, 60.0, GANG, (0, 1, 2), 0.0),
+        (90.0, 60.0, ONE_LOST, (0, 1), 0.0),
+    ],
+    ids=["it saves and ends", "it does not end", "no grace", "one answers", "none answers", "none that lives answers"],
+)
+def test_a_program_has_its_grace_and_no_longer_than_it_can_be_seen_to_use_it(
+    tmp_path: Path,
+    ends_after_s: float,
+    grace_s: float,
+    nodes: tuple[Node, ...],
+    silent: tuple[int, ...],
+    expected_s: float,
+) -> None:
+    clock = Hands()
+    gang = Gang(clock, ends_after_s=ends_after_s, silent=silent)
+    assert end(tmp_path, gang, clock, grace_s=grace_s, nodes=nodes) == expected_s
+    assert gang.told == [2], "the run of the second attempt on the nodes of the first"
+    assert gang.looks == (expected_s + LOOK_S * (expected_s < grace_s)) / LOOK_S
+
+
+def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: Path) -> None:
+    clock = Hands()
+    gang = Gang(clock, ends_after_s=300.0)
+    gang.flushes_s = 300.0
+    assert end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG) == 300.0
+
+
+def test_an_answer_of_the_cloud_excuses_a_program_that_was_not_told_and_no_other_error_does(tmp_path: Path) -> None:
+    """A daemon that was replaced must stop here, and a fault of ours must be seen: the nodes are not ended yet."""
+    clock = Hands()
+    gang = Gang(clock, ends_after_s=90.0)
+    gang.error = TransientError("no answer")
+    assert end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG) == 0.0 and gang.looks == 0
+    for error in (FencedError("another daemon leads"), RuntimeError("a fault of ours")):
+        gang.error = error
+        with pytest.raises(type(error)):
+            end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG)

@@ -1,0 +1,167 @@
+"""Recording a spot market: what each look found, at its time, in a file that is whole at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import AuthError, CapacityError, ThrottledError, TransientError, UsageError
+from broker.lab.recording import Recorder
+from broker.provision.cluster_lock import claim_name
+from broker.types import Estimate, Placement, Plan, Task
+from tests.simulation.world import make_offer
+from tests.state.test_rows import START_S, Hands
+
+OFFER = replace(make_offer("east1a"), spot_usd_hour=2.0, ondemand_usd_hour=6.0)
+FULL, UNCLEAR = CapacityError("full"), ThrottledError("slow down")
+
+
+def fail(cause: Exception) -> CapacityError:
+    """As a search ends: no place gave the nodes, and this is why."""
+    error = CapacityError("no place gave the nodes")
+    error.__cause__ = cause
+    return error
+
+
+class Provisioner:
+    """Answers each look at a zone with the next of its answers; None gives the nodes."""
+
+    def __init__(self, **answers: list[Exception | None]) -> None:
+        self.answers = answers
+        self.up_now: set[str] = set()
+        self.downs: list[str] = []
+        self.failing_downs = 0
+
+    async def up(self, name: str, plan: Plan) -> None:
+        assert name not in self.up_now and len(plan.estimates) == 1
+        zone = plan.estimates[0].placement.offer.zone or ""
+        self.up_now.add(name)
+        answer = self.answers[zone].pop(0)
+        if answer is not None:
+            raise fail(answer)
+
+    async def down(self, name: str) -> None:
+        self.downs.append(name)
+        if self.failing_downs:
+            self.failing_downs -= 1
+            raise TransientError("not now")
+        self.up_now.discard(name)
+
+
+class Stage:
+    def __init__(self, folder: Path, provisioner: Provisioner, *zones: str, every_s: float = 600.0) -> None:
+        self.folder, self.clock, self.told = folder, Hands(), list[str]()
+        self.provisioner = provisioner
+        chosen = tuple(
+            Estimate(placement=Placement(offer=replace(OFFER, zone=zone), is_spot=True, node_count=2)) for zone in zones
+        )
+        task = Task(num_nodes=2)
+        plan = Plan(task=task, estimates=chosen, rejections=(), prices_as_of="", reason="")
+        recorded_by: Any = provisioner
+        self.recorder = Recorder(
+            recorded_by, plan, chosen, clock=self.clock, owner="owner-1", out=folder, every_s=every_s,
+            tell=self.told.append,
+        )  # fmt: skip
+
+    def run(self, ticks: int) -> None:
+        asyncio.run(self.recorder.run(ticks))
+
+    def read(self, zone: str) -> Any:
+        return json.loads((self.folder / f"simulated-{zone}-{OFFER.instance_type}.json").read_text())
+
+
+def test_each_place_has_a_file_of_what_its_looks_found(tmp_path: Path) -> None:
+    provisioner = Provisioner(a=[None, FULL, None], b=[FULL, FULL, None])
+    stage = Stage(tmp_path, provisioner, "a", "b")
+    stage.run(3)
+    assert stage.read("a") == {
+        "metadata": {"gap_seconds": 600.0, "gang": 2, "on_demand_price": 6.0, "started_s": START_S},
+        "data": [2, 0, 2],
+        "prices": [2.0, 2.0, 2.0],
+    }
+    assert stage.read("b")["data"] == [0, 0, 2]
+    assert stage.told == [f"look {n} of 3: {given} of 2 places give the nodes" for n, given in ((1, 1), (2, 0), (3, 2))]
+    assert stage.clock.time_s == START_S + 2 * 600.0, "the first look is at once"
+    assert not provisioner.up_now and len(provisioner.downs) == 12, "before each look, too: an earlier one was killed"
+    assert set(provisioner.downs) == {"broker-trace-owne-0", "broker-trace-owne-1"}
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
+
+
+def test_looks_keep_their_times_however_long_one_takes(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[None, None]), "a")
+    up = stage.provisioner.up
+
+    async def up_slowly(name: str, plan: Plan) -> None:
+        await stage.clock.sleep(250.0)
+        await up(name, plan)
+
+    stage.provisioner.up = up_slowly  # type: ignore[method-assign]
+    stage.run(2)
+    assert stage.clock.time_s == START_S + 600.0 + 250.0
+
+
+def test_a_look_without_a_clear_answer_counts_as_the_one_before(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[UNCLEAR, None, UNCLEAR, FULL, UNCLEAR]), "a")
+    stage.run(5)
+    found = stage.read("a")
+    assert found["data"] == [2, 2, 0, 0]
+    assert found["metadata"]["started_s"] == START_S + 600.0, "it begins with the first clear answer"
+    assert sum("no clear answer" in line for line in stage.told) == 3
+
+
+def test_what_no_later_look_would_change_ends_the_recording_and_keeps_what_there_is(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[None, AuthError("no login")]), "a")
+    with pytest.raises(AuthError, match="no login"):
+        stage.run(5)
+    assert stage.read("a")["data"] == [2] and not stage.provisioner.up_now
+
+
+def test_nodes_that_cannot_be_ended_now_are_told_of_and_ended_before_the_next_look(tmp_path: Path) -> None:
+    provisioner = Provisioner(a=[None, None])
+    stage = Stage(tmp_path, provisioner, "a")
+    down = provisioner.down
+
+    async def down_failing_once(name: str) -> None:
+        if len(provisioner.downs) == 1:
+            provisioner.failing_downs = 1
+        await down(name)
+
+    provisioner.down = down_failing_once  # type: ignore[method-assign]
+    stage.run(2)
+    assert stage.read("a")["data"] == [2, 2] and not provisioner.up_now
+    assert any("broker down broker-trace-owne-0" in line for line in stage.told)
+
+
+def test_an_offer_without_a_spot_price_has_no_prices(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Provisioner(a=[None]), "a", every_s=0.0)
+    priceless = replace(OFFER, zone="a", spot_usd_hour=None)
+    stage.recorder._chosen = (
+        Estimate(placement=Placement(offer=priceless, is_spot=True, node_count=2)),
+    )  # fmt: skip
+    stage.run(1)
+    assert "prices" not in stage.read("a") and stage.read("a")["metadata"]["gap_seconds"] == 1.0
+
+
+# -- one command at a time brings a name up -------------------------------------------------------------------------
+
+
+def test_a_name_is_claimed_by_one_command_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    with claim_name(folder, "a/b"):
+        with pytest.raises(UsageError, match="a/b"), claim_name(folder, "a/b"):
+            pass
+        with claim_name(folder, "another"):
+            pass
+        with pytest.raises(UsageError), claim_name(folder, "a/b"):
+            pass
+    with claim_name(folder, "a/b"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ValueError), claim_name(folder, "a/b"):
+        raise ValueError
+    with claim_name(folder, "a/b"):
+        pass

@@ -1,0 +1,53 @@
+"""How long a cloud is waited for: learned from its answers, within limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, learn
+from broker.state.calls import Pace
+from broker.state.store import Store
+from tests.state.test_rows import Hands
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "state.db", clock=Hands())
+
+
+def test_a_pace_is_learned_as_tcp_learns_its_timer() -> None:
+    """RFC 6298: a first sample and half of it; then an eighth of the difference, and a quarter of the deviation's."""
+    first = learn(None, 8.0)
+    assert first == Pace(mean_s=8.0, deviation_s=4.0)
+    assert learn(first, 16.0) == Pace(mean_s=9.0, deviation_s=5.0)
+    assert learn(first, 0.0) == Pace(mean_s=7.0, deviation_s=5.0)
+    assert learn(first, 8.0) == Pace(mean_s=8.0, deviation_s=3.0)
+
+
+def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
+    limits = HedgeLimits(prior_s=7.0, least_s=5.0, most_s=60.0)
+    assert bound(None, limits) == 7.0
+    assert bound(Pace(mean_s=8.0, deviation_s=3.0), limits) == 20.0
+    assert bound(Pace(mean_s=1.0, deviation_s=0.1), limits) == 5.0
+    assert bound(Pace(mean_s=50.0, deviation_s=9.0), limits) == 60.0
+
+
+def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
+    patience = HedgeTimer(store)
+    assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
+    patience.note("x", Answer.CREATED, 8.0)
+    assert patience.measure_s("x", Answer.CREATED) == 24.0
+    assert patience.measure_s("y", Answer.CREATED) == LIMITS[Answer.CREATED].prior_s
+    patience.note("z", Answer.CREATED, -5.0)
+    assert store.get_pace("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
+
+
+@pytest.mark.parametrize(
+    ("answer", "prior_s", "least_s", "most_s"), [(Answer.CREATED, 20.0, 5.0, 60.0), (Answer.WHOLE, 120.0, 30.0, 300.0)]
+)
+def test_the_limits_are_those_of_the_documents(answer: Answer, prior_s: float, least_s: float, most_s: float) -> None:
+    assert [bound(pace, LIMITS[answer]) for pace in (None, learn(None, 0.0), learn(None, 1e6))] == [
+        prior_s, least_s, most_s,
+    ]  # fmt: skip

@@ -1,0 +1,229 @@
+"""Rehearsed clouds: what their markets say is what happens to real local nodes, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from broker.clock import ScaledClock
+from broker.errors import CapacityError
+from broker.lab.traces import Trace
+from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, Pace, RehearsedCloud, make_rehearsed_cloud
+from broker.rehearsal.market import PlaceMarket, RecordedMarket, SeededMarket, Spell
+from broker.types import NodeRequest, NodeState, Offer, Placement
+
+HOUR_S = 3600.0
+
+
+def make_offer(zone: str = "us-east-1a", *, cloud: str = "aws", region: str = "us-east-1") -> Offer:
+    return Offer(
+        cloud=cloud,
+        region=region,
+        zone=zone,
+        instance_type="p4d.24xlarge",
+        vcpus=96,
+        memory_gib=1152,
+        ondemand_usd_hour=20.0,
+        spot_usd_hour=6.0,
+        interruption_band=10.0,
+    )
+
+
+def make_request(offer: Offer, *, is_spot: bool = True, node_count: int = 1, token: str = "token") -> NodeRequest:
+    placement = Placement(offer=offer, is_spot=is_spot, node_count=node_count)
+    return NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=placement)
+
+
+@dataclass
+class OpenFor:
+    """A market that is open for so long at each zone, then closed for ever."""
+
+    hours: dict[str, float] = field(default_factory=dict)
+
+    def find_spell(self, offer: Offer, at_s: float) -> Spell:
+        end_s = self.hours.get(offer.zone or "", float("inf")) * HOUR_S
+        if at_s < end_s:
+            return Spell(start_s=0.0, end_s=end_s, is_open=True)
+        return Spell(start_s=end_s, end_s=float("inf"), is_open=False)
+
+
+@dataclass
+class Rig:
+    folder: Path
+    told: list[str] = field(default_factory=list)
+    clouds: list[RehearsedCloud] = field(default_factory=list)
+
+    def make(self, market: PlaceMarket) -> RehearsedCloud:
+        """At a rate so slow that only what the test skips takes time."""
+        pace = Pace(ScaledClock(rate=1e-9))
+        cloud = make_rehearsed_cloud(
+            "aws", root=self.folder, pace=pace, market=market, start_s=pace.clock.now_s(), on_event=self.told.append
+        )
+        self.clouds.append(cloud)
+        return cloud
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    for cloud in rig.clouds:
+        asyncio.run(cloud.end_all("me"))
+
+
+def skip(cloud: RehearsedCloud, duration_s: float) -> None:
+    """So much simulated time, at once."""
+    until_s = cloud.clock.now_s() + duration_s
+    cloud.clock.set_rate(1e9)
+    while cloud.clock.now_s() < until_s:
+        pass
+    cloud.clock.set_rate(1e-9)
+
+
+def test_a_place_without_machines_refuses_spot_and_sells_on_demand(rig: Rig) -> None:
+    cloud = rig.make(OpenFor({"us-east-1a": 0.0}))
+    with pytest.raises(CapacityError) as refused:
+        asyncio.run(cloud.create_nodes(make_request(make_offer())))
+    assert refused.value.scope == "zone" and cloud.refusals == 1
+    (node,) = asyncio.run(cloud.create_nodes(make_request(make_offer(), is_spot=False)))
+    assert (node.cloud, node.is_spot, node.usd_hour) == ("aws", False, 20.0)
+
+
+def test_a_node_boots_for_as_long_as_in_the_cloud_and_is_billed_in_simulated_time(rig: Rig) -> None:
+    cloud = rig.make(OpenFor())
+    cloud.pace.wait = lambda: None  # type: ignore[method-assign]  # time passes only where the test lets it
+
+    async def play() -> None:
+        (node,) = await cloud.create_nodes(make_request(make_offer()))
+        assert node.state is NodeState.PENDING
+        skip(cloud, BOOT_S)
+        (node,) = await cloud.list_nodes("me")
+        assert node.state is NodeState.RUNNING
+        skip(cloud, 10 * HOUR_S)
+        await cloud.terminate_nodes([node])
+        (node,) = await cloud.list_nodes("me")
+        assert node.state is NodeState.TERMINATED and node.ended_s is not None
+        assert node.ended_s - node.created_s >= 10 * HOUR_S
+
+    asyncio.run(play())
+
+
+def test_the_same_token_gives_the_same_nodes_even_where_the_market_has_closed_since(rig: Rig) -> None:
+    cloud = rig.make(OpenFor({"us-east-1a": 1.0}))
+    request = make_request(make_offer(), node_count=2)
+
+    async def play() -> None:
+        made = await cloud.create_nodes(request)
+        skip(cloud, 2 * HOUR_S)
+        again = await cloud.create_nodes(request)
+        assert [node.id for node in made] == [node.id for node in again]
+
+    asyncio.run(play())
+
+
+def test_the_end_of_a_spell_takes_the_whole_gang_and_leaves_on_demand_alone(rig: Rig) -> None:
+    cloud = rig.make(OpenFor({"us-east-1a": 1.0}))
+
+    async def play() -> None:
+        await cloud.create_nodes(make_request(make_offer(), node_count=2))
+        await cloud.create_nodes(make_request(make_offer(), is_spot=False, token="other"))
+        skip(cloud, 2 * HOUR_S)
+        nodes = await cloud.list_nodes("me")
+        assert [node.state is NodeState.TERMINATED for node in nodes if not node.is_spot] == [False]
+        spot = [node for node in nodes if node.is_spot]
+        assert [(node.state, node.reason) for node in spot] == [(NodeState.TERMINATED, "preempted")] * 2
+
+    asyncio.run(play())
+    assert cloud.preemptions == 1 and "takes all 2 nodes away" in rig.told[0]
+
+
+def test_a_place_that_took_machines_away_has_none_for_a_while(rig: Rig) -> None:
+    cloud = rig.make(OpenFor())
+
+    async def create(token: str, zone: str = "us-east-1a") -> str:
+        (node,) = await cloud.create_nodes(make_request(make_offer(zone), token=token))
+        return node.id
+
+    async def play() -> None:
+        await cloud.preempt_nodes([await create("one")], notice_s=0)
+        with pytest.raises(CapacityError):
+            await create("two")
+        assert await create("three", "us-east-1b")
+        skip(cloud, FULL_AFTER_S + 1)
+        assert await create("four")
+
+    asyncio.run(play())
+
+
+def test_a_warned_node_goes_when_its_program_has_ended(rig: Rig) -> None:
+    """Then there is nothing to wait for; a list that comes after the program's end shows the node gone."""
+    cloud = rig.make(OpenFor())
+
+    async def play(end_program: Callable[[Path], Awaitable[None]]) -> None:
+        (node,) = await cloud.create_nodes(make_request(make_offer()))
+        run = Path(node.handle) / "home/.broker/runs/1"
+        run.mkdir(parents=True)
+        (run / "spec.json").write_text("{}")
+        await cloud.preempt_nodes([node.id], notice_s=100)
+        (node,) = await cloud.list_nodes("me")
+        assert node.state is not NodeState.TERMINATED
+        await end_program(run)
+        (node,) = await cloud.list_nodes("me")
+        assert (node.state, node.reason) == (NodeState.TERMINATED, "preempted")
+
+    async def end(run: Path) -> None:
+        (run / "outcome.json").write_text("{}")
+
+    asyncio.run(play(end))
+    assert cloud.ignored_notices == 0
+
+
+def test_a_seed_draws_the_same_market_again_and_another_one_another() -> None:
+    offers = [make_offer(f"us-east-1{letter}") for letter in "abcdefghijklmnopqrst"]
+
+    def draw(seed: int) -> list[bool]:
+        market = SeededMarket(seed=seed)
+        return [market.find_spell(offer, 0.0).is_open for offer in offers]
+
+    assert draw(0) == draw(0) and draw(0) != draw(1)
+    assert 0 < draw(0).count(False) < 10, "a fifth of the places start full"
+
+
+def test_spells_follow_each_other_without_a_gap() -> None:
+    market, offer = SeededMarket(seed=3, full_hours=2000.0), make_offer()
+    at_s, last = 0.0, market.find_spell(offer, 0.0)
+    for _ in range(20):
+        at_s = last.end_s
+        spell = market.find_spell(offer, at_s)
+        assert spell.start_s == last.end_s and spell.is_open is not last.is_open
+        last = spell
+
+
+def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
+    return Trace(name=name, gap_hours=1.0, counts=tuple(counts), gang=gang)
+
+
+def test_a_zone_plays_its_own_recording_from_its_start() -> None:
+    market = RecordedMarket(traces=[make_trace("us-east-1a_v100", [1, 1, 0, 1]), make_trace("us-east-1b", [0])])
+    spells = [market.find_spell(make_offer(), hour * HOUR_S) for hour in (0.5, 2.5, 3.5, 5.5)]
+    assert [(each.start_s / HOUR_S, each.end_s / HOUR_S, each.is_open) for each in spells] == [
+        (0, 2, True),
+        (2, 3, False),
+        (3, 6, True),  # on into the repetition, which begins open
+        (4, 6, True),
+    ]
+    assert not market.find_spell(make_offer("us-east-1b"), 10 * HOUR_S).is_open
+
+
+def test_a_zone_that_nobody_recorded_is_lent_the_same_recording_each_time() -> None:
+    traces = [make_trace(f"made-{number}", [1] * number + [0] * 3) for number in range(1, 6)]
+    market = RecordedMarket(traces=traces)
+    for letter in "abcdef":
+        offer = make_offer(f"eu-west-1{letter}")
+        assert market.find_recording(offer) == RecordedMarket(traces=traces).find_recording(offer)
+        spell = market.find_spell(offer, 7 * HOUR_S)
+        assert spell.start_s <= 7 * HOUR_S < spell.end_s

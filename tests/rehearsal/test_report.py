@@ -1,0 +1,175 @@
+"""What progress files tell of a rehearsal, and the verdict on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from broker.rehearsal.report import (
+    Comparison,
+    Line,
+    Measures,
+    Trial,
+    compare_repeats,
+    compare_runs,
+    find_resumes,
+    measure,
+    measure_start_s,
+    read_lines,
+    read_newest_line,
+)
+from broker.rehearsal.result import find_missing_module, read_last_words
+from broker.rehearsal.verdict import judge_interval, judge_losses, judge_notices, judge_resume, weigh_interval
+from broker.spot.interval import best_interval_s
+from broker.types import CheckpointSpec
+
+
+def make_line(step: int, *, loss: float | None = 1.0, saved: int | None = None, time_s: float | None = None) -> Line:
+    return Line(step=step, total=100, loss=loss, checkpoint_step=saved, time_s=time_s)
+
+
+def make_trial(number: int, steps: range, *, every: int = 5, loss_shift: float = 0.0) -> Trial:
+    """A program that saves every few steps and first tells where it resumed, as the bundled trainer does."""
+    begin = steps.start - 1
+    first = make_line(begin, loss=None, saved=begin or None)
+    rest = [make_line(step, loss=1 / step + loss_shift, saved=step // every * every or None) for step in steps]
+    return Trial(number=number, lines=(first, *rest))
+
+
+def test_a_file_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    lines = [{"step": 1, "loss": 0.5}, {"step": True}, ["no"], {"step": 2, "checkpoint_step": 1, "time": 7.5}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + 'nonsense\n{"step": 3')
+    assert [(line.step, line.loss, line.checkpoint_step, line.time_s) for line in read_lines(path)] == [
+        (1, 0.5, None, None),
+        (2, None, 1, 7.5),
+    ]
+    newest = read_newest_line(path)
+    assert newest is not None and newest.step == 2
+    assert read_lines(tmp_path / "none") == () and read_newest_line(tmp_path / "none") is None
+
+
+def test_a_resume_loses_the_steps_since_its_checkpoint() -> None:
+    (resume,) = find_resumes([make_trial(1, range(1, 14)), make_trial(2, range(11, 20))])
+    assert (resume.last_step, resume.saved_step, resume.begin_step, resume.steps_lost) == (13, 10, 10, 3)
+    assert not resume.is_from_scratch and not resume.is_short
+
+
+def test_attempts_that_told_nothing_are_passed_over() -> None:
+    trials = [make_trial(1, range(1, 14)), Trial(number=2, lines=()), make_trial(3, range(11, 12))]
+    assert [each.number for each in find_resumes(trials)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("trials", "has_saved", "words"),
+    [
+        ([Trial(number=1, lines=())], True, "reported no progress"),
+        ([make_trial(1, range(1, 9))], True, "not tested: the preemption came before"),
+        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], True, "reported a checkpoint at step 10; 13 steps"),
+        ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], False, "is empty, so the checkpoint was lost"),
+        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], False, "without a reported checkpoint; 3 steps"),
+        ([make_trial(1, range(1, 4)), make_trial(2, range(1, 9))], True, "is not empty"),
+        (
+            [make_trial(1, range(1, 14)), make_trial(2, range(6, 9))],
+            True,
+            "resumed from step 5, although the program had reported",
+        ),
+        (
+            [make_trial(1, range(1, 14)), make_trial(2, range(11, 19))],
+            True,
+            "resumed once, from step 10; repeated 3",
+        ),
+        ([make_trial(1, range(1, 12)), make_trial(2, range(11, 19))], True, "from step 10; repeated 1 step"),
+    ],
+)
+def test_each_way_to_resume_or_not_has_its_sentence(trials: list[Trial], has_saved: bool, words: str) -> None:
+    (finding,) = judge_resume(trials, find_resumes(trials), preemptions=1, has_saved=has_saved)
+    assert words in finding.text
+    assert (finding.level == "bad") == bool(finding.hint)
+
+
+def test_a_program_that_fails_before_its_first_new_step_could_not_load_what_it_had_saved(tmp_path: Path) -> None:
+    trials = [make_trial(1, range(1, 14)), Trial(number=2, lines=())]
+    (tmp_path / "log").write_text("loading\nKeyError: 'epoch'\n\n")
+    said = read_last_words(tmp_path / "log")
+    finding, log = judge_resume(
+        trials, (), preemptions=1, has_saved=True, failure="`run` exited with code 1", last_words=said
+    )
+    assert finding.level == "bad" and "attempt 2 should have resumed from the checkpoint at step 10" in finding.text
+    assert "`run` exited with code 1" in finding.text and "KeyError: 'epoch'" in log.text
+    assert read_last_words(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "hint"),
+    [("torch", "`pip install 'intercloud-broker[train]'`"), ("wandb.sdk", "`pip install wandb`")],
+)
+def test_package_that_is_missing_is_named_before_the_progress_file(tmp_path: Path, module: str, hint: str) -> None:
+    log = tmp_path / "1.log"
+    log.write_text(f"Traceback (most recent call last):\n  import x\nModuleNotFoundError: No module named '{module}'\n")
+    missing = find_missing_module(log)
+    (found,) = judge_resume([], [], preemptions=0, has_saved=False, failure="exit code 1", missing_module=missing)
+    assert found.level == "bad" and module.partition(".")[0] in found.text
+    assert hint in found.hint and "PROGRESS" not in found.text + found.hint
+    assert find_missing_module(tmp_path / "none.log") == ""
+
+
+def test_steps_done_twice_are_compared_bit_for_bit() -> None:
+    exact = [make_trial(1, range(1, 14)), make_trial(2, range(11, 20))]
+    assert compare_repeats(exact) == Comparison(steps=3, equal=3)
+    (good,) = judge_losses(compare_repeats(exact), None)
+    assert good.level == "good" and "3 steps repeated" in good.text
+    off = [make_trial(1, range(1, 14)), make_trial(2, range(11, 20), loss_shift=1e-12)]
+    found = compare_repeats(off)
+    assert (found.steps, found.equal) == (3, 0) and found.first is not None and found.first[0] == 11
+    assert "first at step 11" in judge_losses(found, None)[0].text
+
+
+def test_a_broken_run_is_compared_with_an_unbroken_one_as_it_finally_went() -> None:
+    broken = [make_trial(1, range(1, 14), loss_shift=0.0), make_trial(2, range(11, 20))]
+    assert compare_runs(broken, [make_trial(1, range(1, 20))]).is_exact
+    assert compare_runs(broken, [make_trial(1, range(1, 20), loss_shift=1.0)]).equal == 0
+
+
+def test_losses_that_are_no_numbers_are_equal() -> None:
+    trial = Trial(number=1, lines=(make_line(1, loss=math.nan),))
+    assert compare_runs([trial], [trial]).is_exact
+
+
+def test_steps_checkpoints_and_starts_are_measured() -> None:
+    """Steps of 2 s; the one after each fifth takes 3 s longer."""
+    time_s, lines = 100.0, [make_line(0, loss=None, time_s=99.0)]
+    for step in range(1, 41):
+        time_s += 2.0 + (3.0 if step % 5 == 1 and step > 1 else 0.0)
+        lines.append(make_line(step, saved=(step - 1) // 5 * 5 or None, time_s=time_s))
+    trial = Trial(number=1, lines=tuple(lines), start_s=measure_start_s(lines, 90.0))
+    found = measure([trial])
+    assert (found.total, found.last_step, found.checkpoint_steps) == (100, 40, 5)
+    assert found.step_s == pytest.approx(2.0) and found.stall_s == pytest.approx(3.0)
+    assert found.start_s == pytest.approx(12.0)
+
+
+def test_an_interval_is_weighed_at_the_hazard_of_the_place() -> None:
+    checkpoint = CheckpointSpec(stall_s=60.0, restart_s=300.0)
+    measures = Measures(total=1000, last_step=1000, checkpoint_steps=10)
+    found = weigh_interval(measures, work_hours=100.0, hazard=0.05, checkpoint=checkpoint)
+    assert found is not None
+    assert found.every_s == pytest.approx(3600.0)
+    assert found.best_s == pytest.approx(best_interval_s(60.0, 0.05))
+    assert found.best_steps == round(found.best_s / 360) and found.hours >= found.best_hours
+    often = weigh_interval(
+        Measures(total=1000, last_step=1000, checkpoint_steps=1), work_hours=100.0, hazard=0.05, checkpoint=checkpoint
+    )
+    assert often is not None and often.waste_share > 0.1
+    (finding,) = judge_interval(often, 0.05, 60.0)
+    assert finding.level == "note" and finding.hint == f"save every {often.best_steps} steps"
+    assert weigh_interval(Measures(total=None, last_step=3), work_hours=1.0, hazard=0.1, checkpoint=checkpoint) is None
+
+
+def test_a_notice_is_judged_only_where_one_was_given() -> None:
+    assert judge_notices(given=0, ignored=0, grace_s=20.0) == []
+    assert judge_notices(given=1, ignored=0, grace_s=20.0)[0].level == "good"
+    assert judge_notices(given=2, ignored=1, grace_s=20.0)[0].level == "bad"

@@ -1,0 +1,104 @@
+"""The decision process: what must hold for any market, and cases with a known answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from broker.spot.durations import AGES
+from broker.spot.prior import MEASURED, scale_hazards
+from broker.spot.value_function import Terms, ValueFunction
+
+
+def solve(*, hazard: float | None = None, reopening: float | None = None, **facts: float) -> ValueFunction:
+    known = {"spot_price": 0.3, "start_hours": 0.1, "work_hours": 24.0, "spare_hours": 24.0, **facts}
+    opened = MEASURED.open_hazards if hazard is None else (hazard,) * len(AGES)
+    closed = MEASURED.closed_hazards if reopening is None else (reopening,) * len(AGES)
+    return ValueFunction(Terms(open_hazards=opened, closed_hazards=closed, **known))
+
+
+def test_spot_that_never_closes_costs_its_price() -> None:
+    outlook = solve(hazard=0.0)
+    for work in (1.0, 10.0, 24.0):
+        assert outlook.run.read(0, outlook.locate(work, 5.0)) == pytest.approx(0.3 * work, rel=1e-6)
+        assert outlook.enter_usd(0, work, 5.0) == pytest.approx(0.3 * (work + 0.1), rel=1e-6)
+
+
+def test_a_market_that_never_opens_leaves_on_demand() -> None:
+    outlook = solve(reopening=0.0)
+    for spare in (0.0, 3.0, 20.0):
+        assert outlook.idle_closed.read(0, outlook.locate(10.0, spare)) == pytest.approx(10.1, rel=1e-3)
+
+
+def test_without_spare_time_on_demand_starts_at_once() -> None:
+    outlook = solve()
+    assert outlook.idle_open.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.1)
+    assert outlook.sure_closed.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.0)
+
+
+def test_more_time_less_work_and_what_runs_already_never_cost_more() -> None:
+    outlook = solve()
+    spares, works = (0.0, 0.3, 1.0, 4.0, 12.0, 24.0), (0.5, 2.0, 8.0, 24.0)
+    for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
+        for age in range(len(AGES)):
+            for work in works:
+                by_spare = [table.read(age, outlook.locate(work, spare)) for spare in spares]
+                assert (
+                    by_spare == sorted(by_spare, reverse=True)
+                    or max(after - before for before, after in itertools.pairwise(by_spare)) < 0.02 * work
+                )  # waiting has a small price of its own
+            for spare in spares:
+                by_work = [table.read(age, outlook.locate(work, spare)) for work in works]
+                assert by_work == sorted(by_work)
+    for work in works:
+        point = outlook.locate(work, 4.0)
+        assert outlook.run.read(3, point) <= outlook.idle_open.read(3, point) + 1e-6
+
+
+def test_a_calmer_market_a_lower_price_and_a_second_place_cost_less() -> None:
+    def worth(outlook: ValueFunction) -> float:
+        return outlook.idle_open.read(2, outlook.locate(20.0, 5.0))
+
+    stormy = ValueFunction(
+        Terms(
+            open_hazards=scale_hazards(MEASURED.open_hazards, (3.0, 3.0)), closed_hazards=MEASURED.closed_hazards,
+            spot_price=0.3, start_hours=0.1, work_hours=24.0, spare_hours=24.0,
+        )
+    )  # fmt: skip
+    plain = solve()
+    assert worth(plain) < worth(stormy)
+    assert worth(solve(spot_price=0.2)) < worth(plain)
+    assert worth(solve(second_chance=0.9)) < worth(plain)
+    assert worth(solve(start_hours=0.5)) > worth(plain)
+
+
+def test_a_two_state_market_with_free_starts_and_much_time_is_all_spot() -> None:
+    outlook = solve(hazard=0.5, reopening=0.5, start_hours=0.005, work_hours=8.0, spare_hours=48.0)
+    assert outlook.idle_open.read(0, outlook.locate(8.0, 48.0)) == pytest.approx(0.3 * 8, rel=0.1)
+
+
+def test_below_one_starts_length_of_spare_time_waiting_is_worth_no_more_than_on_demand() -> None:
+    """A start on spot would not be safe any more, so the worth leaps there: no table may smooth that away."""
+    for start in (0.1, 0.5):
+        outlook = solve(start_hours=start)
+        for spare in (0.3 * start, 0.9 * start, start):
+            assert outlook.wait_closed.read(0, outlook.locate(10.0, spare)) == pytest.approx(10.0 + start, rel=2e-3)
+        assert outlook.wait_closed.read(0, outlook.locate(10.0, 3 * start)) < 10.0
+
+
+def test_on_demand_kept_for_now_is_never_worth_what_leaving_it_at_once_is() -> None:
+    """Else the choice between them would be left to rounding, and an old open market never be entered."""
+    outlook = solve(start_hours=0.2)
+    for age in range(5, len(AGES)):
+        entered, kept = outlook.enter_usd(age, 20.0, 6.0), outlook.keep_open.read(age, outlook.locate(20.0, 6.0))
+        assert entered < kept - 0.02
+        assert outlook.sure_open.read(age, outlook.locate(20.0, 6.0)) <= kept
+
+
+def test_a_start_that_outlasts_young_spells_is_expected_to_be_lost_in_a_storm() -> None:
+    calm, stormy = solve(start_hours=0.5, hazard=0.01), solve(start_hours=0.5, hazard=6.0)
+    assert calm.starts[-1].survive == pytest.approx(math.exp(-0.005), rel=1e-3)
+    assert stormy.starts[-1].survive == pytest.approx(math.exp(-3.0), rel=0.15)
+    assert stormy.starts[-1].lost_hours < 0.2 < calm.starts[-1].lost_hours
