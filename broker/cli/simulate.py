@@ -153,7 +153,7 @@ def _measure(
     """Plan the task. Raises UsageError without work, NoOfferError without an offer of both spot and on-demand."""
     from dataclasses import replace
 
-    from broker.optimizer.cost import Terms
+    from broker.optimizer.cost import RunInputs
     from broker.spot.interval import best_interval_s
 
     if task.goal is None or task.goal.work_hours is None:
@@ -161,7 +161,8 @@ def _measure(
             "a simulation requires the amount of work, which the task does not specify",
             hints=["add `goal: {work: 40h, deadline: 60h}` to the task"],
         )
-    free = replace(task, resources=tuple(replace(each, use_spot=None) for each in task.resources))
+    resources = tuple(replace(each, use_spot=None) for each in context.resolve(task).resources)
+    free = replace(task, resources=resources)
     plan = context.plan(replace(free, goal=replace(task.goal, deadline_hours=None, budget_usd=None)))
     both = (each for each in plan.estimates if each.placement.is_spot and each.placement.offer.ondemand_usd_hour)
     estimate = next(both, None)
@@ -170,7 +171,7 @@ def _measure(
     placement = estimate.placement
     work = estimate.breakdown.work_hours
     deadline = deadline_hours or task.goal.deadline_hours
-    terms = Terms.of(work, 0.0, task.checkpoint, None, placement.offer.cloud, placement.node_count)
+    terms = RunInputs.of(work, 0.0, task.checkpoint, None, placement.offer.cloud, placement.node_count)
     every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, _mean_hazard(traces))
     every = min(every_s / 3600, work)
     stall = task.checkpoint.stall_s / 3600

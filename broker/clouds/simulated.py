@@ -77,7 +77,7 @@ class CloudTimings:
 
 
 @dataclass(kw_only=True)
-class _Machine:
+class _SimulatedMachine:
     """The true state of one node; lists may lag behind it."""
 
     node: Node  # as last observed
@@ -113,7 +113,7 @@ class SimulatedCloud:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._machines: dict[str, _Machine] = {}
+        self._machines: dict[str, _SimulatedMachine] = {}
         self._ids_by_token: dict[str, list[str]] = {}
         self.asked_s: dict[str, float] = {}  # token -> when a call for it was last sent, however late it takes effect
         self._late: list[tuple[float, NodeRequest]] = []
@@ -263,7 +263,7 @@ class SimulatedCloud:
     def add_foreign_node(self, node: Node) -> None:
         """Add a running node that another owner created."""
         now_s = self.clock.now_s()
-        self._machines[node.id] = _Machine(node=node, running_s=now_s, visible_s=now_s)
+        self._machines[node.id] = _SimulatedMachine(node=node, running_s=now_s, visible_s=now_s)
 
     def observe(self) -> Sequence[Node]:
         """Return the true state without lag: for checkers and the simulated runtime only."""
@@ -310,7 +310,7 @@ class SimulatedCloud:
         )
         boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
         boot_s = self._random.uniform(self.timings.boot_s, self.timings.boot_s_max) if boots else math.inf
-        self._machines[node_id] = _Machine(
+        self._machines[node_id] = _SimulatedMachine(
             node=node,
             running_s=now_s + boot_s,
             visible_s=now_s + self._random.uniform(0.0, self.timings.list_lag_s),
@@ -325,10 +325,10 @@ class SimulatedCloud:
             if request.token not in self._ids_by_token:
                 self._make_gang(request, due_s)
 
-    def _has_vanished(self, machine: _Machine, now_s: float) -> bool:
+    def _has_vanished(self, machine: _SimulatedMachine, now_s: float) -> bool:
         return machine.ending_s is not None and now_s >= machine.ending_s + self.timings.vanish_s
 
-    def _look(self, machine: _Machine, at_s: float | None = None) -> Node:
+    def _look(self, machine: _SimulatedMachine, at_s: float | None = None) -> Node:
         now_s = self.clock.now_s() if at_s is None else at_s
         state = NodeState.RUNNING if now_s >= machine.running_s else NodeState.PENDING
         ended_s = None
@@ -340,7 +340,7 @@ class SimulatedCloud:
             node = machine.node = replace(node, state=state, ended_s=ended_s, reason=machine.reason)
         return node
 
-    def _end(self, machine: _Machine, *, after_s: float, reason: str) -> None:
+    def _end(self, machine: _SimulatedMachine, *, after_s: float, reason: str) -> None:
         ending_s = self.clock.now_s() + after_s
         if machine.ending_s is None or ending_s < machine.ending_s:
             machine.ending_s, machine.reason = ending_s, machine.reason or reason

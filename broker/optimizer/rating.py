@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from broker.optimizer.cost import (
     RunForecast,
-    Terms,
+    RunInputs,
     add_data_usd,
     make_estimate,
     run_on_demand,
@@ -47,10 +47,10 @@ class CostModel:
         self._forecasts = dict[tuple[float, float, str, bool], RunForecast]()
         self._data = dict[tuple[str, str], DataCost]()
 
-    def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[RankedOffer]:
+    def rate(self, alternative: int, offers: Iterable[Offer]) -> list[RankedOffer]:
         """Rate every offer at each pricing model for which it has a price, in no particular order."""
         task, nodes = self._task, self._task.num_nodes
-        models = list_pricing_models(task, resources)
+        models = list_pricing_models(task, task.resources[alternative])
         may_switch = len(models) == 2
         candidates = list[RankedOffer]()
         for offer in offers:
@@ -72,7 +72,7 @@ class CostModel:
                 candidates.append(
                     RankedOffer(
                         usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
-                        offer, forecast, data, hazard,
+                        offer, forecast, data, hazard, alternative,
                     )
                 )  # fmt: skip
         return candidates
@@ -104,7 +104,7 @@ class CostModel:
         key = (work, hazard, offer.cloud, may_switch)
         forecast = self._forecasts.get(key)
         if forecast is None:
-            terms = Terms.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
+            terms = RunInputs.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
             confidence = task.goal.confidence if task.goal else 0.0
             forecast = self._forecasts[key] = choose_forecast(terms, confidence, may_switch=may_switch)
         return forecast
@@ -122,7 +122,7 @@ class CostModel:
         return data
 
 
-def choose_forecast(terms: Terms, confidence: float, *, may_switch: bool) -> RunForecast:
+def choose_forecast(terms: RunInputs, confidence: float, *, may_switch: bool) -> RunForecast:
     """Choose spot to the end if it meets the deadline with the confidence, else spot that may switch to on-demand, if
     possible.
 
@@ -144,4 +144,6 @@ def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
 
 
 def place(candidate: RankedOffer, node_count: int) -> Placement:
-    return Placement(offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count)
+    return Placement(
+        offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count, alternative=candidate.alternative
+    )

@@ -12,11 +12,11 @@ from operator import add, sub
 from typing import Self
 
 Row = Sequence[float]
-EDGE_OVERHEAD = 100  # measured, in units of `Field.size`: cost of an edge with one state at each end
+EDGE_OVERHEAD = 100  # measured, in units of `CostField.size`: cost of an edge with one state at each end
 RELATIVE_ERROR = 1e-9  # sums of a few hundred doubles are far more exact than this; prices are far less
 
 
-class Field:
+class CostField:
     """Costs of the open states of each task, and the current bound. Copies share unchanged rows.
 
     `kept[v]` has the caller's numbers of task v's open states. `tables[e]` holds edge e's costs twice: rows by source

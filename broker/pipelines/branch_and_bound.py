@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from broker.nouns import noun
-from broker.pipelines.bounds import RELATIVE_ERROR, Field
+from broker.pipelines.bounds import RELATIVE_ERROR, CostField
 
 SWEEPS_AT_ROOT = 60
 SWEEPS_BELOW = 4
@@ -24,7 +24,7 @@ class Found:
 
 
 def search(
-    field: Field,
+    field: CostField,
     start: Sequence[int],
     *,
     evaluate: Callable[[Sequence[int]], float],
@@ -37,13 +37,13 @@ def search(
     `start` is any choice; `improve` improves a choice by local moves, or returns it. After `work_max` additions the
     search stops without a proof: counted, not timed, so that results are reproducible.
     """
-    return _Search(field, start, evaluate, improve, offset, work_max).run()
+    return _BranchAndBound(field, start, evaluate, improve, offset, work_max).run()
 
 
-class _Search:
+class _BranchAndBound:
     def __init__(
         self,
-        field: Field,
+        field: CostField,
         start: Sequence[int],
         evaluate: Callable[[Sequence[int]], float],
         improve: Callable[[list[int], float], tuple[list[int], float]],
@@ -59,7 +59,7 @@ class _Search:
 
     def run(self) -> Found:
         # (bound, field, task, position of its state); deepest last, to keep memory small
-        stack: list[tuple[float, Field, int, int]] = [(self._root.bound, self._root, -1, 0)]
+        stack: list[tuple[float, CostField, int, int]] = [(self._root.bound, self._root, -1, 0)]
         while stack:
             bound, field, task, place = stack.pop()
             if self._is_hopeless(bound):
@@ -86,7 +86,7 @@ class _Search:
     def _is_hopeless(self, bound: float) -> bool:
         return bound + self._offset >= self._value - abs(self._value) * RELATIVE_ERROR
 
-    def _tighten(self, field: Field, sweeps: int) -> bool:
+    def _tighten(self, field: CostField, sweeps: int) -> bool:
         """Raise the bound while sweeps are effective. Return False if no better choice is left in this field."""
         for _ in range(sweeps):
             before = field.bound
@@ -103,7 +103,7 @@ class _Search:
                 break
         return True
 
-    def _try(self, field: Field) -> None:
+    def _try(self, field: CostField) -> None:
         choice = [kept[place] for kept, place in zip(field.kept, field.round_off(), strict=True)]
         if tuple(choice) in self._seen:
             return
@@ -113,13 +113,13 @@ class _Search:
         if value < self._value:
             self._best, self._value = better, value
 
-    def _branch(self, field: Field) -> list[tuple[float, Field, int, int]]:
+    def _branch(self, field: CostField) -> list[tuple[float, CostField, int, int]]:
         """Make one field for every open state of one task, the most promising last, as the stack pops it first."""
         task = max((v for v, kept in enumerate(field.kept) if len(kept) > 1), key=lambda v: (self._rate(field, v), -v))
         ranked = sorted(((each, i) for i, each in enumerate(field.marginals[task])), reverse=True)
         return [(max(bound, field.bound), field, task, place) for bound, place in ranked]
 
-    def _rate(self, field: Field, task: int) -> float:
+    def _rate(self, field: CostField, task: int) -> float:
         """Rate the benefit of branching on this task: its edges to undecided tasks, and the gap to its second best
         state."""
         edges = [e for e in (*field.earlier[task], *field.later[task])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.pipelines.bounds import Field
+from broker.pipelines.bounds import CostField
 from broker.pipelines.branch_and_bound import Found, search
 from broker.pipelines.elimination import Core
 from broker.pipelines.problem import Problem
@@ -24,7 +24,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
         tables = [core.tables[(left[u], left[v])] for u, v in pairs]
         sums = Sums([core.unary[v] for v in left], pairs, tables)
         found = search(
-            Field(sums.unary, pairs, tables),
+            CostField(sums.unary, pairs, tables),
             [problem.greedy[v] for v in left],
             evaluate=sums.add_up,
             improve=sums.improve,

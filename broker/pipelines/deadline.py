@@ -14,7 +14,7 @@ from itertools import pairwise
 from operator import add
 from typing import Self
 
-from broker.pipelines.bounds import Field, Row
+from broker.pipelines.bounds import CostField, Row
 from broker.pipelines.branch_and_bound import Found, search
 from broker.pipelines.label_setting import TooManyLabelsError, find_by_labels, is_forest
 from broker.pipelines.local_search import TimelyMoves
@@ -26,7 +26,7 @@ ROUNDS_WITHOUT_PROGRESS = 8
 ROUNDING = 1e-12  # of the deadline: a plan that takes exactly that long is on time
 
 
-class TimedField(Field):
+class TimedField(CostField):
     """A field that also closes states that are late whatever the other tasks choose."""
 
     def __init__(self, unary: Sequence[Row], tables: Sequence[Sequence[Row]], times: Timetable, limit: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
-from broker.pipelines.bounds import RELATIVE_ERROR, Field
+from broker.pipelines.bounds import RELATIVE_ERROR, CostField
 from broker.pipelines.problem import Problem
 from broker.pipelines.schedule import Timetable
 
@@ -42,7 +42,7 @@ def is_forest(count: int, edges: Sequence[tuple[int, int]]) -> bool:
 
 
 def find_by_labels(
-    problem: Problem, field: Field, times: Timetable, *, upper: float, limit: float, work_max: float
+    problem: Problem, field: CostField, times: Timetable, *, upper: float, limit: float, work_max: float
 ) -> list[int] | None:
     """Return the cheapest choice that ends by `limit`; None if none is below the bound that `upper` represents.
 
@@ -54,7 +54,7 @@ def find_by_labels(
 
 class _Labels:
     def __init__(
-        self, problem: Problem, field: Field, times: Timetable, upper: float, limit: float, work_max: float
+        self, problem: Problem, field: CostField, times: Timetable, upper: float, limit: float, work_max: float
     ) -> None:
         self._problem, self._field, self._times = problem, field, times
         self._upper = upper - abs(upper) * RELATIVE_ERROR

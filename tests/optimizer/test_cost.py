@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from broker.optimizer.billing import bill_recovery_s
 from broker.optimizer.cost import (
-    Terms,
+    RunInputs,
     expected_hours,
     run_on_demand,
     run_on_spot,
@@ -63,7 +63,7 @@ class Run:
     ondemand_hours: float = 0.0
 
 
-def simulate(draw: random.Random, terms: Terms, segments: int, switch_after: float | None) -> Run:
+def simulate(draw: random.Random, terms: RunInputs, segments: int, switch_after: float | None) -> Run:
     """Simulate stretch by stretch; leave spot after the preemption that brings the losses over `switch_after`."""
     tau, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
     run, lost, left = Run(), 0.0, segments
@@ -85,9 +85,9 @@ def simulate(draw: random.Random, terms: Terms, segments: int, switch_after: flo
     return run
 
 
-def make_terms(hazard: float, deadline: float | None, work: float = 24.0) -> Terms:
+def make_terms(hazard: float, deadline: float | None, work: float = 24.0) -> RunInputs:
     spec = CheckpointSpec(stall_s=60, restart_s=900)
-    return Terms(
+    return RunInputs(
         work_hours=work, hazard=hazard, checkpoint=spec, recovery_hours=0.25, recovery_billed_hours=0.2,
         deadline_hours=deadline,
     )  # fmt: skip
@@ -140,10 +140,10 @@ def test_much_slack_makes_the_switch_the_same_as_spot() -> None:
 
 
 def test_on_demand_stalls_only_where_the_task_fixes_an_interval() -> None:
-    free = Terms(work_hours=10, hazard=0, checkpoint=CheckpointSpec(), recovery_hours=0, recovery_billed_hours=0)
+    free = RunInputs(work_hours=10, hazard=0, checkpoint=CheckpointSpec(), recovery_hours=0, recovery_billed_hours=0)
     assert run_on_demand(free).hours == 10
     fixed = CheckpointSpec(every_s=3600, stall_s=36)
-    saving = Terms(work_hours=10, hazard=0, checkpoint=fixed, recovery_hours=0, recovery_billed_hours=0)
+    saving = RunInputs(work_hours=10, hazard=0, checkpoint=fixed, recovery_hours=0, recovery_billed_hours=0)
     assert run_on_demand(saving).hours == pytest.approx(10.1)
 
 
@@ -156,7 +156,7 @@ def test_deadline_chance_is_a_chance_and_grows_with_time() -> None:
 
 
 def test_spot_that_never_gets_through_a_stretch_has_no_finite_cost() -> None:
-    terms = Terms(
+    terms = RunInputs(
         work_hours=100, hazard=100, checkpoint=CheckpointSpec(every_s=36_000), recovery_hours=0.1,
         recovery_billed_hours=0.1, deadline_hours=1000,
     )  # fmt: skip

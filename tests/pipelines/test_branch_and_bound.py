@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from broker.pipelines.bounds import Field
+from broker.pipelines.bounds import CostField
 from broker.pipelines.branch_and_bound import Found, search
 from broker.pipelines.costs import Sums
 
@@ -21,7 +21,7 @@ def draw_sums(seed: int) -> Sums:
 
 
 def solve(sums: Sums, *, work_max: float = 1e7) -> Found:
-    field = Field(sums.unary, PAIRS, sums.tables)
+    field = CostField(sums.unary, PAIRS, sums.tables)
     # without local moves the incumbent stays bad for long, and much must be proven
     return search(
         field, [0] * 6, evaluate=sums.add_up, improve=lambda choice, value: (choice, value), work_max=work_max
