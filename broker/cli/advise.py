@@ -234,7 +234,7 @@ def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
     from broker.task.override import override_resources
     from broker.types import Resources, Task
 
-    names = [each for each in context.book.read_figures() if can_train(wish, each)]
+    names = [figure for figure in context.book.read_figures() if can_train(wish, figure)]
     task = Task(resources=tuple(Resources(accelerator=name, accelerator_count=1) for name in names))
     return list(context.book.find_offers(override_resources(task, infra=infra) if infra else task))
 
@@ -319,7 +319,7 @@ def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str
     return {
         "training": {**to_plain(training), "parameters": training.shape.parameters, "steps": training.steps},
         "prices_as_of": advice.prices_as_of,
-        "options": [describe_option(each) for each in advice.options[:top]],
+        "options": [describe_option(option) for option in advice.options[:top]],
         "faster": [describe_option(each) for each in advice.faster],
         "yaml": text,
     }

@@ -46,7 +46,7 @@ MEANING = {
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
     data: dict[str, object] = to_plain(job)
     del data["task"]
-    attempts = [_describe_attempt(each) for each in job.attempts]
+    attempts = [_describe_attempt(attempt) for attempt in job.attempts]
     return {**data, "attempts": attempts, "spent_usd": spent_usd}
 
 
@@ -117,7 +117,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It continues from the checkpoints of job {found.resumes}.")
-    for other in (context.store.get_job(each) for each in found.needs):
+    for other in (context.store.get_job(need) for need in found.needs):
         if other:
             print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
