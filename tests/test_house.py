@@ -24,9 +24,8 @@ LAYERS: list[set[str]] = [
     {"access"},
     {"provision"},
     {"jobs", "lab"},
-    {"api"},
     {"app"},
-    {"rehearsal"},
+    {"rehearsal", "api"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.api import Market, find_cache
+from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, load_config
 from broker.errors import BrokerError, StateError, UsageError

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.planning import check_notices, check_place
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.plan_table import show_plan
@@ -90,8 +91,8 @@ def rehearse(
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
     context = make_context()
     task = choose_resources(context.resolve(first))
-    options.check_notices([task], is_launch=True)
-    options.check_place(task, {"local"}, is_launch=False)
+    check_notices([task], is_launch=True, note=print_note)
+    check_place(task, {"local"}, is_launch=False, note=print_note)
     plan = context.plan(task)
     market = open_market(traces, seed)
     stage = set_stage(plan, market, nodes_local, has_given_speed=speed is not None)

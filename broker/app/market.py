@@ -1,0 +1,131 @@
+"""The price book and the planner in one, and this machine's offers where a task names `local`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from broker.errors import NoOfferError, NotImportedError, UnknownNameError
+from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
+
+if TYPE_CHECKING:
+    from broker.catalog.book import Book
+    from broker.optimizer.rating import History
+
+
+class Market:
+    """The price book, and this machine where a task names `local`."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    @cached_property
+    def book(self) -> Book:
+        from broker.catalog.opening import open_book
+
+        return open_book(self._cache)
+
+    @cached_property
+    def figures(self) -> Mapping[str, AcceleratorFigures]:
+        return self.book.read_figures()
+
+    def resolve(self, task: Task) -> Task:
+        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        from broker.task.accelerators import resolve_accelerators
+
+        return resolve_accelerators(task, self.figures)
+
+    def plan(
+        self,
+        task: Task,
+        *,
+        usable_clouds: frozenset[str] | None = None,
+        avoid: Callable[[Placement], bool] | None = None,
+        history: History | None = None,
+    ) -> Plan:
+        """As `rank`; raises NoOfferError with hints, each of which was tried, NotImportedError where the task names
+        only clouds whose offers the user has to import."""
+        unpriced = self._list_unpriced(task)
+        if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
+            raise NotImportedError(
+                f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
+                hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
+            )
+        task = self.resolve(task)
+        try:
+            return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
+        except NoOfferError as error:
+            from broker.optimizer.diagnosis import explain_nothing, loosen_places
+
+            wide = self._find_offers(loosen_places(task))
+
+            def try_plan(changed: Task) -> Plan:
+                return self.rank(changed, usable_clouds=usable_clouds, avoid=avoid, offers=wide)
+
+            try:
+                return try_plan(task)
+            except NoOfferError as wider:
+                if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
+                    asked = wider.message.partition("\n")[0]  # counts of offers tell nothing about a misspelt name
+                    raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
+                explained = explain_nothing(wider, task, try_plan)
+                raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
+
+    def _say_unpriced(self, task: Task) -> Sequence[str]:
+        """For clouds that nobody publishes prices of, such as one's own Kubernetes."""
+        return [
+            f"the price book has no offers of {cloud}: `broker catalog import DIR` takes in what it offers you"
+            for cloud in sorted(self._list_unpriced(task))
+        ]
+
+    def _list_unpriced(self, task: Task) -> set[str]:
+        return {each.cloud for each in task.resources if each.cloud} - {"local", *self.book.clouds}
+
+    def rank(
+        self,
+        task: Task,
+        *,
+        usable_clouds: frozenset[str] | None = None,
+        avoid: Callable[[Placement], bool] | None = None,
+        offers: Sequence[Offer] | None = None,
+        history: History | None = None,
+    ) -> Plan:
+        """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
+
+        `history` is what was seen of preemptions; it is mixed with the price book's bands.
+        """
+        from broker.optimizer.planner import make_plan
+
+        task = self.resolve(task)
+        return make_plan(
+            task,
+            self._find_offers(task) if offers is None else offers,
+            prices_as_of=self.book.as_of,
+            usable_clouds=usable_clouds,
+            avoid=avoid,
+            figures=self.figures,
+            egress=self.book.read_egress(),
+            history=history,
+        )
+
+    def _find_offers(self, task: Task) -> Sequence[Offer]:
+        offers = self.book.find_offers(task)
+        if any(each.cloud == "local" for each in task.resources):
+            from broker.catalog.local import list_local_offers
+
+            return [*offers, *list_local_offers(*measure_machine())]
+        return offers
+
+
+def find_cache() -> Path:
+    """Where unpacked prices lie; they are public, and shared by all state folders."""
+    return Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache") / "broker"
+
+
+def measure_machine() -> tuple[int, float]:
+    """This machine's vCPUs and memory in GiB."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return os.cpu_count() or 1, round(pages * page / 2**30, 1)
