@@ -61,6 +61,11 @@ class Context:
         clouds = {name: make(self.config, clock=self.clock) for name, make in makers.items()}
         return {name: cloud for name, cloud in clouds.items() if cloud is not None}
 
+    def close(self) -> None:
+        """Close the store, if it was opened."""
+        if "store" in self.__dict__:
+            self.store.close()
+
     def prepare(self, plan: Plan) -> None:
         """Load the library of the chosen cloud while the user reads the plan."""
         from broker.clouds.base import CanPrepare

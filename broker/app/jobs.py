@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.app.launching import settle_checkpoints
 from broker.app.planning import plan_launch
-from broker.errors import BrokerError, UsageError, WaitTimeoutError
+from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
 from broker.nouns import noun
 from broker.types import Job, JobStatus, Plan, Secret, Task
@@ -77,6 +77,15 @@ def find_job(context: Context, wanted: str | int) -> Job:
     return named[-1]
 
 
+def find_jobs(context: Context, wanted: Sequence[str | int]) -> Sequence[Job]:
+    """Find jobs by ID or name, and all jobs of pipelines. Raises UsageError for the first that is unknown."""
+    known = context.store.list_jobs(on_damage=context.warn)
+    return [
+        job for text in wanted
+        for job in [each for each in known if each.pipeline == text] or [find_job(context, text)]
+    ]  # fmt: skip
+
+
 def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id: str | None) -> Job:
     """Submit an ended job again, which resumes from its checkpoints; check access first. Raises UsageError."""
     from broker.jobs.submission import retry_job
@@ -125,10 +134,10 @@ async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_
         await context.clock.sleep(LOOK_S)
 
 
-def explain_ended(job: Job) -> BrokerError:
+def explain_ended(job: Job) -> JobEndedError:
     """Make the error for a job that ended in another status than the one waited for."""
     reason = f": {job.failure}" if job.failure else ""
-    return BrokerError(f"job {job.id} ended with status {job.status.value}{reason}")
+    return JobEndedError(f"job {job.id} ended with status {job.status.value}{reason}")
 
 
 async def follow_job(context: Context, job_id: int) -> AsyncIterator[str]:

@@ -45,30 +45,36 @@ def _show_upload(url: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(done, total=total)
 
 
+IdleOption = Annotated[
+    int | None,
+    typer.Option(
+        "--idle-minutes-to-autostop",
+        "-i",
+        metavar="MINUTES",
+        min=0,
+        help="Stop the cluster after this many idle minutes.",
+    ),
+]
+DownOption = Annotated[bool, typer.Option("--down", help="Terminate the idle cluster instead of stopping it.")]
+RetryUntilUpOption = Annotated[
+    bool, typer.Option("--retry-until-up", "-r", help="Keep retrying until capacity is available.")
+]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="With --dryrun: print the plan as JSON.")]
+
+
 @options.task_options("name", "workdir", *options.RESOURCES, *options.ENVIRONMENT)
 def launch(
     entrypoint: options.Entrypoint,
     cluster: options.ClusterOption = None,
     overrides: options.Overrides = options.NO_OVERRIDES,
-    idle: Annotated[
-        int | None,
-        typer.Option(
-            "--idle-minutes-to-autostop",
-            "-i",
-            metavar="MINUTES",
-            min=0,
-            help="Stop the cluster after this many idle minutes.",
-        ),
-    ] = None,
-    down: Annotated[bool, typer.Option("--down", help="Terminate the idle cluster instead of stopping it.")] = False,
+    idle: IdleOption = None,
+    down: DownOption = False,
     hedge: options.Hedge = 2,
-    retry_until_up: Annotated[
-        bool, typer.Option("--retry-until-up", "-r", help="Keep retrying until capacity is available.")
-    ] = False,
+    retry_until_up: RetryUntilUpOption = False,
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dryrun: print the plan as JSON.")] = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Start a cluster and run a task on it."""
     context = make_context()

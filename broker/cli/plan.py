@@ -18,40 +18,49 @@ from broker.cli.render import print_json, print_note
 from broker.errors import UsageError
 from broker.types import Objective, Plan, Task
 
+TaskArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[TASK.yaml]", help="Task file. Omit it to plan from options alone.", show_default=False),
+]
+MaxPriceOption = Annotated[
+    float | None, typer.Option("--max-price", metavar="USD", min=0, help="Maximum price per node, in USD per hour.")
+]
+MinimizeOption = Annotated[
+    Objective, typer.Option("--minimize", help="Objective for the whole pipeline: cost or time.")
+]
+DeadlineHoursOption = Annotated[
+    float | None,
+    typer.Option("--deadline-hours", metavar="HOURS", help="Deadline for the whole pipeline, in hours."),
+]
+TopOption = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")]
+ExplainOption = Annotated[
+    bool,
+    typer.Option("--explain", help="Break down the estimate and explain why cheaper instances ranked lower."),
+]
+WhatIfOption = Annotated[
+    list[str] | None,
+    typer.Option("--what-if", metavar="KEY=VALUE[,...]", help="Compare with a changed task. Repeatable."),
+]
+ParetoOption = Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
+]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")]
+
 
 @options.task_options(*options.RESOURCES, *options.ENVIRONMENT)
 def plan(
-    task: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[TASK.yaml]", help="Task file. Omit it to plan from options alone.", show_default=False
-        ),
-    ] = None,
+    task: TaskArgument = None,
     overrides: options.Overrides = options.NO_OVERRIDES,
-    max_price: Annotated[
-        float | None, typer.Option("--max-price", metavar="USD", min=0, help="Maximum price per node, in USD per hour.")
-    ] = None,
-    minimize: Annotated[
-        Objective, typer.Option("--minimize", help="Objective for the whole pipeline: cost or time.")
-    ] = "cost",
-    deadline_hours: Annotated[
-        float | None,
-        typer.Option("--deadline-hours", metavar="HOURS", help="Deadline for the whole pipeline, in hours."),
-    ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")] = 10,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Break down the estimate and explain why cheaper instances ranked lower."),
-    ] = False,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option("--what-if", metavar="KEY=VALUE[,...]", help="Compare with a changed task. Repeatable."),
-    ] = None,
-    pareto: Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
+    max_price: MaxPriceOption = None,
+    minimize: MinimizeOption = "cost",
+    deadline_hours: DeadlineHoursOption = None,
+    top: TopOption = 10,
+    explain: ExplainOption = False,
+    what_if: WhatIfOption = None,
+    pareto: ParetoOption = False,
+    plot: PlotOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Rank placements for a task by cost, without starting anything."""
     context = make_context()
