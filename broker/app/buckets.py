@@ -24,14 +24,14 @@ TrackUpload = Callable[[str], AbstractContextManager[Callable[[int, int], None]]
 def fill_buckets(context: Context, tasks: Iterable[Task], *, track: TrackUpload) -> tuple[Task, ...]:
     """Replace local files by buckets, and upload them; a repeated call uploads only changes.
 
-    Raises UsageError for a path that is not there, and what `storage.sending` raises.
+    Raises UsageError for a path that is not there, and what `storage.upload` raises.
     """
     return tuple(_fill(context, task, track) if task.storage_mounts else task for task in tasks)
 
 
 def _fill(context: Context, task: Task, track: TrackUpload) -> Task:
     from broker.storage.mounts import find_uploads, plan_mounts
-    from broker.storage.sending import send_files
+    from broker.storage.upload import send_files
 
     mounts = list(task.storage_mounts)
     for index, step in enumerate(plan_mounts(task)):
@@ -62,7 +62,7 @@ def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
 
 
 def _list_folder(folder: Path, prefix: str) -> dict[str, Path]:
-    from broker.runtime.ignoring import walk
+    from broker.runtime.skyignore import walk
 
     return {
         prefix + (place / name).relative_to(folder).as_posix(): place / name

@@ -43,7 +43,7 @@ WhatIfOption = Annotated[
 ]
 ParetoOption = Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg file.")
 ]
 AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
+from broker.clouds.base import CanExtend, CanStop, Cloud, ProvidesSshHosts, SupportsConsole
 from broker.errors import AuthError, CapacityError, TransientError, UsageError
 from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.adoption import Adopter
@@ -116,7 +116,7 @@ class Provisioner:
         """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
         no matter of the machine: it is run on one that boots as usual."""
         asked = find_asked(task, placement)
-        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
+        is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
         is_container = (asked.image_id or "").startswith(CONTAINER)
         return MachineSpec(
             disk_size_gib=asked.disk_size_gib,
@@ -131,7 +131,7 @@ class Provisioner:
         """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
         cloud = self._clouds.get(cluster.placement.offer.cloud)
         node = next((each for each in cluster.nodes if each.id == node_id), None)
-        if node is None or not isinstance(cloud, ShowsConsole):
+        if node is None or not isinstance(cloud, SupportsConsole):
             return None
         return f"`{cloud.name_console(node)}` shows what it prints while it boots"
 
@@ -330,7 +330,9 @@ class Provisioner:
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
-            if not self._store.is_intent_open(nodes[0].token):
+            current = self._store.get_cluster(name)
+            is_going = current is not None and current.status is ClusterStatus.TERMINATING  # its intent closes later
+            if is_going or not self._store.is_intent_open(nodes[0].token):
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
             self._failover.launcher.record(nodes)
