@@ -1,7 +1,7 @@
 """Measures collectives: `python -m trainers.allreduce`, on the broker's nodes or under torchrun.
 
 Sizes, rates and their names are those of nccl-tests, so results can be compared with published ones. What is already
-in the results file is not measured again: after a preemption the sweep goes on where it was.
+in the results file is not measured again: after a preemption the sweep continues where it was.
 """
 
 import json
@@ -38,7 +38,7 @@ class SweepConfig:
     collectives: str = knob(",".join(COLLECTIVES), "what to measure, separated by commas")
     smallest: str = knob("1K", "size to begin with: bytes, or with K, M or G (powers of 1024)")
     largest: str = knob("16M", "size to end with")
-    factor: int = knob(4, "each size is so many times the one before")
+    factor: int = knob(4, "ratio of one size to the one before")
     warmup: int = knob(2, "runs before those that are timed")
     runs: int = knob(10, "timed runs; the mean counts")
     dtype: str = knob("float32", "what is sent", ("float32", "bfloat16", "float16"))
@@ -91,30 +91,30 @@ def sweep(
 
     if ranks.world_size == 1:
         raise TrainerError(
-            "one rank has nobody to talk to\n\n"
+            "one rank has no peer\n\n"
             "hint: `python -m trainers.launch --workers 2 -m trainers.allreduce`, or a task with `num_nodes: 2`"
         )
     plan = list(iterate_plan(config))
     progress = Progress(environment.progress_file, total=len(plan), is_silent=not ranks.is_first)
     file = find_results_file(config, environment)
-    known: dict[tuple[str, int], Result] = ranks.share(read_results(file, config, ranks.world_size))
-    begun = sum(point in known for point in plan)
+    results: dict[tuple[str, int], Result] = ranks.share(read_results(file, config, ranks.world_size))
+    begun = sum(point in results for point in plan)
     progress.report(step=begun, event="resumed" if begun else "started", checkpoint_step=begun or None)
     for line in (HEADER, UNITS_LINE):
         progress.say(line)
     for done, (name, size) in enumerate(plan, start=1):
-        is_new = (name, size) not in known
+        is_new = (name, size) not in results
         if is_new:
             watchdog.beat(f"measuring {name} of {size} bytes")
             result = measure(name, size, config, ranks)
             if ranks.is_first:
                 append_result(file, result)
-            known[name, size] = result
-        tell(progress, known[name, size], done if is_new else None)
+            results[name, size] = result
+        report(progress, results[name, size], done if is_new else None)
         if is_new and ranks.sum([float(notice.is_given())])[0] and done < len(plan):
             progress.report(step=done, event="preempted, results kept", checkpoint_step=done)
             return EXIT_CODE_PREEMPTED
-    wrong = sum(result.wrong for result in known.values())
+    wrong = sum(result.wrong for result in results.values())
     progress.report(step=len(plan), event="finished", checkpoint_step=len(plan), wrong=wrong)
     return 1 if wrong else 0
 
@@ -151,7 +151,7 @@ def find_bus_factor(name: str, ranks: int) -> float:
     return (2.0 if name == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
-def tell(progress: "Progress", result: Result, step: int | None) -> None:
+def report(progress: "Progress", result: Result, step: int | None) -> None:
     """A row of the table, and for a new result a line for the broker."""
     progress.say(
         f"{result.collective:<15}{result.size:>13,}{result.time_us:>13,.1f}"
@@ -172,7 +172,7 @@ def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
 
 def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str, int], Result]:
     """What was measured before under the same conditions; a line cut short by a kill counts for nothing."""
-    found = {}
+    results = {}
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
@@ -183,8 +183,8 @@ def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str,
         except (ValueError, TypeError):
             continue
         if (result.dtype, result.ranks) == (config.dtype, ranks):
-            found[result.collective, result.size] = result
-    return found
+            results[result.collective, result.size] = result
+    return results
 
 
 def append_result(file: Path, result: Result) -> None:
@@ -236,7 +236,7 @@ def read_size(text: str) -> int:
     """Bytes of `64`, `8K`, `16M` or `1G`."""
     number, unit = text.rstrip("KMG"), text[len(text.rstrip("KMG")) :]
     if not number.isdecimal() or unit not in UNITS:
-        raise ValueError(f"`{text}` is no size such as 64, 8K, 16M or 1G")
+        raise ValueError(f"`{text}` is not a size such as 64, 8K, 16M or 1G")
     return int(number) * UNITS[unit]
 
 

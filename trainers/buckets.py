@@ -41,9 +41,9 @@ class BucketStorage:
 
     def list_names(self, path: str) -> list[str]:
         """Names of files and of prefixes."""
-        found = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return sorted(each.rstrip("/").rsplit("/", 1)[-1] for each in paths)
+        listing = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
+        paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
     def read(self, path: str) -> bytes | None:
         """A whole object."""
@@ -98,7 +98,7 @@ class BucketStorage:
 
     def delete(self, path: str) -> None:
         """Remove an object, or all under a prefix."""
-        names = [each["path"] for page in self._library.list(self._store, path) for each in page]
+        names = [entry["path"] for page in self._library.list(self._store, path) for entry in page]
         with contextlib.suppress(FileNotFoundError):
             self._ask("delete", self._library.delete, self._store, names or [path])
 
@@ -231,9 +231,9 @@ def find_emulator(scheme: str) -> dict[str, Any]:
     if not address.startswith("http://"):
         return {}
     options: dict[str, Any] = {"client_options": {"allow_http": True}}
-    if scheme == "gs":  # told not to sign alone, the library still asks the metadata server for a token (obstore 0.12)
-        nobody = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-        key = {**nobody, "gcs_base_url": address, "disable_oauth": True}
+    if scheme == "gs":  # without signing alone, the library still asks the metadata server for a token (obstore 0.12)
+        unsigned = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        key = {**unsigned, "gcs_base_url": address, "disable_oauth": True}
         options["service_account_key"] = json.dumps(key)
     return options
 
@@ -255,7 +255,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> str | None:
-    """S3 tells a bucket's region to anyone, in a header of whatever it answers."""
+    """Return a bucket's region, which S3 names in a header of every answer."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:

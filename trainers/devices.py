@@ -1,4 +1,4 @@
-"""What a device can do at best, what memory it has, and what to change where that is not enough."""
+"""Peak rates and memory of devices, and hints where memory does not suffice."""
 
 import os
 import resource
@@ -55,7 +55,7 @@ def configure_arithmetic(config: RunConfig) -> None:
 
 
 def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> float | None:
-    """FLOP/s of one device at best; None where nobody has told, as for CPUs."""
+    """Return the peak FLOP/s of one device; None if unknown, as for CPUs."""
     if given_tflops:
         return given_tflops * 1e12
     if device.type != "cuda":

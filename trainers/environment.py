@@ -1,4 +1,4 @@
-"""The environment contract: what the broker tells a program through variables. All have a use without a broker."""
+"""The environment contract: variables that the broker sets. All have a use without a broker."""
 
 import os
 from collections.abc import Mapping

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from trainers.environment import Environment
 
 AUTOMATIC = -1
-# Where nobody has told: a gang that is interrupted once in five hours, as on a middling spot market.
+# Without a figure from the broker: a gang that is interrupted once in five hours, as on a middling spot market.
 HAZARD_PER_HOUR_DEFAULT = 0.2
 # A hazard is an estimate. More work than this is not staked on it.
 INTERVAL_S_MAX = 1800.0
-# Writing goes on beside training, and takes a little from it: for no more than this share of the time.
+# Writing runs beside training and slows it a little: for no more than this share of the time.
 WRITE_SHARE_MAX = 0.1
 # Steps until what a step and a save take is known.
 STEPS_FIRST = 5

@@ -104,17 +104,17 @@ def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> by
     content = storage.read(f"{name}/{INDEX}")
     if INDEX not in contents.files:
         raise Damage(f"`{INDEX}` is not in its manifest")
-    found = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
-    check_seal(INDEX, contents.files[INDEX], found)
+    actual = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
+    check_seal(INDEX, contents.files[INDEX], actual)
     assert content is not None, "its seal was checked"
     return content
 
 
-def check_seal(file: str, seal: Seal, found: tuple[str, int] | None) -> None:
+def check_seal(file: str, seal: Seal, actual: tuple[str, int] | None) -> None:
     """Raise Damage unless `found`, checksum and size, are the file's; None is a missing file."""
-    if found is None:
+    if actual is None:
         raise Damage(f"`{file}` is missing")
-    if found != (seal.sha256, seal.size):
+    if actual != (seal.sha256, seal.size):
         raise Damage(f"`{file}` is not what was written")
 
 

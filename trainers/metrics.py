@@ -59,8 +59,8 @@ class MetricFiles:
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append one line. JSON has no infinity: such a value is null. A resumed run repeats what it lost."""
         if self._path:
-            known = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
-            line = {"time": time.time(), "attempt": self._attempt, "step": step, **known}
+            finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+            line = {"time": time.time(), "attempt": self._attempt, "step": step, **finite}
             with self._path.open("ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         if self._board is not None:

@@ -141,7 +141,7 @@ class Reporter:
     """Says now and then how far it has come, on stderr."""
 
     def __init__(self, total_bytes: int) -> None:
-        """Out of so many bytes."""
+        """Start with the total number of bytes."""
         self._total = max(1, total_bytes)
         self._begin = self._told = time.monotonic()
         self._is_terminal = sys.stderr.isatty()

@@ -13,7 +13,7 @@ class RandomNumbers:
         self._device = device
 
     def seed(self, seed: int) -> None:
-        """Start all generators anew."""
+        """Seed all generators."""
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)

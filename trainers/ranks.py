@@ -144,8 +144,8 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
 def _keep_freed_memory() -> None:
     """Let glibc keep what is freed, for the next step's activations of the same sizes.
 
-    Left to itself it gives them back to the system at every step and has them zeroed anew: 4,300 page faults a step of
-    the default model, and 5 % of its time. Other C libraries have no such knob.
+    Left to itself it gives them back to the system at every step and has them zeroed again: 4,300 page faults a step of
+    the default model, and 5 % of its time. Other C libraries have no such option.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

@@ -59,18 +59,18 @@ class Restorer:
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None where there is none.
 
-        Torn and corrupt ones are passed over with a warning, by all ranks alike. Each rank verifies what it reads, on a
-        copy of the state, so that a damaged checkpoint leaves no trace. That takes as much memory as a save. How far
-        the ranks are is told by `progress`.
+        All ranks skip torn and corrupt ones, with a warning. Each rank verifies what it reads, on a copy of the state,
+        so that a damaged checkpoint leaves no trace. That takes as much memory as a save. `progress` reports how far
+        the ranks are.
         """
         names = decide(self._ranks, lambda: list_checkpoints(self._storage))
         live: dict[str, Any] | None = None
         for name in names:
-            found = decide(self._ranks, lambda name=name: self._read_index(name))  # type: ignore[misc]
-            if isinstance(found, Damage):
-                self._warn_skipped(name, found)
+            index_read = decide(self._ranks, lambda name=name: self._read_index(name))  # type: ignore[misc]
+            if isinstance(index_read, Damage):
+                self._warn_skipped(name, index_read)
                 continue
-            contents, index = found
+            contents, index = index_read
             live = live or self._find_live()
             chosen = {key: state for key, state in live.items() if self._is_in(key, contents)}
             with progress.follow(name.step, str(name)):
@@ -97,8 +97,8 @@ class Restorer:
 
     def _find_live(self) -> dict[str, Any]:
         """The state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
-        live = {key: each.state_dict() for key, each in self._shared.items()}
-        live[self._own_name] = {key: each.state_dict() for key, each in self._own.items()}
+        live = {key: holder.state_dict() for key, holder in self._shared.items()}
+        live[self._own_name] = {key: holder.state_dict() for key, holder in self._own.items()}
         return live
 
     def _is_in(self, key: str, contents: Contents) -> bool:
@@ -150,17 +150,17 @@ class Restorer:
         elif problem is not None and not isinstance(problem, Damage):
             problem = CheckpointError(f"the checkpoint cannot be loaded: {problem}")
         parts = self._ranks.collect((problem, reader.verified))
-        problems = [each for each, _ in parts if each is not None]
-        for each in problems:
-            if isinstance(each, CheckpointError):
-                raise each from reader.problem
+        problems = [failure for failure, _ in parts if failure is not None]
+        for failure in problems:
+            if isinstance(failure, CheckpointError):
+                raise failure from reader.problem
         return next(iter(problems), None), {file for _, files in parts for file in files}
 
     def _take_over(self, live: dict[str, Any], staged: dict[str, Any]) -> None:
         # One after the other: both may be about the same tensors, and a rank's own values are to stay.
-        for key, each in self._shared.items():
+        for key, holder in self._shared.items():
             if key in staged:
-                each.load_state_dict(_fill(live[key], staged[key]))
+                holder.load_state_dict(_fill(live[key], staged[key]))
         for key, state in staged.get(self._own_name, {}).items():
             self._own[key].load_state_dict(_fill(live[self._own_name][key], state))
 
@@ -194,7 +194,7 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
 def _fill(live: Any, staged: Any) -> Any:
     """The live state with the staged values; tensors are filled where they lie."""
     if isinstance(live, dict):
-        return {key: _fill(each, staged[key]) for key, each in live.items()}
+        return {key: _fill(value, staged[key]) for key, value in live.items()}
     if not isinstance(live, torch.Tensor):
         return staged
     with torch.no_grad():

@@ -67,8 +67,8 @@ def open_storage(url: str) -> Storage:
 
     if scheme in SCHEMES:
         return open_bucket(url)
-    known = ", ".join(f"`{each}://`" for each in SCHEMES)
-    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder or one of {known}")
+    schemes = ", ".join(f"`{scheme}://`" for scheme in SCHEMES)
+    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder or one of {schemes}")
 
 
 class FolderStorage:
@@ -82,7 +82,7 @@ class FolderStorage:
     def list_names(self, path: str) -> list[str]:
         """Names in a folder, without the files still being written."""
         try:
-            return sorted(each.name for each in (self._root / path).iterdir() if not each.name.endswith(".partial"))
+            return sorted(entry.name for entry in (self._root / path).iterdir() if not entry.name.endswith(".partial"))
         except FileNotFoundError:
             return []
 

@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; what is no UTF-8 is replaced."""
+        """The text of some ids; invalid UTF-8 is replaced."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Read as UTF-8."""
-        return bytes(each for each in ids if each < self.vocabulary).decode("utf-8", "replace")
+        return bytes(number for number in ids if number < self.vocabulary).decode("utf-8", "replace")
 
 
 class TiktokenTokenizer:
@@ -79,7 +79,7 @@ class TiktokenTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids past the table, which padding of the vocabulary allows, stand for nothing."""
-        text: str = self._encoding.decode([each for each in ids if each < self.vocabulary])
+        text: str = self._encoding.decode([number for number in ids if number < self.vocabulary])
         return text
 
     @property

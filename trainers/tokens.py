@@ -55,7 +55,7 @@ def open_tokens(config: DataConfig) -> Tokens:
             f"`python -m trainers.prepare {path} --output tokens`"
         )
     separator = b"\0" if len(texts) > 1 or texts[0].suffix in (".jsonl", ".parquet") else b""
-    return _from_text(separator.join(each for file in texts for each in read_documents(file, config.column)))
+    return _from_text(separator.join(document for file in texts for document in read_documents(file, config.column)))
 
 
 def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Corpus, Corpus | None]:

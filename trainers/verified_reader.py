@@ -85,7 +85,7 @@ class VerifiedReader(FileSystemReader):
         if seal is None:
             raise Damage(f"`{file}` is not in its manifest")
         chunks = self._storage.stream(f"{self._name}/{file}")
-        return HashedFile(chunks, note_read=self._note_read, check=lambda found: check_seal(file, seal, found))
+        return HashedFile(chunks, note_read=self._note_read, check=lambda actual: check_seal(file, seal, actual))
 
     def _load_file(self, file: str, wanted: Mapping[int, list[ReadItem]], planner: LoadPlanner) -> None:
         """Load all items of one file in the order in which they lie there."""
@@ -132,7 +132,7 @@ class HashedFile:
         note_read: Callable[[int], None],
         check: Callable[[tuple[str, int] | None], None],
     ) -> None:
-        """`check` is told checksum and size at the end, or None where there is no such file, and raises Damage."""
+        """`check` gets checksum and size at the end, or None for a missing file, and raises Damage."""
         self._chunks, self._note_read, self._check = chunks, note_read, check
         self._digest, self._size = hashlib.sha256(), 0
         self._rest = memoryview(b"")  # read and hashed, not yet passed

@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
     def _draw(self, name: str, parameter: Tensor) -> None:
         if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; what is no bias scales a norm
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; other vectors scale a norm
             return
         if name.endswith("lora_b"):
             parameter.zero_()  # an adapter starts as none

@@ -61,7 +61,7 @@ class Gossip(Strategy):
         group: Any = self.grid.group("island") or dist.group.WORLD
         rank, count = self.grid.index("island"), self.grid.size("island")
         to, source = (dist.get_global_rank(group, peer % count) for peer in (rank + distance, rank - distance))
-        outgoing = torch.cat([each.reshape(-1) for each in parameters])
+        outgoing = torch.cat([tensor.reshape(-1) for tensor in parameters])
         incoming = torch.empty_like(outgoing)
         stop_step = torch.tensor([self._stop_step], device=self.ranks.device)
         stop_step_heard = torch.empty_like(stop_step)
@@ -74,6 +74,6 @@ class Gossip(Strategy):
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         self._stop_step = min(self._stop_step, int(stop_step_heard.item()))
-        parts = incoming.split([each.numel() for each in parameters])
+        parts = incoming.split([tensor.numel() for tensor in parameters])
         heard = [part.view_as(to) for part, to in zip(parts, parameters, strict=True)]
         torch._foreach_lerp_(parameters, heard, 0.5)

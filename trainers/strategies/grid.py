@@ -129,11 +129,11 @@ def parse_mesh(text: str, axes: tuple[str, ...], world_size: int, local_world_si
         raise TrainerError(f"`--mesh {text}` has {len(words)} axes, the strategy {len(axes)}: {' x '.join(axes)}")
     if words.count("*") > 1 or not all(word == "*" or (word.isdecimal() and int(word) > 0) for word in words):
         raise TrainerError(f"`--mesh {text}` is not like `2x4` or `*x4`")
-    known = math.prod(int(word) for word in words if word != "*")
-    if world_size % known or ("*" not in words and known != world_size):
+    fixed = math.prod(int(word) for word in words if word != "*")
+    if world_size % fixed or ("*" not in words and fixed != world_size):
         reason = "a multiple of " if "*" in words else ""
         raise TrainerError(
-            f"`--mesh {text}` is for {reason}{known} ranks and there are {world_size}; "
+            f"`--mesh {text}` is for {reason}{fixed} ranks and there are {world_size}; "
             "with `*` for one axis it follows the number of ranks"
         )
-    return tuple(world_size // known if word == "*" else int(word) for word in words)
+    return tuple(world_size // fixed if word == "*" else int(word) for word in words)
