@@ -130,7 +130,7 @@ def measure(name: str, size: int, config: SweepConfig, ranks: "Ranks") -> Result
 
 
 def describe(collective: "Collective", size: int, seconds: float, wrong: int, dtype: str, ranks: int) -> Result:
-    """Rates as nccl-tests define them (its doc/PERFORMANCE.md)."""
+    """Return rates as nccl-tests define them (its doc/PERFORMANCE.md)."""
     algorithm_gb_s = collective.size / seconds / 1e9
     return Result(
         collective=collective.name,
@@ -145,14 +145,14 @@ def describe(collective: "Collective", size: int, seconds: float, wrong: int, dt
 
 
 def find_bus_factor(name: str, ranks: int) -> float:
-    """How many times a link must carry the message at least, for n ranks: reduce and spread, either, or pass on."""
+    """Return how often a link must carry the message at least, for n ranks: reduce and spread, either, or pass on."""
     if name == "broadcast":
         return 1.0
     return (2.0 if name == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
 def report(progress: "Progress", result: Result, step: int | None) -> None:
-    """A row of the table, and for a new result a line for the broker."""
+    """Print a row of the table, and for a new result a line for the broker."""
     progress.say(
         f"{result.collective:<15}{result.size:>13,}{result.time_us:>13,.1f}"
         f"{result.algorithm_gb_s:>12.3f}{result.bus_gb_s:>12.3f}  {result.wrong}"
@@ -162,7 +162,7 @@ def report(progress: "Progress", result: Result, step: int | None) -> None:
 
 
 def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
-    """Every collective and size, in order."""
+    """Return every collective and size, in order."""
     for name in config.collectives.split(","):
         size = read_size(config.smallest)
         while size <= read_size(config.largest):
@@ -171,7 +171,7 @@ def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
 
 
 def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str, int], Result]:
-    """What was measured before under the same conditions; a line cut short by a kill counts for nothing."""
+    """Return what was measured before under the same conditions; a line cut short by a kill counts for nothing."""
     results = {}
     try:
         lines = file.read_bytes().splitlines()
@@ -188,7 +188,7 @@ def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str,
 
 
 def append_result(file: Path, result: Result) -> None:
-    """One small write in append mode, after a line end in case the line before was cut short."""
+    """Append with one small write, after a line end in case the line before was cut short."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as opened:
         is_torn = opened.tell() > 0 and not file.read_bytes().endswith(b"\n")
@@ -196,7 +196,7 @@ def append_result(file: Path, result: Result) -> None:
 
 
 def find_results_file(config: SweepConfig, environment: Environment) -> Path:
-    """Where results outlive the machine."""
+    """Return where results outlive the machine."""
     if config.results:
         return Path(config.results)
     url = environment.checkpoint_url.removeprefix("file://")
@@ -233,7 +233,7 @@ def find_problem(config: SweepConfig) -> str | None:
 
 
 def read_size(text: str) -> int:
-    """Bytes of `64`, `8K`, `16M` or `1G`."""
+    """Return bytes of `64`, `8K`, `16M` or `1G`."""
     number, unit = text.rstrip("KMG"), text[len(text.rstrip("KMG")) :]
     if not number.isdecimal() or unit not in UNITS:
         raise ValueError(f"`{text}` is not a size such as 64, 8K, 16M or 1G")

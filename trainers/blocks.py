@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_shared(model: nn.Module) -> list[list[str]]:
-    """The names under which one parameter appears in several places, such as tied embeddings."""
+    """Return the names under which one parameter appears in several places, such as tied embeddings."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -48,11 +48,11 @@ class HeldByOne:
         self._state, self.is_holder = state, is_holder
 
     def state_dict(self) -> dict[str, Any]:
-        """The state's."""
+        """Return the state's."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state's."""
+        """Load into the state."""
         self._state.load_state_dict(state)
 
 
@@ -161,7 +161,7 @@ class CheckpointManager:
             self._failures = 0
 
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
-        """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
+        """Copy, write and commit, in the background thread; an error is kept for the next `wait`."""
         begin = time.perf_counter()
         try:
             state = self._snapshot.take(live)
@@ -186,7 +186,7 @@ class CheckpointManager:
             self._failure.__cause__ = error
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
-        """Every file with its checksum; each rank seals what it wrote itself."""
+        """Return every file with its checksum; each rank seals what it wrote itself."""
         mine: dict[str, Any] = {}
         problem: CheckpointError | None = None
         try:

@@ -86,7 +86,7 @@ class Corpus:
         return windows[:, :-1], windows[:, 1:]
 
     def window_of(self, sample: int) -> int:
-        """The window that the sample of this global index shows."""
+        """Return the window that the sample of this global index shows."""
         epoch, place = divmod(sample, len(self._windows))
         return self._windows[permute(place, len(self._windows), f"{self._seed}/{epoch}")]
 
@@ -121,7 +121,7 @@ class Prefetch:
 
 
 def split_windows(window_count: int, validation_share: float) -> tuple[range, range]:
-    """The windows to train on and, from the end of the data, those kept for evaluation."""
+    """Return the windows to train on and, from the end of the data, those kept for evaluation."""
     kept = int(window_count * validation_share)
     return range(window_count - kept), range(window_count - kept, window_count)
 
@@ -132,14 +132,14 @@ def count_windows(shard: Tensor, context: int) -> int:
 
 
 def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -> range:
-    """The global indexes that one rank reads of a step's batch: ranks in a row read it in order, without gaps."""
+    """Return the global indexes that one rank reads of a step's batch; consecutive ranks read it in order."""
     if batch < world_size:
         raise TrainerError(f"a batch of {batch} leaves some of {world_size} ranks without a sample")
     return range(sample_first + batch * rank // world_size, sample_first + batch * (rank + 1) // world_size)
 
 
 def permute(place: int, count: int, key: str) -> int:
-    """Where a keyed shuffle of `count` cards puts the card at `place`, without shuffling them.
+    """Return where a keyed shuffle of `count` cards puts the card at `place`, without shuffling them.
 
     A Feistel network permutes the next power of four; a result past the end walks on until it falls inside.
     """

@@ -51,7 +51,7 @@ class World:
     holdings: tuple[tuple[int, int, int], ...]  # of each rank: step of the state in its memory, which of how many parts
 
     def read_holdings(self) -> "Sequence[Holding]":
-        """What each rank kept of the world before."""
+        """Return what each rank kept from the previous world."""
         from trainers.state_transfer import Holding
         from trainers.strategies.grid import Part
 

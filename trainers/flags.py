@@ -105,7 +105,7 @@ def _check_defaults(tree: type, defaults: Preset) -> None:
 
 
 def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) -> dict[str, Any]:
-    """The values of a TOML file by dotted name; one that is unknown or of another type is a ValueError that says so."""
+    """Return the values of a TOML file by dotted name; ValueError for an unknown one or another type."""
     try:
         content = _read_toml(path)
     except OSError as error:
@@ -144,7 +144,7 @@ def to_arguments(config: Any) -> list[str]:
 
 
 def to_values(config: Any) -> dict[str, Any]:
-    """Every leaf of a config by its dotted name."""
+    """Return every leaf of a config by its dotted name."""
     values = {}
     for name, _ in iterate_knobs(type(config)):
         value = config

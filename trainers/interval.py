@@ -18,7 +18,7 @@ STEPS_FIRST = 5
 
 
 def find_interval_s(stall_s: float, write_s: float, hazard_per_hour: float) -> float:
-    """Seconds of work between checkpoints.
+    """Return seconds of work between checkpoints.
 
     Daly's higher-order optimum of the time lost to saves and to work done twice (J. T. Daly, FGCS 22, 2006, eq. 37),
     within what writing allows and caution asks. `stall_s` holds up training; `write_s` of writing do not.
@@ -47,7 +47,7 @@ class Pacer:
         self._next_step = step + STEPS_FIRST
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Return whether to save after this step."""
         if self._every_steps == AUTOMATIC:
             return step >= self._next_step
         return self._every_steps > 0 and step % self._every_steps == 0

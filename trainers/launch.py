@@ -55,7 +55,7 @@ class Plan:
         return None if self.nodes_min is None else (self.nodes_min * self.workers, self.node_count * self.workers)
 
     def worker_variables(self, local_rank: int, port: int) -> dict[str, str]:
-        """What one worker learns about itself, in torch's names."""
+        """Return what one worker learns about itself, in torch's names."""
         return {
             "RANK": str(self.node_rank * self.workers + local_rank),
             "WORLD_SIZE": str(self.node_count * self.workers),
@@ -86,7 +86,7 @@ def run_fixed(plan: Plan, command: list[str]) -> int:
 
 
 def launch_if_needed(module: str | None, arguments: Sequence[str], *, elastic: str | None = None) -> int | None:
-    """For a trainer's first line: learn this process's place among the ranks, or start them all.
+    """Learn this process's place among the ranks, or start them all.
 
     `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
     that has one, as its flags and its config file say. Returns the exit code of the workers that were started; None
@@ -195,7 +195,7 @@ def serve_rendezvous(plan: Plan, bounds: tuple[int, int], port: int, given: Mapp
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """The trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
+    """Return the trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
     bounds = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")

@@ -88,7 +88,7 @@ def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
 
 
 def query(program: str) -> tuple[str, bool]:
-    """What `nvidia-smi` says, and whether it succeeds."""
+    """Return what `nvidia-smi` says, and whether it succeeds."""
     try:
         done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -97,7 +97,7 @@ def query(program: str) -> tuple[str, bool]:
 
 
 def is_without_driver() -> bool:
-    """Whether the PCI bus shows an NVIDIA GPU."""
+    """Return whether the PCI bus shows an NVIDIA GPU."""
     devices = list(PCI.iterdir()) if PCI.exists() else []
     return any(
         (device / "vendor").read_text().strip() == NVIDIA_VENDOR

@@ -82,7 +82,7 @@ class Progress:
             print(file=self._screen)
 
     def _estimate_end(self, step: int) -> str:
-        """How much longer at the pace of this attempt, which began at a step of its own."""
+        """Return the time left at the pace of this attempt, which began at a step of its own."""
         if self._first_step is None:
             self._first_step, self._begin_s = step, time.monotonic()
             return ""

@@ -19,7 +19,7 @@ class RandomNumbers:
             torch.cuda.manual_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states."""
+        """Return the generators' states."""
         state = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self._device)

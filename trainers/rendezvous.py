@@ -55,7 +55,7 @@ class Rendezvous:
     on_gather: Callable[[], None] = lambda: None
 
     def arrive(self, member: Member) -> None:
-        """A worker asks to be let in."""
+        """Add a worker that asks to be let in."""
         self.waiting[member.id] = member
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all: it follows from the flags
@@ -68,7 +68,7 @@ class Rendezvous:
                 other.send(kind="joiner")
 
     def depart(self, member: Member) -> None:
-        """A connection ended."""
+        """Remove a worker whose connection ended."""
         if self.waiting.get(member.id) is member:
             del self.waiting[member.id]
         if self.current.get(member.id) is not member:
@@ -81,7 +81,7 @@ class Rendezvous:
         self.gather(set(self.current))
 
     def vote(self, member: Member, *, is_leaving: bool) -> None:
-        """All members stand between the same two steps, and say whether their machine is about to go.
+        """Count a vote. All members stand between the same two steps, and say whether their machine is about to go.
 
         Of no weight while a world is gathering, and from a rank outside the current one.
         """
@@ -157,7 +157,7 @@ class Rendezvous:
 
 
 def arrange(members: Sequence[Member]) -> list[Member]:
-    """Members in their order, but where each kept one part of several, the parts take turns as they did before.
+    """Order members by rank, but where each kept one part of several, the parts take turns as they did before.
 
     So a world is whole where its members can make it so, and few have to be sent what they did not keep.
     """

@@ -193,7 +193,7 @@ def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWri
 
 
 def is_whole(value: object, least: int, most: int) -> bool:
-    """Whether it is a number of JSON's without a fraction, within bounds; `true` is none."""
+    """Return whether it is a number of JSON's without a fraction, within bounds; `true` is none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 

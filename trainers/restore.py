@@ -37,7 +37,7 @@ class Stateful(Protocol):
     """An object that must survive. Tensors in its state are the live ones, so a checkpoint can be read into them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `load_state_dict` needs, in nested dicts."""
+        """Return all that `load_state_dict` needs, in nested dicts."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
@@ -88,7 +88,7 @@ class Restorer:
         return None
 
     def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | Damage:
-        """What is in a checkpoint and where, read by the first rank for all: both are small."""
+        """Return what is in a checkpoint and where, read by the first rank for all: both are small."""
         try:
             contents = read_manifest(self._storage, name)
             return contents, read_index(self._storage, name, contents)
@@ -96,7 +96,7 @@ class Restorer:
             return damage
 
     def _find_live(self) -> dict[str, Any]:
-        """The state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
+        """Return the state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
         live = {key: holder.state_dict() for key, holder in self._shared.items()}
         live[self._own_name] = {key: holder.state_dict() for key, holder in self._own.items()}
         return live
@@ -142,8 +142,10 @@ class Restorer:
         return staged, damage
 
     def _agree(self, reader: "VerifiedReader") -> tuple[Damage | None, set[str]]:
-        """What is wrong with a checkpoint as any rank sees it, and what the ranks have verified. Raises on every rank
-        where one could not read at all: then the checkpoint may well be whole."""
+        """Return what is wrong with a checkpoint, as any rank sees it, and what the ranks have verified.
+
+        Raises on every rank where one could not read at all: then the checkpoint may well be whole.
+        """
         problem = reader.problem
         if isinstance(problem, OSError):
             problem = CheckpointError(f"checkpoints cannot be reached: {problem}")
@@ -170,7 +172,7 @@ class Restorer:
 
 
 def name_own(ranks: Ranks) -> str:
-    """What a checkpoint calls the state of this rank alone."""
+    """Return what a checkpoint calls the state of this rank alone."""
     return f"rank-{ranks.rank}"
 
 
@@ -192,7 +194,7 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
 
 
 def _fill(live: Any, staged: Any) -> Any:
-    """The live state with the staged values; tensors are filled where they lie."""
+    """Return the live state with the staged values; tensors are filled where they lie."""
     if isinstance(live, dict):
         return {key: _fill(value, staged[key]) for key, value in live.items()}
     if not isinstance(live, torch.Tensor):

@@ -35,7 +35,7 @@ class GrantedCredentials:
 
 
 def find_s3_provider() -> Callable[[], Any] | None:
-    """None where variables hold keys, which obstore reads itself, or nothing but the machine's role is left."""
+    """Return a provider; None if variables hold keys, which obstore reads, or only the machine's role is left."""
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return None
     granted = Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"

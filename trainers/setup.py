@@ -66,7 +66,7 @@ def prepare(variables: Mapping[str, str]) -> None:
 
 
 def own_python(folder: Path | None) -> Path | None:
-    """The Python that an earlier setup installed, if it was not interrupted."""
+    """Return the Python that an earlier setup installed, if it was not interrupted."""
     return folder / "venv/bin/python" if folder and (folder / "venv" / COMPLETE).exists() else None
 
 
@@ -125,7 +125,7 @@ def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str
 
 
 def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint: str = INDEX_HINT) -> None:
-    """In `folder`, so that no project file of the user's working folder counts.
+    """Run uv in `folder`, so that no project file of the user's working folder counts.
 
     An index may be out of reach for a moment, and a setup that fails ends the job: tried again a few times.
     """

@@ -61,7 +61,7 @@ def transfer_state(
 
 
 def find_step(holdings: Sequence[Holding], count: int) -> int | None:
-    """The newest step of which all `count` parts are held; None where there is none."""
+    """Return the newest step of which all `count` parts are held; None where there is none."""
     indexes_held: dict[int, set[int]] = {}
     for holding in holdings:
         if holding.step >= 0 and holding.part.count == count:
@@ -91,14 +91,14 @@ def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]
 
 
 def keep(state: Any) -> Any:
-    """A state as this rank can keep it alone: of what is spread over ranks, what lies here."""
+    """Return a state as this rank can keep it alone: of what is spread over ranks, what lies here."""
     if isinstance(state, dict):
         return {key: keep(value) for key, value in state.items()}
     return local(state).detach() if isinstance(state, Tensor) else state
 
 
 def fill(live: Any, kept: Any) -> Any:
-    """The live state with a kept one's values; tensors are filled where they lie."""
+    """Return the live state with a kept one's values; tensors are filled where they lie."""
     if isinstance(live, dict):
         return {key: fill(value, kept[key]) for key, value in live.items()}
     if not isinstance(live, Tensor):
@@ -117,7 +117,7 @@ def send(state: Any, target: int, ranks: Ranks) -> None:
 
 
 def receive(live: Any, source: int, ranks: Ranks) -> Any:
-    """The live state with another rank's values."""
+    """Return the live state with another rank's values."""
     box: list[Any] = [None]
     dist.recv_object_list(box, src=source, group=ranks.background_group)
     others = iter(box[0])
@@ -135,7 +135,7 @@ def receive(live: Any, source: int, ranks: Ranks) -> Any:
 
 
 def flatten(state: Any) -> tuple[list[Tensor], list[Any]]:
-    """Tensors and all else, each in the order in which they stand in the nested dicts."""
+    """Return tensors and all else, each in the order in which they stand in the nested dicts."""
     if isinstance(state, Tensor):
         return [state], []
     if not isinstance(state, dict):

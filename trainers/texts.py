@@ -12,7 +12,7 @@ TABLE_ENDINGS = (".jsonl", ".parquet")
 
 
 def find_text_files(path: Path) -> list[Path]:
-    """The file itself, or all files below a folder that hold text, in order of their names."""
+    """Return the file itself, or all files below a folder that hold text, in order of their names."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -25,7 +25,7 @@ def find_text_files(path: Path) -> list[Path]:
 
 
 def read_documents(file: Path, column: str) -> Iterator[bytes]:
-    """The documents of one file, as UTF-8."""
+    """Return the documents of one file, as UTF-8."""
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column)
     elif file.suffix == ".jsonl":

@@ -18,11 +18,11 @@ class Tokenizer(Protocol):
     vocabulary: int  # ids are below this
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """Ids of UTF-8 text; what looks like a special token is taken as text."""
+        """Return ids of UTF-8 text; what looks like a special token is taken as text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; invalid UTF-8 is replaced."""
+        """Return the text of some ids; invalid UTF-8 is replaced."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class ByteTokenizer:
     separator = (0,)
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """The bytes themselves."""
+        """Return the bytes themselves."""
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -78,7 +78,7 @@ class TiktokenTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids past the table, which padding of the vocabulary allows, stand for nothing."""
+        """Return the text of some ids; ids past the table, which a padded vocabulary has, are skipped."""
         text: str = self._encoding.decode([number for number in ids if number < self.vocabulary])
         return text
 

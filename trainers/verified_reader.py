@@ -118,7 +118,7 @@ class IndexFile(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        """The index, whatever the path."""
+        """Return the index, whatever the path."""
         yield io.BytesIO(self._index)
 
 
@@ -139,8 +139,10 @@ class HashedFile:
         self._place = 0
 
     def read_part(self, offset: int, length: int) -> io.BytesIO:
-        """The bytes from `offset`, which must not lie before the end of the part before. Raises Damage where the file
-        ends too early."""
+        """Return the bytes from `offset`, which must not lie before the end of the part before.
+
+        Raises Damage if the file ends too early.
+        """
         assert offset >= self._place, "parts are asked for in order, and none overlap"
         self._pass(offset - self._place, None)
         part = io.BytesIO()
@@ -168,7 +170,7 @@ class HashedFile:
             count, self._rest = count - len(part), self._rest[len(part) :]
 
     def _read_chunk(self) -> bytes:
-        """The next bytes, hashed; empty at the end."""
+        """Return the next bytes, hashed; empty at the end."""
         try:
             chunk = next(self._chunks, b"")
         except FileNotFoundError:

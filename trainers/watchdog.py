@@ -77,7 +77,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def find_hang(self) -> Beat | None:
-        """The last beat, if more time has passed since than its limit."""
+        """Return the last beat, if more time has passed since than its limit."""
         beat = self._beat
         return beat if beat.limit_s and time.monotonic() - beat.time_s > beat.limit_s else None
 

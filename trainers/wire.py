@@ -57,7 +57,7 @@ class Credential:
 
 
 def read_credential(variables: Mapping[str, str]) -> Credential | None:
-    """The one that this process was given."""
+    """Return the credential that this process was given."""
     if pem := variables.get(PEM_VARIABLE):
         return Credential(pem=Path(pem))
     secret = variables.get(SECRET_VARIABLE)
@@ -163,7 +163,7 @@ class Wire:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """A message; ValueError for anything else."""
+    """Return a message; ValueError for anything else."""
     try:
         message = json.loads(line)
     except RecursionError:

@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first block."""
+        """Return what enters the first block."""
         assert self.token_embedding is not None, "the first stage embeds"
         hidden: Tensor = self.token_embedding(tokens)
         return hidden

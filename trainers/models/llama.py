@@ -27,7 +27,7 @@ class Llama(Decoder):
         self.draw_weights()
 
     def fill(self, device: torch.device) -> None:
-        """The waves are no parameters, and have their values from the start."""
+        """Compute the waves too, which are not parameters."""
         super().fill(device)
         with device:
             waves = make_waves(*self._shape)

@@ -48,7 +48,7 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
 
 
 def find_axes(name: str) -> tuple[str, ...]:
-    """The axes of a strategy's mesh; an unknown name and an axis used twice are a TrainerError."""
+    """Return the axes of a strategy's mesh; an unknown name and an axis used twice are a TrainerError."""
     names = name.split("+")
     for part in names:
         if part not in STRATEGIES:

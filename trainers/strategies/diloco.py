@@ -55,14 +55,14 @@ class Diloco(Strategy):
         return torch.stack([totals[0] / totals[1], torch.zeros_like(loss)])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """The first island's model, and what all islands departed from."""
+        """Return the first island's model, and what all islands departed from."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         self._outer = Outer(model)
         return {**hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0), "diloco": self._outer}
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """This island's model."""
+        """Return this island's model."""
         return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
 

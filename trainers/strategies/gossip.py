@@ -48,13 +48,13 @@ class Gossip(Strategy):
         return torch.stack([loss / weight, torch.full_like(loss, float(is_stopping))])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """The first rank's model."""
+        """Return the first rank's model."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         return hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0)
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """This rank's model."""
+        """Return this rank's model."""
         return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
     def _exchange(self, parameters: list[Tensor], distance: int) -> None:

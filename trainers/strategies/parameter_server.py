@@ -83,7 +83,7 @@ class ParameterServer(Strategy):
         return torch.tensor([mean, float(is_stopping)], dtype=torch.float64)
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """The server's. Saving brings every worker up to its parameters first."""
+        """Return the server's. Saving brings every worker up to its parameters first."""
         if self._role is None:
             return super().shared_state(model, optimizer)
         is_server = self.ranks.is_first
@@ -159,13 +159,13 @@ class Server:
         self._steps_done += 1
 
     def tally(self, *, is_stop_asked: bool) -> tuple[float, bool]:
-        """The loss that workers reported for the step just done."""
+        """Return the loss that workers reported for the step just done."""
         if is_stop_asked:
             self._stop_soon()
         return self._losses.pop(self._steps_done), self._steps_done >= self._stop_step
 
     def _receive(self, rank: int | None) -> tuple[int, Tensor]:
-        """A gradient from one worker, or from whichever is first; it then waits for an answer."""
+        """Return a gradient from one worker, or from whichever is first; it then waits for an answer."""
         head, body = torch.empty(HEAD_SIZE, dtype=torch.float64), _flatten(self._parameters)
         source = dist.recv(head, rank, group=self._group, tag=HEAD_TAG)
         dist.recv(body, source, group=self._group, tag=BODY_TAG)
@@ -210,7 +210,7 @@ class Settled:
         self._model, self._group = model, group
 
     def state_dict(self) -> dict[str, Any]:
-        """The server's parameters; waits for all ranks."""
+        """Return the server's parameters; waits for all ranks."""
         parameters = list(self._model.parameters())
         body = _flatten(parameters)
         dist.broadcast(body, 0, group=self._group)
@@ -219,7 +219,7 @@ class Settled:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The model's."""
+        """Load into the model."""
         self._model.load_state_dict(state)
 
 
