@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
-from broker.clouds.simulated import FaultRates
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -52,6 +51,7 @@ from broker.types import (  # fmt: skip
     make_event,
 )
 from broker.wording import describe_outcome
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, Report, World, make_plan
 
