@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.tape import Exchange, Scrubber, Tape, read_tape
+from broker.clouds.tape import Exchange, Scrubber, Tape
 from broker.errors import UsageError
+from tests.testbed.replay import read_tape
 
 
 @pytest.mark.parametrize(
-    "text, private",
+    ("text", "private"),
     [
         ("Action=RunInstances&UserData=IyEvYmluL3No&MinCount=1", "IyEvYmluL3No"),
         ("LaunchTemplateData.UserData=IyEvYmluL3No", "IyEvYmluL3No"),
