@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
+    from broker.state.events import Refusal
     from broker.state.store import Store
     from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
@@ -249,6 +250,14 @@ class Context:
             return self.store.read_spot_history() if (path / "state.db").exists() else None
         except StateError:
             return None  # a plan does not depend on it
+
+    def read_refusals(self) -> Sequence[Refusal]:
+        """Read the placements that were refused lately; none without a state folder, as for the history."""
+        path = find_home(self._home)
+        try:
+            return self.store.active_refusals(self.clock.now_s()) if (path / "state.db").exists() else ()
+        except StateError:
+            return ()
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
