@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
@@ -15,6 +15,9 @@ from broker.formatting import format_count, format_usd
 from broker.nouns import noun
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, Task
 from broker.wording import describe_event
+
+if TYPE_CHECKING:
+    from broker.jobs.monitor import AttemptMonitor
 
 POLL_S = 0.3
 
@@ -226,15 +229,16 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
 
     Raises TransientError for lost nodes, and for nodes that a managed job would give up as well.
     """
-    from broker.jobs.booting import StartVerdict, judge_start
-    from broker.jobs.monitor import AttemptMonitor
-
-    monitor = AttemptMonitor(cluster.name)
+    monitor: AttemptMonitor | None = None
     while True:
         try:
             await context.gang.prepare(cluster, task)
             return
         except TransientError as error:
+            from broker.jobs.booting import StartVerdict, judge_start
+            from broker.jobs.monitor import AttemptMonitor
+
+            monitor = monitor or AttemptMonitor(cluster.name)
             cluster = await context.provisioner.refresh(cluster)
             if judge_start(error, cluster, monitor, context.clock.now_s()) is not StartVerdict.WAIT:
                 raise explain_unreachable(context, cluster, error) from error
