@@ -109,7 +109,7 @@ class ClusterTarget:
     ) -> ClusterTarget:
         """Derive what is not given from the task."""
         name = name_cluster(task, context.config.owner) if name is None else name
-        return cls(context=context, name=name, autostop=autostop or task.resources[0].autostop)
+        return cls(context=context, name=name, autostop=autostop or task.autostop)
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         return settle_checkpoints(self.context, tasks)
@@ -171,6 +171,7 @@ async def start_cluster(
     `on_stage` is called with the work at hand.
     """
     name, (task,), (plan,) = target.name, ready.tasks, ready.plans
+    known = context.store.get_cluster(name)
     cluster = await context.provisioner.up(
         name,
         plan,
@@ -184,6 +185,8 @@ async def start_cluster(
             f"cluster `{name}` has {format_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
             hints=["launch a new cluster: pass another name with `-c`"],
         )
+    if known is not None and known.status is ClusterStatus.UP:
+        cluster = match_alternative(cluster, task)
     context.note(f"cluster `{name}` is up: {format_count(len(cluster.nodes), 'node')}")
     on_stage(f"uploading files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`")
     run_id = None
@@ -197,6 +200,14 @@ async def start_cluster(
     return run_id
 
 
+def match_alternative(cluster: Cluster, task: Task) -> Cluster:
+    """Return the cluster as the place of a task that it was not planned for."""
+    from broker.optimizer.filters import find_alternative
+
+    alternative = find_alternative(task, cluster.placement)
+    return replace(cluster, placement=replace(cluster.placement, alternative=alternative))
+
+
 async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's id."""
     task = replace(anchor(task), setup=None)
@@ -204,7 +215,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
         task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
     (task,) = settle_checkpoints(context, [task])
-    return await start_run(context, cluster, task)
+    return await start_run(context, match_alternative(cluster, task), task)
 
 
 async def start_run(context: Context, cluster: Cluster, task: Task) -> int:

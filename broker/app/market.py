@@ -33,7 +33,7 @@ class Market:
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
-        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        """Name the task's accelerators as in the price book, and add notices of those that are not sold."""
         from broker.task.accelerators import resolve_accelerators
 
         return resolve_accelerators(task, self.figures)
@@ -46,15 +46,14 @@ class Market:
         avoid: Callable[[Placement], bool] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """As `rank`; raises NoOfferError with hints, each of which was tried, NotImportedError where the task names
-        only clouds whose offers the user has to import."""
+        """As `rank`, of a task that `resolve` gave; raises NoOfferError with hints, each of which was tried,
+        NotImportedError where the task names only clouds whose offers the user has to import."""
         unpriced = self._list_unpriced(task)
         if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
             raise NotImportedError(
                 f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
                 hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
             )
-        task = self.resolve(task)
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
         except NoOfferError as error:
@@ -93,13 +92,12 @@ class Market:
         offers: Sequence[Offer] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
+        """Placements of a resolved task, cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
 
         `history` is what was seen of preemptions; it is mixed with the price book's bands.
         """
         from broker.optimizer.planner import make_plan
 
-        task = self.resolve(task)
         return make_plan(
             task,
             self._find_offers(task) if offers is None else offers,
@@ -126,6 +124,6 @@ def find_cache() -> Path:
 
 
 def measure_machine() -> tuple[int, float]:
-    """This machine's vCPUs and memory in GiB."""
+    """Return the vCPUs and the memory in GiB of this machine."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return os.cpu_count() or 1, round(pages * page / 2**30, 1)

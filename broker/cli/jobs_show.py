@@ -132,7 +132,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
-    """What happens to its machines while this one is away; empty where they are processes of this machine."""
+    """Describe what a job's machines do while this one is away; empty where they are processes of this machine."""
     from broker.jobs.allowance import describe_allowance, measure_allowance_s
     from broker.jobs.checkpoints import HERE
 

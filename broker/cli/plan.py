@@ -13,7 +13,7 @@ from broker.app.container import Context
 from broker.app.planning import check_notices, check_plans
 from broker.cli import options
 from broker.cli.context import make_context
-from broker.cli.plan_table import describe_plan, show_plan
+from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_note
 from broker.errors import UsageError
 from broker.types import Objective, Plan, Task
@@ -120,7 +120,16 @@ def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list
 def _show(
     context: Context, plan: Plan, what_if: Sequence[str], plot: Path | None, *, top: int, explain: bool, pareto: bool
 ) -> None:
-    show_plan(plan, top=top, now_s=context.clock.now_s())
+    lines, history = list[str](), context.read_history() if has_spot_work(plan) else None
+    if has_spot_work(plan):
+        from broker.cli.forecast import list_forecast_lines
+
+        lines = list_forecast_lines(plan, history)
+    show_plan(plan, top=top, now_s=context.clock.now_s(), forecast=lines)
+    if explain and lines:
+        from broker.cli.forecast import show_influences
+
+        show_influences(plan, history)
     if explain:
         from broker.cli.explain import show_explanation
         from broker.optimizer.explain import lift_limits
@@ -129,7 +138,7 @@ def _show(
     if what_if:
         from broker.cli.what_if import show_what_ifs
 
-        show_what_ifs(plan, what_if, context.plan)
+        show_what_ifs(plan, what_if, lambda changed: context.plan(context.resolve(changed)))
     if pareto or plot:
         from broker.cli.pareto import show_pareto
 
@@ -147,11 +156,17 @@ def _describe(
     is_pipeline: bool,
 ) -> object:
     found = [describe_plan(each, top) for each in plans]
+    if any(has_spot_work(each) for each in plans):
+        from broker.cli.forecast import describe_forecast
+
+        history = context.read_history()
+        for data, each in zip(found, plans, strict=True):
+            data["forecast"] = describe_forecast(each, history)
     if what_if:
         from broker.cli.what_if import describe_what_ifs
 
         for data, each in zip(found, plans, strict=True):
-            data["what_if"] = describe_what_ifs(each, what_if, context.plan)
+            data["what_if"] = describe_what_ifs(each, what_if, lambda changed: context.plan(context.resolve(changed)))
     if is_pipeline:
         from broker.cli.pipeline import describe_pipeline
 

@@ -11,7 +11,6 @@ from itertools import count
 from broker.clock import Clock
 from broker.clouds.base import CanExtend, CanStop, Cloud, ProvidesSshHosts, SupportsConsole
 from broker.errors import AuthError, CapacityError, TransientError, UsageError
-from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.cluster_lock import claim_name
@@ -115,14 +114,13 @@ class Provisioner:
     def _make_spec(self, task: Task, placement: Placement) -> MachineSpec:
         """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
         no matter of the machine: it is run on one that boots as usual."""
-        asked = find_asked(task, placement)
+        asked = placement.get_resources(task)
         is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
-        is_container = (asked.image_id or "").startswith(CONTAINER)
         return MachineSpec(
             disk_size_gib=asked.disk_size_gib,
             disk_tier=asked.disk_tier,
             network_tier=asked.network_tier,
-            image_id=None if is_container and is_host else asked.image_id,
+            image_id=None if asked.container is not None and is_host else asked.image_id,
             ports=asked.ports,
             labels=asked.labels,
         )
@@ -298,9 +296,10 @@ class Provisioner:
     async def _bring_up(self, spec: LaunchSpec, plan: Plan) -> Cluster:
         name = spec.cluster.name
         begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        asked = [zone for placement in begun for zone in split_zones(placement)]
-        others = (estimate for estimate in plan.estimates if estimate.placement not in asked)
-        ordered = join_zones(others, plan.task, self._clouds, spec.make_spec)
+        asked = [replace(zone, alternative=0) for placement in begun for zone in split_zones(placement)]
+        # One place is asked once, whichever alternative it stands for since the file was changed.
+        others = (each for each in plan.estimates if replace(each.placement, alternative=0) not in asked)
+        ordered = join_zones(others, self._clouds, spec.make_spec)
         try:
             won = await self._failover.acquire(spec, ordered, begun=begun)
         except Exception:

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,12 @@ def make_node(node_id: str, cluster: str, rank: int = 0) -> Node:
 
 
 @pytest.fixture
-def home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     shutil.copytree(whole, home)
     monkeypatch.setenv("BROKER_HOME", str(home))
     monkeypatch.setattr("broker.jobs.daemon.ensure_daemon", lambda *given: None)
-    yield home
+    return home
 
 
 def find_file(home: Path, name: str) -> Path:
@@ -324,7 +324,7 @@ def test_keep_days_is_a_number_of_days(home: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "table, column", [("jobs", "name"), ("jobs", "hedge"), ("attempts", "body"), ("attempt_steps", "last_step"),
+    ("table", "column"), [("jobs", "name"), ("jobs", "hedge"), ("attempts", "body"), ("attempt_steps", "last_step"),
                       ("refusals", "hints"), ("clusters", "body")],
 )  # fmt: skip
 def test_a_column_that_a_damaged_schema_lacks_is_a_sentence(home: Path, ask: Ask, table: str, column: str) -> None:
