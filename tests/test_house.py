@@ -227,7 +227,7 @@ def test_every_dependency_says_why_it_is_there() -> None:
 MODULES = {"PyYAML": "yaml", "google-cloud-compute": "google.cloud.compute_v1", "skypilot": "sky"}
 # What no module of ours imports: where it is used instead, and by which words.
 USES = {
-    "numpy": ("trainers/export.py", ".numpy()"),
+    "numpy": ("trainers/safetensors.py", ".numpy()"),
     "mkdocs-material": ("Makefile", "mkdocs build"),
     "bandit": ("tests/security/audit.py", '"bandit"'),
     "pip-audit": ("tests/security/audit.py", '"pip_audit"'),

@@ -33,7 +33,7 @@ class Market:
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
-        """Name the task's accelerators as in the price book, and add notices of those that are not sold."""
+        """Name the task's accelerators as in the price book, with notices of those that no cloud sells."""
         from broker.task.accelerators import resolve_accelerators
 
         return resolve_accelerators(task, self.figures)
@@ -124,6 +124,6 @@ def find_cache() -> Path:
 
 
 def measure_machine() -> tuple[int, float]:
-    """Return the vCPUs and the memory in GiB of this machine."""
+    """Measure the vCPUs and the memory, in GiB, of this machine."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return os.cpu_count() or 1, round(pages * page / 2**30, 1)

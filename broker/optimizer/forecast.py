@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from broker.nouns import noun
 from broker.optimizer.data_cost import NO_DATA, DataCost
-from broker.optimizer.ranking import Candidate, Ranking
+from broker.optimizer.ranking import LazyEstimates, RankedOffer
 from broker.optimizer.rating import History
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run
@@ -109,7 +109,7 @@ def _read_basis(plan: Plan, history: History | None) -> _Basis | None:
     if not choice.placement.is_spot or parts is None or parts.work_hours <= 0:
         return None
     placement, offer, goal = choice.placement, choice.placement.offer, plan.task.goal
-    candidates = plan.estimates.candidates if isinstance(plan.estimates, Ranking) else ()
+    candidates = plan.estimates.candidates if isinstance(plan.estimates, LazyEstimates) else ()
     deadline = goal.deadline_hours if goal else None
     ondemand_usd = None
     if plan.task.resources[0].use_spot is None:
@@ -136,7 +136,7 @@ def _find_unbilled(parts: Breakdown) -> float:
     return max(parts.recovery_s - parts.recovery_billed_s, 0.0) / 3600
 
 
-def _find_ondemand_usd(choice: Estimate, candidates: Sequence[Candidate], work_hours: float) -> float | None:
+def _find_ondemand_usd(choice: Estimate, candidates: Sequence[RankedOffer], work_hours: float) -> float | None:
     """To finish on the cheapest on-demand gang, whatever its machines. The choice's own machines count even where a
     budget has filtered them out: the policy is allowed to fall back on them."""
     own = choice.placement.offer.ondemand_usd_hour
@@ -146,7 +146,7 @@ def _find_ondemand_usd(choice: Estimate, candidates: Sequence[Candidate], work_h
     return min(found, default=None)
 
 
-def _count_places(choice: Estimate, candidates: Sequence[Candidate]) -> int:
+def _count_places(choice: Estimate, candidates: Sequence[RankedOffer]) -> int:
     """Zones that offer spot at nearly the choice's cost to finish."""
     most = (choice.expected_usd or 0.0) * NEAR_PRICE
     near = {(each.cloud, each.region, each.zone) for each in candidates if each.is_spot and each.usd <= most}

@@ -44,7 +44,7 @@ class LazyEstimates(Sequence[Estimate]):
         self._made = dict[int, Estimate]()
 
     @property
-    def candidates(self) -> Sequence[Candidate]:
+    def candidates(self) -> Sequence[RankedOffer]:
         """The same placements as plain numbers, in the same order."""
         return self._candidates
 
