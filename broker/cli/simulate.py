@@ -82,7 +82,7 @@ def simulate(
             bar.describe(f"replaying: {step}")
             bar.update(done, total=total)
 
-        study = run_study(scenes, names, optima_count=optima, tell=tell)
+        study = run_study(scenes, names, optima_count=optima, on_step=tell)
     if html is not None:
         from broker.cli.simulate_html import write_report
 
