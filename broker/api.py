@@ -32,9 +32,9 @@ def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: Path |
     Raises TaskError for a wrong task, NoOfferError (with hints that were tried) where nothing fits, StateError where
     the price book does not open.
     """
-    return Market(cache or find_cache()).plan(
-        read_task(task), usable_clouds=None if clouds is None else frozenset(clouds)
-    )
+    market = Market(cache or find_cache())
+    resolved = market.resolve(read_task(task))
+    return market.plan(resolved, usable_clouds=None if clouds is None else frozenset(clouds))
 
 
 def read_task(task: TaskLike) -> Task:
@@ -80,7 +80,7 @@ class Market:
 
     @cached_property
     def book(self) -> Book:
-        from broker.catalog.opening import open_book
+        from broker.catalog.bundle import open_book
 
         return open_book(self._cache)
 
@@ -102,19 +102,18 @@ class Market:
         avoid: Callable[[Placement], bool] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """As `rank`; raises NoOfferError with hints, each of which was tried, NotImportedError where the task names
-        only clouds whose offers the user has to import."""
+        """As `rank`, of a task that `resolve` gave; raises NoOfferError with hints, each of which was tried,
+        NotImportedError where the task names only clouds whose offers the user has to import."""
         unpriced = self._list_unpriced(task)
         if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
             raise NotImportedError(
                 f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
                 hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
             )
-        task = self.resolve(task)
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
         except NoOfferError as error:
-            from broker.optimizer.diagnosis import explain_nothing, loosen_places
+            from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
             wide = self._find_offers(loosen_places(task))
 
@@ -127,7 +126,7 @@ class Market:
                 if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
                     asked = wider.message.partition("\n")[0]  # counts of offers tell nothing about a misspelt name
                     raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
-                explained = explain_nothing(wider, task, try_plan)
+                explained = explain_infeasible(wider, task, try_plan)
                 raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
 
     def _say_unpriced(self, task: Task) -> Sequence[str]:
@@ -149,13 +148,12 @@ class Market:
         offers: Sequence[Offer] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """Placements cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
+        """Placements of a resolved task, cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
 
         `history` is what was seen of preemptions; it is mixed with the price book's bands.
         """
         from broker.optimizer.planner import make_plan
 
-        task = self.resolve(task)
         return make_plan(
             task,
             self._find_offers(task) if offers is None else offers,

@@ -110,7 +110,7 @@ def launch(
     if dryrun:
         return
     wanted = _name_cluster(one, context.config.owner) if cluster is None else cluster
-    autostop = one.resources[0].autostop
+    autostop = one.autostop
     if idle is not None or down:
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
     _check_cluster(context, wanted, plan, autostop, yes=yes)
@@ -184,6 +184,7 @@ async def _launch(
     """Bring the cluster up and submit the task; return the run's id, or None for a task with nothing to run."""
     from broker.storage.mounts import add_mounts
 
+    known = context.store.get_cluster(name)
     cluster = await context.provisioner.up(
         name,
         plan,
@@ -197,6 +198,8 @@ async def _launch(
             f"cluster `{name}` has {format_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
             hints=["launch a new cluster: pass another name with `-c`"],
         )
+    if known is not None and known.status is ClusterStatus.UP:
+        cluster = match_alternative(cluster, task)
     print_note(f"cluster `{name}` is up: {format_count(len(cluster.nodes), 'node')}")
     bar.describe(
         f"uploading files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`"
@@ -211,6 +214,16 @@ async def _launch(
         await context.gang.set_autostop(cluster, autostop)
     await context.provisioner.finish()  # wait for pending releases: there may be no later process that does
     return run_id
+
+
+def match_alternative(cluster: Cluster, task: Task) -> Cluster:
+    """The cluster as the place of a task that it was not planned for."""
+    from dataclasses import replace
+
+    from broker.optimizer.filters import find_alternative
+
+    alternative = find_alternative(task, cluster.placement)
+    return replace(cluster, placement=replace(cluster.placement, alternative=alternative))
 
 
 def tell_what_is_left(context: Context, name: str) -> None:
@@ -318,5 +331,5 @@ def exec_(
     if any(each.accelerator for each in one.resources):
         one = context.resolve(one)
     options.check_notices([one], is_launch=True)
-    run_id = asyncio.run(submit(context, found, replace(one, setup=None)))
+    run_id = asyncio.run(submit(context, match_alternative(found, one), replace(one, setup=None)))
     follow_unless(context, cluster, run_id, detach=detach)

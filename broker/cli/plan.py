@@ -57,7 +57,7 @@ def plan(
     ] = None,
     pareto: Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
 ) -> None:
@@ -131,7 +131,7 @@ def _show(
     if what_if:
         from broker.cli.what_if import show_what_ifs
 
-        show_what_ifs(plan, what_if, context.plan)
+        show_what_ifs(plan, what_if, lambda changed: context.plan(context.resolve(changed)))
     if pareto or plot:
         from broker.cli.pareto import show_pareto
 
@@ -153,7 +153,7 @@ def _describe(
         from broker.cli.what_if import describe_what_ifs
 
         for data, each in zip(found, plans, strict=True):
-            data["what_if"] = describe_what_ifs(each, what_if, context.plan)
+            data["what_if"] = describe_what_ifs(each, what_if, lambda changed: context.plan(context.resolve(changed)))
     if is_pipeline:
         from broker.cli.pipeline import describe_pipeline
 

@@ -155,10 +155,7 @@ def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_g
 
 def lift_stall_limit(task: Task) -> Task:
     """Remove `stall_timeout`, which is in real time, while simulated steps are fast."""
-    kept = tuple(
-        replace(each, job_recovery=replace(each.job_recovery, stall_timeout_s=None)) for each in task.resources
-    )
-    return replace(task, resources=kept)
+    return replace(task, recovery=replace(task.recovery, stall_timeout_s=None))
 
 
 def show_stage(stage: Stage, speed: float | None) -> None:

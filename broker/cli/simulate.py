@@ -161,7 +161,8 @@ def _measure(
             "a simulation requires the amount of work, which the task does not specify",
             hints=["add `goal: {work: 40h, deadline: 60h}` to the task"],
         )
-    free = replace(task, resources=tuple(replace(each, use_spot=None) for each in task.resources))
+    resources = tuple(replace(each, use_spot=None) for each in context.resolve(task).resources)
+    free = replace(task, resources=resources)
     plan = context.plan(replace(free, goal=replace(task.goal, deadline_hours=None, budget_usd=None)))
     both = (each for each in plan.estimates if each.placement.is_spot and each.placement.offer.ondemand_usd_hour)
     estimate = next(both, None)

@@ -33,7 +33,6 @@ from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering
 from broker.jobs.node_replacement import NodeReplacer
-from broker.jobs.order import get_recovery
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.run_end import RunEnd, read_run_end
@@ -242,7 +241,7 @@ class JobController:
             return POLL_S
         cluster = refreshed
         await self._teardown.copy_log(attempt, cluster)
-        nodes_min = get_recovery(job.task).nodes_min
+        nodes_min = job.task.recovery.nodes_min
         signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
@@ -302,7 +301,7 @@ class JobController:
             return self._endings.record_overspending(job, attempt, failure)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
-        recovery = get_recovery(job.task)
+        recovery = job.task.recovery
         timeout_s = None if report.flush else recovery.stall_timeout_s
         if timeout_s is None or monitor.measure_stall_s(report, now_s) < timeout_s:
             # An elastic gang, or one with suspicious signals, is polled at the full rate.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from broker.types import Attempt, Estimate, Job, JobRecovery, Placement, Plan, Task
+from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 
 
 def order_plan(plan: Plan, attempts: Sequence[Attempt]) -> Plan:
@@ -13,7 +13,7 @@ def order_plan(plan: Plan, attempts: Sequence[Attempt]) -> Plan:
     if not attempts:
         return plan
     last = attempts[-1].placement
-    strategy = get_recovery(plan.task).strategy
+    strategy = plan.task.recovery.strategy
 
     def rank(estimate: Estimate) -> int:
         """Return the sort key; the sort is stable, so equal ranks stay cheapest first."""
@@ -36,12 +36,6 @@ def _count_differences(a: Placement, b: Placement) -> int:
     if not _is_region(a, b) or kind != (b.offer.instance_type, b.is_spot, b.node_count):
         return 2
     return int(a.offer.zone != b.offer.zone)
-
-
-def get_recovery(task: Task) -> JobRecovery:
-    """Return the recovery settings of the first alternative that has any."""
-    settings = (resources.job_recovery for resources in task.resources)
-    return next((recovery for recovery in settings if recovery != JobRecovery()), JobRecovery())
 
 
 def cut_to_rest(job: Job, *, now_s: float, spent_usd: float) -> Task:

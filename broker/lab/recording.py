@@ -42,7 +42,7 @@ class Recorder:
         self._begun_s = [clock.now_s()] * len(chosen)
 
     async def run(self, ticks: int) -> None:
-        """Record `ticks` samples. Raises permanent errors such as AuthError; nodes are terminated, the trace is kept."""
+        """Record `ticks` samples. Raises permanent errors such as AuthError; nodes are terminated and traces kept."""
         begun_s = self._clock.now_s()
         for tick in range(ticks):
             await self._clock.sleep(max(begun_s + tick * self._every_s - self._clock.now_s(), 0.0))

@@ -9,9 +9,8 @@ from dataclasses import replace
 from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
+from broker.clouds.base import CanExtend, CanStop, Cloud, ProvidesSshHosts, SupportsConsole
 from broker.errors import AuthError, CapacityError, TransientError, UsageError
-from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.adoption import Adopter
 from broker.provision.backoff import draw_backoff_s
 from broker.provision.cluster_lock import claim_name
@@ -115,14 +114,13 @@ class Provisioner:
     def _make_spec(self, task: Task, placement: Placement) -> MachineSpec:
         """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
         no matter of the machine: it is run on one that boots as usual."""
-        asked = find_asked(task, placement)
-        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
-        is_container = (asked.image_id or "").startswith(CONTAINER)
+        asked = placement.get_resources(task)
+        is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
         return MachineSpec(
             disk_size_gib=asked.disk_size_gib,
             disk_tier=asked.disk_tier,
             network_tier=asked.network_tier,
-            image_id=None if is_container and is_host else asked.image_id,
+            image_id=None if asked.container is not None and is_host else asked.image_id,
             ports=asked.ports,
             labels=asked.labels,
         )
@@ -131,7 +129,7 @@ class Provisioner:
         """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
         cloud = self._clouds.get(cluster.placement.offer.cloud)
         node = next((each for each in cluster.nodes if each.id == node_id), None)
-        if node is None or not isinstance(cloud, ShowsConsole):
+        if node is None or not isinstance(cloud, SupportsConsole):
             return None
         return f"`{cloud.name_console(node)}` shows what it prints while it boots"
 
@@ -298,9 +296,10 @@ class Provisioner:
     async def _bring_up(self, spec: LaunchSpec, plan: Plan) -> Cluster:
         name = spec.cluster.name
         begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        asked = [zone for placement in begun for zone in split_zones(placement)]
-        others = (estimate for estimate in plan.estimates if estimate.placement not in asked)
-        ordered = join_zones(others, plan.task, self._clouds, spec.make_spec)
+        asked = [replace(zone, alternative=0) for placement in begun for zone in split_zones(placement)]
+        # One place is asked once, whichever alternative it stands for since the file was changed.
+        others = (each for each in plan.estimates if replace(each.placement, alternative=0) not in asked)
+        ordered = join_zones(others, self._clouds, spec.make_spec)
         try:
             won = await self._failover.acquire(spec, ordered, begun=begun)
         except Exception:
@@ -330,7 +329,9 @@ class Provisioner:
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
-            if not self._store.is_intent_open(nodes[0].token):
+            current = self._store.get_cluster(name)
+            is_going = current is not None and current.status is ClusterStatus.TERMINATING  # its intent closes later
+            if is_going or not self._store.is_intent_open(nodes[0].token):
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.put_cluster(cluster)
             self._failover.launcher.record(nodes)

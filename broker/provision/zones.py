@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from broker.clouds.base import Cloud, SearchesZones
-from broker.optimizer.asked import find_asked
-from broker.types import Estimate, MachineSpec, Node, Placement, Task
+from broker.clouds.base import Cloud, SupportsZoneSearch
+from broker.types import Estimate, MachineSpec, Node, Placement
 
 
 def join_zones(
     estimates: Iterable[Estimate],
-    task: Task,
     clouds: Mapping[str, Cloud],
     make_spec: Callable[[Placement], MachineSpec],
 ) -> Iterator[Placement]:
@@ -23,11 +21,11 @@ def join_zones(
     group: list[Estimate] = []
     for each in estimates:
         if group and not _is_twin(group[0], each):
-            yield from _fuse([one.placement for one in group], task, clouds, make_spec)
+            yield from _fuse([one.placement for one in group], clouds, make_spec)
             group = []
         group.append(each)
     if group:
-        yield from _fuse([one.placement for one in group], task, clouds, make_spec)
+        yield from _fuse([one.placement for one in group], clouds, make_spec)
 
 
 def split_zones(placement: Placement) -> Sequence[Placement]:
@@ -50,7 +48,10 @@ def find_landed(placement: Placement, nodes: Sequence[Node]) -> Placement:
 
 
 def _is_twin(one: Estimate, other: Estimate) -> bool:
-    """Equal in price, hazard and all that the plan expects; and each has a zone."""
+    """Equal in price, hazard and all that the plan expects, and of one alternative; and each has a zone.
+
+    A user who lists zones one by one, as alternatives, wants them in that order.
+    """
     first, second = one.placement.offer, other.placement.offer
     if first.zone is None or second.zone is None or first.region != second.region:
         return False
@@ -60,16 +61,13 @@ def _is_twin(one: Estimate, other: Estimate) -> bool:
 
 def _fuse(
     placements: Sequence[Placement],
-    task: Task,
     clouds: Mapping[str, Cloud],
     make_spec: Callable[[Placement], MachineSpec],
 ) -> Sequence[Placement]:
     if len(placements) == 1:
         return placements
     cloud = clouds.get(placements[0].offer.cloud)
-    # A user who lists zones one by one wants them in that order.
-    is_one_wish = all(find_asked(task, each) is find_asked(task, placements[0]) for each in placements[1:])
-    if not isinstance(cloud, SearchesZones) or not is_one_wish:
+    if not isinstance(cloud, SupportsZoneSearch):
         return placements
     if not cloud.is_search_worth(make_spec(placements[0]), zone_count=len(placements)):
         return placements

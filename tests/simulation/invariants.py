@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 L3_MARGIN_S = 10.0
+LEASE_CALL_S = 0.1  # a lease is on its way to its node this long at most: bills recorded meanwhile are not in it
 
 
 def check_s1_intent_first(universe: Universe, event: Event) -> None:
@@ -311,7 +312,8 @@ def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
     budget_usd = universe.budgets.get(run.job)
     if budget_usd is not None:
         usd_s = sum(node.usd_hour for node in universe.cloud.find(run.ids[: universe.tasks[run.job].num_nodes])) / 3600
-        recorded_usd = universe.measure_recorded_usd(run.job)  # above the budget where the clocks differ
+        # Above the budget where the clocks differ.
+        recorded_usd = universe.measure_recorded_usd(run.job, ago_s=LEASE_CALL_S)
         universe.memory[f"spent when heard {run.job}"] = recorded_usd
         spent_usd = recorded_usd + usd_s * event.lease_s
         if spent_usd > max(budget_usd, recorded_usd) + usd_s * LEASE_EVERY_S + 1e-9:

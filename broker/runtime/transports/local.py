@@ -14,7 +14,7 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Completed, Shell
-from broker.runtime.ignoring import walk
+from broker.runtime.skyignore import walk
 from broker.runtime.streams import LINE_BYTES_MAX, Stream
 from broker.types import Node
 

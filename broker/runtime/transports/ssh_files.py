@@ -13,7 +13,7 @@ from typing import IO, Protocol
 
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Completed
-from broker.runtime.ignoring import walk
+from broker.runtime.skyignore import walk
 from broker.runtime.transports.ssh_call import call, explain, find_program
 from broker.types import Node
 
