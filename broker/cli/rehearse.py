@@ -145,7 +145,7 @@ def play(
         stage = replace(stage, market=SeededMarket(seed=0, full_share=0.0))
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
     try:
-        context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.tell_market(message))
+        context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.report_market(message))
         with show_wait("rehearsing", is_told=False) as bar:
             driver = Driver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
             job = asyncio.run(driver.run())
