@@ -20,7 +20,7 @@ from broker.clock import SystemClock
 from broker.config import find_checkpoint_url, load_config, read_keep_days
 from broker.errors import BrokerError, DamagedRowError, StateError, UsageError
 from broker.jobs.daemon import hold_lock
-from broker.jobs.logs import copy_log
+from broker.jobs.log_files import copy_log
 from broker.provision.cluster_lock import claim_name
 from broker.runtime.keys import Keys
 from broker.state.store import Store
@@ -263,7 +263,7 @@ def test_a_full_disk_under_a_log_does_not_stop_the_job(home: Path, monkeypatch: 
 
     import asyncio
 
-    monkeypatch.setattr("broker.jobs.logs._append", fail)
+    monkeypatch.setattr("broker.jobs.log_files._append", fail)
     store = Store(home / "state.db", clock=SystemClock())
     job = store.get_job(2)
     assert job is not None
