@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow test-sky testbed mutation torture lint audit fuzz format docs bench bench-peer clean help
+.PHONY: run test test-slow coverage test-sky testbed mutation torture lint audit fuzz format docs bench bench-peer clean help
 
 help: ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,6 +26,13 @@ test: $(INSTALLED) ## all tests but the longest
 
 test-slow: $(INSTALLED) ## the longest tests: all histories and kills of the simulation, combined strategies, all templates
 	$(PYTEST) -m long
+
+# Those that start no training and no command line: a few minutes. `make coverage TESTS=tests` takes all of `make test`.
+TESTS ?= $(addprefix tests/,access advisor agent app catalog clouds jobs lab optimizer pipelines provision runtime spot state storage task)
+coverage: $(INSTALLED) ## which lines of broker/ the fast tests in this process run
+	mkdir -p build
+	$(BIN)/python -m coverage run -m pytest $(TESTS)
+	$(BIN)/python -m coverage report --sort=cover
 
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
 	$(BIN)/python -m tests.testbed.registry

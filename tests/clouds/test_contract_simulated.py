@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from broker.clouds.base import Cloud
-from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.types import Node, Offer
 from tests.clouds.contract import Bed, CloudContract
+from tests.clouds.simulated import FaultRates, SimulatedCloud
 from tests.simulation.virtual import VirtualClock
 
 

@@ -1,4 +1,4 @@
-"""A cloud in memory, for tests and rehearsal: whatever a real one does to its callers, on a clock that may be virtual.
+"""A cloud in memory, for tests: whatever a real one does to its callers, on a clock that may be virtual.
 
 Its lists lag, its zones fill up, its answers get lost after the deed, and it sends a bill. Faults are counted.
 """
