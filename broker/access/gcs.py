@@ -63,8 +63,8 @@ class GcsGranter:
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
         """Issue a grant. Data that is only named (`is_optional`) is left out, as its bucket may belong to another
         account."""
-        wanted = [need for need in needs if not need.is_optional]
-        if not wanted:
+        required = [need for need in needs if not need.is_optional]
+        if not required:
             raise InvalidRequestError(
                 "Google grants do not cover buckets that a task only names in `inputs` and `outputs`"
             )
@@ -73,24 +73,24 @@ class GcsGranter:
             what = "your Google login names no project" if login else "no login for Google"
             hint = "gcloud config set project PROJECT" if login else LOGIN
             raise AuthError(f"{what}, so access to `gs://` cannot be granted", hints=(hint, OWN_KEY))
-        name = name_needs(self._owner, login.project, wanted)
+        name = name_needs(self._owner, login.project, required)
         with self._kept.locked():
-            found = self._kept.read(name)
+            kept = self._kept.read(name)
             now_s = self._clock.now_s()
-            if found is None or not found["issued_s"] <= now_s < found["issued_s"] + LIFE_S / 2:
-                found = self._make(login, f"broker-{name}", wanted)
-                self._kept.write(name, found)
+            if kept is None or not kept["issued_s"] <= now_s < kept["issued_s"] + LIFE_S / 2:
+                kept = self._make(login, f"broker-{name}", required)
+                self._kept.write(name, kept)
         return Grant(
-            files={"google.json": Secret(value=json.dumps(found["key"]))},
+            files={"google.json": Secret(value=json.dumps(kept["key"]))},
             envs={
                 "GOOGLE_APPLICATION_CREDENTIALS": f"{FOLDER}/google.json",
                 # gcloud and gsutil read no other variable
                 "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": f"{FOLDER}/google.json",
             },
-            issued_s=found["issued_s"],
-            expires_s=found["issued_s"] + LIFE_S,
-            renew_s=found["issued_s"] + LIFE_S / 2,
-            by=f"the service account `{found['key']['client_email']}`",
+            issued_s=kept["issued_s"],
+            expires_s=kept["issued_s"] + LIFE_S,
+            renew_s=kept["issued_s"] + LIFE_S / 2,
+            by=f"the service account `{kept['key']['client_email']}`",
         )
 
     def prove(self, need: Need, grant: Grant) -> None:

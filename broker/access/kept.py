@@ -28,8 +28,8 @@ class KeptKeys:
     def read(self, name: str) -> dict[str, Any] | None:
         """Read a key; None if it is missing or damaged, as another key will be created."""
         try:
-            found = json.loads(self._find(name).read_text(encoding="utf-8"))
-            return found if isinstance(found["issued_s"], float) and isinstance(found["key"], dict) else None
+            kept = json.loads(self._find(name).read_text(encoding="utf-8"))
+            return kept if isinstance(kept["issued_s"], float) and isinstance(kept["key"], dict) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

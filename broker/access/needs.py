@@ -20,8 +20,8 @@ def list_needs(task: Task, owner: str) -> tuple[Need, ...]:
     found: dict[tuple[str, str, str, bool], Need] = {}
     for need in _list_all(task, owner):
         key = (need.scheme, need.bucket, need.path, need.is_open)
-        known = found.get(key)
-        found[key] = need if known is None else _join(known, need)
+        earlier = found.get(key)
+        found[key] = need if earlier is None else _join(earlier, need)
     return tuple(found.values())
 
 

@@ -177,13 +177,13 @@ class S3Granter:
         user = f"broker-{name}"
         now_s = self._clock.now_s()
         with self._kept.locked():
-            found = self._kept.read(name)
+            kept = self._kept.read(name)
             aws_user.ensure_user(iam, user, owner=self._owner, policy=policy, end_s=now_s + aws_user.LIFE_S)
-            if found is None:
-                found = {"issued_s": now_s, "key": aws_user.make_key(iam, user)}
-                self._kept.write(name, found)
+            if kept is None:
+                kept = {"issued_s": now_s, "key": aws_user.make_key(iam, user)}
+                self._kept.write(name, kept)
                 self._is_fresh = True
-        return {"Version": 1, **found["key"]}, now_s + aws_user.LIFE_S, f"the IAM user `{user}`, which broker created"
+        return {"Version": 1, **kept["key"]}, now_s + aws_user.LIFE_S, f"the IAM user `{user}`, which broker created"
 
     def sweep(self) -> int:
         """Delete broker's own users with their keys; return their number."""
@@ -230,11 +230,11 @@ def read_caller(arn: str) -> Caller:
 
 
 def _read_session(answer: Any) -> tuple[dict[str, Any], float]:
-    found = answer["Credentials"]
-    expires_s = float(found["Expiration"].timestamp())
+    credentials = answer["Credentials"]
+    expires_s = float(credentials["Expiration"].timestamp())
     names = ("AccessKeyId", "SecretAccessKey", "SessionToken")
     end = datetime.fromtimestamp(expires_s, UTC).isoformat()
-    return {"Version": 1, **{name: found[name] for name in names}, "Expiration": end}, expires_s
+    return {"Version": 1, **{name: credentials[name] for name in names}, "Expiration": end}, expires_s
 
 
 def _write_config(region: str) -> str:

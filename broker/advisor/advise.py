@@ -282,8 +282,8 @@ def _is_met(wish: Wish, option: Option, limit: float) -> bool:
 
 def _find_faster(met: Sequence[Option], first: Option) -> tuple[Option, ...]:
     """List options from the first on, each at least a tenth faster than the previous. `met` is sorted by price."""
-    found = [first]
+    frontier = [first]
     for each in met:
-        if each.hours < found[-1].hours * 0.9:
-            found.append(each)
-    return tuple(found[1:])
+        if each.hours < frontier[-1].hours * 0.9:
+            frontier.append(each)
+    return tuple(frontier[1:])

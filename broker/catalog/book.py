@@ -84,10 +84,10 @@ class Book:
         name = self._find_name("types", "instance_type", instance_type) or instance_type
         cheapest = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
         rows = self._database.execute(f"{_SELECT} WHERE t.instance_type = ? ORDER BY {cheapest}, 1, 2, 3", (name,))
-        found = [_make_offer(row) for row in rows]
-        if not found:
+        offers = [_make_offer(row) for row in rows]
+        if not offers:
             self._places.check_instance_type(instance_type)
-        return found
+        return offers
 
     def find_offers(self, task: Task) -> Sequence[Offer]:
         """Return every offer that may fit one of the task's alternatives.

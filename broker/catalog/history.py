@@ -89,9 +89,9 @@ def _pair(offer: Offer) -> tuple[float | None, float | None]:
 
 def _add_first(database: sqlite3.Connection, offers: Iterable[Offer]) -> None:
     """Start the history of a new place with the price that is being replaced."""
-    known = set(database.execute("SELECT DISTINCT cloud, instance_type, region, zone FROM changes"))
+    recorded = set(database.execute("SELECT DISTINCT cloud, instance_type, region, zone FROM changes"))
     for offer in offers:
-        if _name_place(offer) not in known and offer.as_of:
+        if _name_place(offer) not in recorded and offer.as_of:
             _add(database, [offer], offer.as_of)
 
 

@@ -108,8 +108,8 @@ def _read_memory_gib(info: str) -> float:
     try:
         size = float(ast.literal_eval(info)["Gpus"][0]["MemoryInfo"]["SizeInMiB"]) if info else 0.0
     except (ValueError, SyntaxError, KeyError, IndexError, TypeError, MemoryError, RecursionError):
-        found = FRACTION.search(info)
-        size = float(found[1]) if found else 0.0
+        match = FRACTION.search(info)
+        size = float(match[1]) if match else 0.0
     if not math.isfinite(size) or size < 0:
         return 0.0
     # Some clouds' files give GiB in the field for MiB: no accelerator has that few MiB.

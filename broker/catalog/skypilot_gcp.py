@@ -68,10 +68,10 @@ def _list_hosts(part: Offer) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _read_tpu(part: Offer) -> Offer | None:
     """Read a slice as an offer of its own, its accelerators counted in chips; None for anything but a TPU."""
-    found = TPU.match(part.accelerator or "")
-    if found is None:
+    match = TPU.match(part.accelerator or "")
+    if match is None:
         return None
-    version, size = found["version"].lower(), int(found["size"])
+    version, size = match["version"].lower(), int(match["size"])
     return replace(
         part,
         instance_type=str(part.accelerator),

@@ -28,17 +28,17 @@ class Suggestions:
         for kind, name in (("region", resources.region), ("zone", resources.zone)):
             if not name:
                 continue
-            known = self._list(f"SELECT DISTINCT x.text FROM {PLACES}{kind} WHERE ?1 IS NULL OR t.cloud = ?1", cloud)
-            if not _has(known, name):
-                raise _explain(f"{kind}{of_cloud}", name, known, self._locate(name))
+            names = self._list(f"SELECT DISTINCT x.text FROM {PLACES}{kind} WHERE ?1 IS NULL OR t.cloud = ?1", cloud)
+            if not _has(names, name):
+                raise _explain(f"{kind}{of_cloud}", name, names, self._locate(name))
         if resources.region and resources.zone:
             inside = (
                 f"SELECT DISTINCT x.text FROM {PLACES}zone JOIN texts r ON r.id = o.region "
                 "WHERE (?1 IS NULL OR t.cloud = ?1) AND r.text = ?2 COLLATE NOCASE"
             )
-            known = self._list(inside, cloud, resources.region)
-            if not _has(known, resources.zone):
-                raise _explain(f"zone of {resources.region}", resources.zone, known, self._locate(resources.zone))
+            names = self._list(inside, cloud, resources.region)
+            if not _has(names, resources.zone):
+                raise _explain(f"zone of {resources.region}", resources.zone, names, self._locate(resources.zone))
         if resources.instance_type:
             types = "SELECT DISTINCT instance_type FROM types WHERE ?1 IS NULL OR cloud = ?1"
             self.check_instance_type(resources.instance_type, self._list(types, cloud), of_cloud)
@@ -56,8 +56,8 @@ class Suggestions:
 
     def explain_accelerator(self, name: str) -> UnknownNameError:
         """Make the error for an unknown accelerator."""
-        known = self._list("SELECT name FROM accelerators UNION SELECT accelerator FROM types WHERE accelerator != ''")
-        return _explain("accelerator", name, known, ["list all with `broker gpus`"])
+        names = self._list("SELECT name FROM accelerators UNION SELECT accelerator FROM types WHERE accelerator != ''")
+        return _explain("accelerator", name, names, ["list all with `broker gpus`"])
 
     def _locate(self, name: str) -> Sequence[str]:
         """Return where a region or zone of this name is, and how to write it."""

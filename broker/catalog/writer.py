@@ -72,11 +72,11 @@ class BookWriter:
     def _settle_memory(self, offer: Offer) -> float:
         """Return the nominal memory of one accelerator if the source's figure is close to it, is a total, or is
         missing."""
-        nominal, found = self._nominal_gib.get(offer.accelerator or "", 0.0), offer.accelerator_memory_gib
-        if not found:
+        nominal, memory_gib = self._nominal_gib.get(offer.accelerator or "", 0.0), offer.accelerator_memory_gib
+        if not memory_gib:
             return round(nominal * min(1.0, offer.accelerator_count), 3)
-        shares = (found, found / max(1.0, offer.accelerator_count))
-        return nominal if any(abs(share - nominal) <= NOMINAL_SHARE * nominal for share in shares) else found
+        shares = (memory_gib, memory_gib / max(1.0, offer.accelerator_count))
+        return nominal if any(abs(share - nominal) <= NOMINAL_SHARE * nominal for share in shares) else memory_gib
 
     def _number_text(self, text: str) -> int:
         if text not in self._texts:

@@ -156,8 +156,8 @@ class LocalCloud:
         aside.rename(folder)
 
     def _list(self) -> list[Node]:
-        found = (self._observe(folder) for folder in sorted(self._root.iterdir()) if not folder.name.startswith("."))
-        return [node for node in found if node]
+        nodes = (self._observe(folder) for folder in sorted(self._root.iterdir()) if not folder.name.startswith("."))
+        return [node for node in nodes if node]
 
     def _observe(self, folder: Path) -> Node | None:
         """Return the node as its processes show it; record a dead one and clean up after it."""

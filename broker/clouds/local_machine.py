@@ -294,15 +294,15 @@ def is_zombie(pid: int) -> bool:
 
 def find_marked(folder: str) -> list[int]:
     """Find processes whose environment names this node: the fallback, and the only way without prctl."""
-    mark, found = f"BROKER_NODE_DIR={folder}", []
+    mark, pids = f"BROKER_NODE_DIR={folder}", []
     if IS_LINUX:
         for entry in filter(str.isdigit, os.listdir("/proc")):
             if mark in read_text(f"/proc/{entry}/environ").split("\0"):
-                found.append(int(entry))
+                pids.append(int(entry))
     else:
         with os.popen("ps -axEww -o pid=,command=") as lines:
-            found = [int(line.split(None, 1)[0]) for line in lines if f"{mark} " in f"{line.strip()} "]
-    return [pid for pid in found if pid not in (os.getpid(), os.getppid())]
+            pids = [int(line.split(None, 1)[0]) for line in lines if f"{mark} " in f"{line.strip()} "]
+    return [pid for pid in pids if pid not in (os.getpid(), os.getppid())]
 
 
 def send(pid: int, number: int) -> None:

@@ -45,8 +45,8 @@ class EgressTable:
         within it."""
 
         def look(target: str) -> float | None:
-            found = self.rows.get((cloud, region, target))
-            return self.rows.get((cloud, "*", target)) if found is None else found
+            price = self.rows.get((cloud, region, target))
+            return self.rows.get((cloud, "*", target)) if price is None else price
 
         internet = look("internet")
         other_region = look("same_cloud_other_region")

@@ -57,8 +57,8 @@ def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> N
         least = _find_deadline(task, goal, make_plan)
         if least is not None:
             hints.insert(0, (0.0, f"extend the deadline: `deadline: {least:g}h` can be met"))
-    found = [text for _, text in hints[:HINTS_MAX]]
-    return NoOfferError(error.message, hints=found or ["list accelerators and prices with `broker gpus`"])
+    texts = [text for _, text in hints[:HINTS_MAX]]
+    return NoOfferError(error.message, hints=texts or ["list accelerators and prices with `broker gpus`"])
 
 
 def _try_all(groups: Sequence[tuple[Relaxation, ...]], task: Task, make_plan: Planner) -> Iterator[tuple[float, str]]:

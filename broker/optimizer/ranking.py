@@ -59,10 +59,10 @@ class LazyEstimates(Sequence[Estimate]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         place = range(len(self))[index]  # negative indices count from the end; IndexError out of range
-        found = self._made.get(place)
-        if found is None:
-            found = self._made[place] = self._make(self._candidates[place])
-        return found
+        estimate = self._made.get(place)
+        if estimate is None:
+            estimate = self._made[place] = self._make(self._candidates[place])
+        return estimate
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and not isinstance(other, str) and tuple(self) == tuple(other)

@@ -23,7 +23,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
         pairs = sorted((place[u], place[v]) for u, v in core.tables)
         tables = [core.tables[(left[u], left[v])] for u, v in pairs]
         sums = Sums([core.unary[v] for v in left], pairs, tables)
-        found = search(
+        result = search(
             CostField(sums.unary, pairs, tables),
             [problem.greedy[v] for v in left],
             evaluate=sums.add_up,
@@ -31,16 +31,16 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
             work_max=work_max,
         )
     else:
-        found = Found(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)
-    chosen = core.unfold(dict(zip(left, found.choice, strict=True)))
+        result = Found(choice=(), value=0.0, lower_bound=0.0, is_optimal=True, steps=0)
+    chosen = core.unfold(dict(zip(left, result.choice, strict=True)))
     choice = tuple(chosen[v] for v in range(len(problem.states)))
     value = problem.add_usd(choice)
     return Found(
         choice=choice,
         value=value,
-        lower_bound=value if found.is_optimal else min(value, found.lower_bound + core.total),
-        is_optimal=found.is_optimal,
-        steps=found.steps,
+        lower_bound=value if result.is_optimal else min(value, result.lower_bound + core.total),
+        is_optimal=result.is_optimal,
+        steps=result.steps,
     )
 
 

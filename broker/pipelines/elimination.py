@@ -71,9 +71,9 @@ class Core:
             (u, to_u), (w, to_w) = links
             loaded = [list(map(add, row, costs)) for row in to_u]
             bridge = [[min(map(add, row, other)) for other in to_w] for row in loaded]
-            known = self.tables.get((u, w))
-            if known is not None:
-                bridge = [list(map(add, old, new)) for old, new in zip(known, bridge, strict=True)]
+            existing = self.tables.get((u, w))
+            if existing is not None:
+                bridge = [list(map(add, old, new)) for old, new in zip(existing, bridge, strict=True)]
             self.tables[(u, w)] = bridge
             self._neighbours[u].add(w)
             self._neighbours[w].add(u)

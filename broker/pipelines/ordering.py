@@ -36,7 +36,7 @@ def name_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
 def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
     """Return for every task: index of a task that it needs -> GiB. Raises UsageError."""
     own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
-    found = list[dict[int, float]]()
+    needs_of = list[dict[int, float]]()
     for i, task in enumerate(tasks):
         needs = dict[int, float]()
         for name, gib in task.needs.items():
@@ -52,8 +52,8 @@ def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
                     hints=["give every task a unique `name`"],
                 )
             needs[places[0]] = gib
-        found.append(needs)
-    return found
+        needs_of.append(needs)
+    return needs_of
 
 
 def order_indexes(tasks: Sequence[Task]) -> list[int]:

@@ -52,15 +52,15 @@ def plan_pipeline(
     problem = make_problem(
         names, [plans[i] for i in order], edges, table, needs_time=objective == "time" or deadline_hours is not None
     )
-    found = _solve(problem, objective, deadline_hours, work_max)
+    solution = _solve(problem, objective, deadline_hours, work_max)
     return PipelinePlan(
         objective=objective,
-        steps=tuple(_list_steps(names, problem, found.choice)),
-        edges=tuple(_list_edges(names, problem, found.choice, table)),
-        usd=problem.add_usd(found.choice),
-        hours=problem.measure_hours(found.choice),
-        lower_bound=found.lower_bound,
-        is_optimal=found.is_optimal,
+        steps=tuple(_list_steps(names, problem, solution.choice)),
+        edges=tuple(_list_edges(names, problem, solution.choice, table)),
+        usd=problem.add_usd(solution.choice),
+        hours=problem.measure_hours(solution.choice),
+        lower_bound=solution.lower_bound,
+        is_optimal=solution.is_optimal,
         greedy_usd=problem.add_usd(problem.greedy),
         greedy_hours=problem.measure_hours(problem.greedy),
         deadline_hours=deadline_hours,
@@ -72,9 +72,9 @@ def _solve(problem: Problem, objective: Objective, deadline_hours: float | None,
         return find_cheapest(problem, work_max=work_max)
     soonest = find_soonest(problem, work_max=work_max)
     if deadline_hours is not None and soonest.value > deadline_hours:
-        known = f"the fastest{'' if soonest.is_optimal else ' found'} takes {soonest.value:.1f} h"
+        fastest = f"the fastest{'' if soonest.is_optimal else ' found'} takes {soonest.value:.1f} h"
         raise NoOfferError(
-            f"no combination of placements meets the deadline of {deadline_hours:g} h: {known}",
+            f"no combination of placements meets the deadline of {deadline_hours:g} h: {fastest}",
             hints=["extend the deadline, or allow faster machines"],
         )
     if objective == "time":

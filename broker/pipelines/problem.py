@@ -181,7 +181,7 @@ class _Units:
         return usd, hours
 
     def _number(self, state: State) -> int:
-        found = self._numbers.setdefault(state.place, len(self._offers))
-        if found == len(self._offers):
+        number = self._numbers.setdefault(state.place, len(self._offers))
+        if number == len(self._offers):
             self._offers.append(state.estimate.placement.offer)
-        return found
+        return number

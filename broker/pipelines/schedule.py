@@ -76,14 +76,14 @@ class Timetable:
     def list_timely(self, limit: float) -> list[tuple[int, list[int]]] | None:
         """List tasks with states that cannot be part of an end by `limit`, with the positions of the others; None if
         infeasible."""
-        found = list[tuple[int, list[int]]]()
+        timely = list[tuple[int, list[int]]]()
         for v, (ends, rests) in enumerate(zip(self.bound_ends(), self.bound_rests(), strict=True)):
             keep = [i for i, (end, rest) in enumerate(zip(ends, rests, strict=True)) if end + rest <= limit]
             if not keep:
                 return None
             if len(keep) < len(ends):
-                found.append((v, keep))
-        return found
+                timely.append((v, keep))
+        return timely
 
     def close_late(self, limit: float) -> bool:
         """Close states that cannot be part of an end by `limit`. Return False if no choice ends by then."""

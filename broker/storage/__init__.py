@@ -24,8 +24,8 @@ def open_bucket(url: str) -> Bucket:
     scheme = urlsplit(url).scheme
     target = BUCKETS.get(scheme)
     if target is None:
-        known = ", ".join(f"`{each}://`" for each in BUCKETS)
-        raise InvalidRequestError(f"unsupported storage `{scheme}://` in `{url}`", hints=(f"supported: {known}",))
+        supported = ", ".join(f"`{each}://`" for each in BUCKETS)
+        raise InvalidRequestError(f"unsupported storage `{scheme}://` in `{url}`", hints=(f"supported: {supported}",))
     module, _, maker = target.partition(":")
     make: MakeBucket = getattr(importlib.import_module(module), maker)
     return make(url)

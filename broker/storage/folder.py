@@ -21,14 +21,14 @@ class FolderBucket:
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
         place = self._find(prefix)
         files = [place] if place.is_file() else place.rglob("*")
-        found = [each for each in files if each.is_file() and not each.name.endswith(PARTIAL)]
+        paths = [each for each in files if each.is_file() and not each.name.endswith(PARTIAL)]
         keys = (
             StoredKey(
                 key=each.relative_to(self._root).as_posix(),
                 size_bytes=each.stat().st_size,
                 modified_s=each.stat().st_mtime,
             )
-            for each in found
+            for each in paths
         )
         return sorted(keys, key=lambda each: each.key)
 

@@ -111,19 +111,19 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
     if meta is not None:
         fetch(obstore, store, meta, place / path.rsplit("/", 1)[-1] if place.is_dir() else place)
         return
-    found = [each for page in obstore.list(store, path or None, chunk_size=1000) for each in page]
-    if not found:
+    entries = [each for page in obstore.list(store, path or None, chunk_size=1000) for each in page]
+    if not entries:
         raise MountError(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         jobs = []
-        for each in found:
+        for each in entries:
             inside = each["path"][len(path) :].lstrip("/") if path else each["path"]
             if inside and not inside.endswith("/"):
                 jobs.append(pool.submit(fetch, obstore, store, each, find_inside(place, inside)))
         for job in jobs:
             job.result()
-    total = sum(each["size"] for each in found)
+    total = sum(each["size"] for each in entries)
     print(f"{len(jobs)} files, {total / 2**30:.2f} GiB from `{url}`", flush=True)
 
 
@@ -218,11 +218,11 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 def read_granted(path: pathlib.Path) -> dict[str, Any]:
     """Reread the granted login every ten minutes: broker replaces the file before its session ends."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    granted = json.loads(path.read_text(encoding="utf-8"))
     now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.9
     again = now + datetime.timedelta(minutes=10)
     names = {"access_key_id": "AccessKeyId", "secret_access_key": "SecretAccessKey", "token": "SessionToken"}
-    return {**{name: found.get(theirs) for name, theirs in names.items()}, "expires_at": again}
+    return {**{name: granted.get(theirs) for name, theirs in names.items()}, "expires_at": again}
 
 
 def find_region(bucket: str) -> "str | None":
@@ -338,8 +338,8 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
 
 def find_rclone_version() -> tuple[int, ...]:
     done = subprocess.run(["rclone", "version"], check=False, capture_output=True, text=True)
-    found = re.match(r"rclone v(\d+)\.(\d+)", done.stdout)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"rclone v(\d+)\.(\d+)", done.stdout)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

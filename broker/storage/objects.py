@@ -58,10 +58,10 @@ class ObjectBucket:
                 for each in page
             ]
 
-        found = self._ask("list", look)
-        if not found and prefix and (size := self._ask("look into", lambda: self._measure(prefix))) is not None:
-            found = [StoredKey(key=prefix, size_bytes=size)]  # a listing excludes the object of that exact name
-        return sorted(found, key=lambda each: each.key)
+        keys = self._ask("list", look)
+        if not keys and prefix and (size := self._ask("look into", lambda: self._measure(prefix))) is not None:
+            keys = [StoredKey(key=prefix, size_bytes=size)]  # a listing excludes the object of that exact name
+        return sorted(keys, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
         def get() -> bytes | None:
@@ -148,8 +148,8 @@ class ObjectBucket:
 
 def find_code(error: Exception) -> str | None:
     """Return the service's error code, if the message contains its XML."""
-    found = re.search(r"<Code>(\w+)</Code>", str(error))
-    return found[1] if found else None
+    match = re.search(r"<Code>(\w+)</Code>", str(error))
+    return match[1] if match else None
 
 
 def open_store(url: str, **options: Any) -> Any:

@@ -26,8 +26,8 @@ def make_bucket(url: str) -> ObjectBucket:
 
 def find_options() -> dict[str, Any]:
     """Return options for obstore's S3 store. Raises AuthError if account or key is missing."""
-    found = find_login(read_r2_environment(), Path.home() / ".cloudflare")
-    return {**found, "region": "auto", "client_options": {"allow_http": found["endpoint"].startswith("http://")}}
+    login = find_login(read_r2_environment(), Path.home() / ".cloudflare")
+    return {**login, "region": "auto", "client_options": {"allow_http": login["endpoint"].startswith("http://")}}
 
 
 def find_login(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -55,8 +55,8 @@ def create_bucket(name: str) -> None:
     """Create an empty bucket. Raises the errors of `s3.create_bucket`."""
     from broker.storage.s3 import create_with
 
-    found = find_login(read_r2_environment(), Path.home() / ".cloudflare")
+    login = find_login(read_r2_environment(), Path.home() / ".cloudflare")
     create_with(  # R2 maps us-east-1 to its own `auto` (Cloudflare, "S3 API compatibility")
-        name, region="us-east-1", endpoint_url=found["endpoint"], aws_access_key_id=found["access_key_id"],
-        aws_secret_access_key=found["secret_access_key"],
+        name, region="us-east-1", endpoint_url=login["endpoint"], aws_access_key_id=login["access_key_id"],
+        aws_secret_access_key=login["secret_access_key"],
     )  # fmt: skip

@@ -109,11 +109,11 @@ def _list_names(name: str, by_lower: Mapping[str, str], figures: Mapping[str, Ac
 
 def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> str:
     """Return the known spelling, dropping a redundant memory suffix (`A100-40GB` is `A100`)."""
-    if known := by_lower.get(name.lower()):
-        return known
+    if spelling := by_lower.get(name.lower()):
+        return spelling
     base, _, suffix = name.rpartition("-")
     if base.lower() in by_lower and re.fullmatch(r"[0-9]+[gG][bB]", suffix):
-        known = by_lower[base.lower()]
-        if abs(figures[known].memory_gib - read_gib(suffix)) <= read_gib(suffix) * _MEMORY_SLACK:
-            return known
+        spelling = by_lower[base.lower()]
+        if abs(figures[spelling].memory_gib - read_gib(suffix)) <= read_gib(suffix) * _MEMORY_SLACK:
+            return spelling
     return name

@@ -55,11 +55,11 @@ def load_tasks_text(
     text = text.removeprefix("\ufeff")
     documents = read_documents(text, file)
     reader = Reader(text, file)
-    header, found = split_header(reader, documents)
-    if not found:
+    header, sections = split_header(reader, documents)
+    if not sections:
         reader.note(1, 1, "the file contains no task", _SMALLEST)
-    read = [each for marked in found if (each := _read_document(reader, marked, envs or {}, secrets or {}))]
-    tasks = join_tasks(reader, header, read) if read and len(read) == len(found) else ()
+    read = [each for marked in sections if (each := _read_document(reader, marked, envs or {}, secrets or {}))]
+    tasks = join_tasks(reader, header, read) if read and len(read) == len(sections) else ()
     if reader.issues:
         raise TaskError(sorted(reader.issues, key=lambda issue: (issue.line, issue.column)))
     if header and len(tasks) == 1:
@@ -76,8 +76,8 @@ def _read_document(
     secret_texts = _peek(marked, "secrets")
     written = {**_peek(marked, "envs"), **secret_texts}
     reader.hide(value for name, value in written.items() if name in secret_texts or is_credential_name(name))
-    known = {**written, **envs, **secrets}
-    section = TASK.read(reader, expand_variables(reader, marked, known), "")
+    variables = {**written, **envs, **secrets}
+    section = TASK.read(reader, expand_variables(reader, marked, variables), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
 
 

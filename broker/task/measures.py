@@ -126,6 +126,6 @@ class Duration(Measure):
 
 def read_gib(text: str) -> float:
     """GiB of `512MB`, `1.5 TiB`; a bare number is GiB."""
-    found = re.fullmatch(rf"({_NUMBER}) ?([a-zA-Z]*)", text)
-    assert found, text
-    return float(found[1]) * _GIB[(found[2] or "g")[0].lower()]
+    match = re.fullmatch(rf"({_NUMBER}) ?([a-zA-Z]*)", text)
+    assert match, text
+    return float(match[1]) * _GIB[(match[2] or "g")[0].lower()]

@@ -104,7 +104,7 @@ def _warn(reader: Reader, marked: Marked, message: str, hint: str) -> None:
 
 def _exists(path: str, *, is_folder: bool) -> bool:
     try:
-        found = Path(path).expanduser()
-        return found.is_dir() if is_folder else found.exists()
+        local = Path(path).expanduser()
+        return local.is_dir() if is_folder else local.exists()
     except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user after `~`, a zero byte
         return False

@@ -19,16 +19,16 @@ Document = tuple[Section, Task]  # a task with the section that it was read from
 
 def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section | None, list[Marked]]:
     """Return the header, if the first of several documents has only a header's fields, and the tasks."""
-    found = [document for document in documents if document.value is not None]
-    if len(found) > TASKS_MAX + 1:
+    filled = [document for document in documents if document.value is not None]
+    if len(filled) > TASKS_MAX + 1:
         reader.fault(
-            found[TASKS_MAX + 1], f"the file contains more than {TASKS_MAX:,} tasks", "split it into several files"
+            filled[TASKS_MAX + 1], f"the file contains more than {TASKS_MAX:,} tasks", "split it into several files"
         )
-        return None, found[:1]
-    first = found[0].value if len(found) > 1 else None
+        return None, filled[:1]
+    first = filled[0].value if len(filled) > 1 else None
     if isinstance(first, dict) and first and set(first) <= set(HEADER.fields):
-        return HEADER.read(reader, found[0], "header"), found[1:]
-    return None, found
+        return HEADER.read(reader, filled[0], "header"), filled[1:]
+    return None, filled
 
 
 def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:

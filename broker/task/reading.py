@@ -67,15 +67,15 @@ class Reader:
 
     def take_notices(self) -> tuple[Notice, ...]:
         """Return the notices since the last call, in file order, without duplicates."""
-        found = sorted(dict.fromkeys(self._notices), key=lambda each: (each.origin.line, each.origin.column))
+        notices = sorted(dict.fromkeys(self._notices), key=lambda each: (each.origin.line, each.origin.column))
         self._notices = []
-        return tuple(found)
+        return tuple(notices)
 
     def _find_line(self, line: int) -> str | None:
-        found = self._lines[line - 1] if 0 < line <= len(self._lines) else ""
+        source = self._lines[line - 1] if 0 < line <= len(self._lines) else ""
         for each in self._hidden:
-            found = found.replace(each, "***")
-        return found or None
+            source = source.replace(each, "***")
+        return source or None
 
     @cached_property
     def _lines(self) -> list[str]:

@@ -235,15 +235,15 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
 
 def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tuple[Resources, ...]:
     """Return one Resources for every accelerator and every region that has an image."""
-    found = [base] if not accelerators else [
+    spread = [base] if not accelerators else [
         replace(base, accelerator=name, accelerator_count=count) for name, count in accelerators
     ]  # fmt: skip
     if not images:
-        return tuple(found)
+        return tuple(spread)
     fitting = {region: image for region, image in images.items() if not region or base.region in (None, region)}
     return tuple(
         replace(each, image_id=image, region=region or each.region, cloud=each.cloud or _find_cloud(image))
-        for each in found
+        for each in spread
         for region, image in (fitting or images).items()
     )
 

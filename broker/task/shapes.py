@@ -213,13 +213,13 @@ class ListOf(Shape):
         if len(marked.value) < self.count_min:
             reader.fault(marked, f"`{name}` must not be an empty list")
             return None
-        found = []
+        items = []
         for each in marked.value:
             if each.value is None and not isinstance(self.item, Anything):
                 reader.fault(each, f"`{name}` has an empty item")
             elif (value := self.item.read(reader, each, name)) is not None:
-                found.append(value)
-        return found
+                items.append(value)
+        return items
 
     def describe(self) -> Schema:
         least: Schema = {"minItems": self.count_min} if self.count_min else {}

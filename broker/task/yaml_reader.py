@@ -151,12 +151,12 @@ class _Composer:
         return node
 
     def _follow(self, event: Any, depth: int) -> Marked:
-        found = self._anchors.get(event.anchor)
-        if found is None:
+        anchored = self._anchors.get(event.anchor)
+        if anchored is None:
             raise ComposeError(
                 event.start_mark, f"undefined alias `*{event.anchor}`", f"define `&{event.anchor}` above it"
             )
-        node, size, height = found
+        node, size, height = anchored
         self._add(size, event)
         self._check_depth(depth + height, event)
         self._height = height
@@ -236,8 +236,8 @@ def _read_scalar(event: Any) -> Any:
     is_tagged = event.tag not in (None, "!")
     if is_tagged and event.tag != _TAG + "str":
         value = _resolve(text)
-        wanted = _SCALAR_TAGS.get(event.tag.removeprefix(_TAG))
-        if wanted is None or not isinstance(value, wanted):
+        types = _SCALAR_TAGS.get(event.tag.removeprefix(_TAG))
+        if types is None or not isinstance(value, types):
             raise ComposeError(event.start_mark, f"`{text[:40]}` does not match its tag")
         return value
     return text if is_tagged or not event.implicit[0] else _resolve(text)

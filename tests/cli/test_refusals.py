@@ -61,7 +61,7 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
     assert first == "no place would give train its nodes now"
     assert "  1 x g5.xlarge spot in us-east-1a (aws): InsufficientInstanceCapacity: " in details[0]
     assert "  1 x g5.xlarge spot in us-east-1b (aws): Unsupported: " in details[1]
-    assert "us-east-1c" in details[2] and "quota of us-east-1: 1 x g5.xlarge spot takes 4 vCPUs" in details[2]
+    assert "us-east-1c" in details[2] and "quota of us-east-1: 1 x g5.xlarge spot requires 4 vCPUs" in details[2]
     assert len(details) == 3, "zones that the quota covers share its line"
     assert error.count("--quota-code L-3819A6DF --region us-east-1 --desired-value 1004") == 1
     assert "describe-instance-type-offerings" in error
@@ -101,5 +101,5 @@ def test_each_refusal_of_google_is_reported_once_with_reason_and_remedy(shell: A
     assert "us-central1-a (gcp): injected ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS" in details[0]
     assert "us-central1-b" in details[1] and "us-central1-c" in details[1] and "QUOTA_EXCEEDED" in details[1]
     assert len(details) == 2 and url not in error
-    assert "hint: Ask for more: https://console.cloud.google.com/iam-admin/quotas" in error
+    assert "hint: Request more: https://console.cloud.google.com/iam-admin/quotas" in error
     assert gce.list_names() == [] and [name for name in gce.firewalls if not name.endswith("-shut")] == []

@@ -134,8 +134,8 @@ class SimulatedCloud:
         request = replace(request, account=self._find_login())  # also for an effect that comes late
         await self.clock.sleep(0.05)
         self._maybe_fail("create", request.cluster)
-        known = self._ids_by_token.get(request.token)
-        if known is None:
+        ids = self._ids_by_token.get(request.token)
+        if ids is None:
             self.asked_s[request.token] = self.clock.now_s()
             self._refuse_if_full(request)
             if self._draw("create:late", self.faults.late, request.cluster):
@@ -143,13 +143,13 @@ class SimulatedCloud:
                 raise UnknownOutcomeError("create: no answer")
             await self._maybe_hang("create:stuck", self.faults.stuck, request.cluster)
             self._report("create:before")
-            known = self._ids_by_token.get(request.token) or self._make_gang(request, self.clock.now_s())
+            ids = self._ids_by_token.get(request.token) or self._make_gang(request, self.clock.now_s())
             self._report("create:after")
-        elif any(self._machines[node_id].node.cluster != request.cluster for node_id in known):
+        elif any(self._machines[node_id].node.cluster != request.cluster for node_id in ids):
             raise InvalidRequestError(f"token {request.token} was used for another request")
         self._maybe_lose_answer("create", request.cluster)
         await self._maybe_hang("create:mute", self.faults.mute, request.cluster)
-        return [self._look(self._machines[node_id]) for node_id in known]
+        return [self._look(self._machines[node_id]) for node_id in ids]
 
     async def list_nodes(self, owner: str) -> NodeList:
         await self.clock.sleep(self.timings.list_s)
@@ -175,13 +175,13 @@ class SimulatedCloud:
             regions = sorted({machine.node.region for machine in self._machines.values()})
             if regions and self._draw("list:behind", self.faults.behind):
                 seen_s[self._random.choice(regions)] = now_s - self.timings.stale_s
-        found = []
+        nodes = []
         for machine in self._machines.values():
             at_s = seen_s.get(machine.node.region, now_s)
             is_there = machine.visible_s <= at_s and not self._has_vanished(machine, at_s)
             if is_there and machine.node.owner == owner:
-                found.append(self._look(machine, at_s))
-        return found
+                nodes.append(self._look(machine, at_s))
+        return nodes
 
     def _maybe_repeat(self, listed: Sequence[Node]) -> Sequence[Node]:
         now_s = self.clock.now_s()
@@ -285,8 +285,8 @@ class SimulatedCloud:
         count = request.placement.node_count
         if count > 1 and self._draw("create:partial", self.faults.partial, request.cluster):
             count = self._random.randrange(1, count)
-        known = self._ids_by_token[request.token] = [self._make(request, rank, now_s) for rank in range(count)]
-        return known
+        ids = self._ids_by_token[request.token] = [self._make(request, rank, now_s) for rank in range(count)]
+        return ids
 
     def _make(self, request: NodeRequest, rank: int, now_s: float) -> str:
         offer = request.placement.offer

@@ -194,10 +194,10 @@ def _get(page: Any, field: str) -> Any:
 
 
 def _list(page: Any, field: str) -> list[Any]:
-    found = _get(page, field)
-    if not isinstance(found, list):
+    value = _get(page, field)
+    if not isinstance(value, list):
         raise SourceError(f"`{field}` in the AWS response is not a list")
-    return found
+    return value
 
 
 def _to_usd(text: Any) -> float:

@@ -110,10 +110,10 @@ class Clients:
         try:
             answer = getattr(self._find_client(service, region, tries), operation)(**parameters)
         except ClientError as error:
-            told = error.response.get("Error", {})
+            details = error.response.get("Error", {})
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            code = str(told.get("Code", "")) or f"HTTP {status}"
-            message = str(told.get("Message", ""))
+            code = str(details.get("Code", "")) or f"HTTP {status}"
+            message = str(details.get("Message", ""))
             raise ApiError(code, message, operation=operation, region=region, status=status) from error
         except (BotoCoreError, ResponseParserError) as error:
             raise ApiError(name_exception(error), str(error), operation=operation, region=region) from error

@@ -123,10 +123,12 @@ class AwsCloud:
         account = await self.find_account()
         with translated():
             regions = await self.list_regions()
-        found = await asyncio.gather(*(self._list_region(region, owner) for region in regions), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._list_region(region, owner) for region in regions), return_exceptions=True
+        )
         nodes: list[Node] = []
         unseen: dict[str, CloudError] = {}
-        for region, listed in zip(regions, found, strict=True):
+        for region, listed in zip(regions, results, strict=True):
             if isinstance(listed, CloudError):
                 unseen[region] = listed
             elif isinstance(listed, BaseException):
@@ -156,8 +158,8 @@ class AwsCloud:
         for region, owner, cluster in sorted({(node.region, node.owner, node.cluster) for node in nodes}):
             ids = [node.id for node in nodes if (node.region, node.owner, node.cluster) == (region, owner, cluster)]
             with translated():
-                found = await self._launcher.find_instances(region, [{"Name": "instance-id", "Values": ids}])
-                if any(node.state is NodeState.RUNNING for node in await self._read_nodes(found, region)):
+                instances = await self._launcher.find_instances(region, [{"Name": "instance-id", "Values": ids}])
+                if any(node.state is NodeState.RUNNING for node in await self._read_nodes(instances, region)):
                     has_changed |= await self._launcher.renew_access(region, owner=owner, cluster=cluster)
         return has_changed
 
@@ -201,13 +203,13 @@ class AwsCloud:
         """Return what this token created before. EC2 reports the token as used if a parameter differs (a newer image),
         or if all its instances have ended."""
         filters = tags.match_tags(owner=request.owner, token=request.token)
-        found = await self._launcher.find_instances(request.placement.offer.region, filters)
-        if not found:
+        instances = await self._launcher.find_instances(request.placement.offer.region, filters)
+        if not instances:
             raise UnknownOutcomeError(f"token {request.token} was used and its nodes are not listed") from refusal
-        clusters = {tags.read_tags(each).get(tags.CLUSTER) for each in found}
+        clusters = {tags.read_tags(each).get(tags.CLUSTER) for each in instances}
         if clusters != {request.cluster}:
             raise InvalidRequestError(f"token {request.token} was used for another request") from refusal
-        return found
+        return instances
 
     def _remember(self, nodes: Sequence[Node]) -> Sequence[Node]:
         for node in nodes:
@@ -239,8 +241,8 @@ class AwsCloud:
             if refusal.code == "UnauthorizedOperation":
                 # A policy that allows this by tag refuses an id that is gone, as it has no tags to check.
                 filters = [{"Name": "instance-id", "Values": list(ids)}]
-                found = await self._launcher.find_instances(region, filters)
-                left = [each["InstanceId"] for each in found]
+                instances = await self._launcher.find_instances(region, filters)
+                left = [each["InstanceId"] for each in instances]
                 if len(left) == len(ids):
                     raise
                 if left:

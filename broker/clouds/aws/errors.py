@@ -168,9 +168,9 @@ class ApiError(Exception):
 
 def find_kind(code: str, status: int = 0) -> Kind:
     """Classify a code; an unlisted one by its suffix and HTTP status."""
-    known = KINDS.get(code)
-    if known is not None:
-        return known
+    kind = KINDS.get(code)
+    if kind is not None:
+        return kind
     if code.endswith("LimitExceeded"):
         return "quota"  # the suffix of all EC2 quotas; its two exceptions are in the table
     if status == 429:

@@ -63,10 +63,10 @@ class Images:
 
     async def find(self, offer: Offer, spec: MachineSpec) -> Image:
         """Look the image up. Raises InvalidRequestError if it does not exist."""
-        wanted = self.choose(offer, spec)
-        key = (offer.region, wanted)
+        image_id = self.choose(offer, spec)
+        key = (offer.region, image_id)
         if key not in self._found:
-            self._found[key] = await self._look_up(offer.region, wanted)
+            self._found[key] = await self._look_up(offer.region, image_id)
         return self._found[key]
 
     def choose(self, offer: Offer, spec: MachineSpec) -> str:
@@ -86,9 +86,9 @@ class Images:
         answer = await self._clients.read("ec2", region, "describe_images", ImageIds=[wanted])
         if not answer.get("Images"):
             raise InvalidRequestError(f"{region} has no image {wanted}")
-        found = answer["Images"][0]
-        root = found.get("RootDeviceName") or "/dev/sda1"
-        disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in found.get("BlockDeviceMappings", ())}
+        image = answer["Images"][0]
+        root = image.get("RootDeviceName") or "/dev/sda1"
+        disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in image.get("BlockDeviceMappings", ())}
         return Image(id=wanted, root_device=root, size_gib=int(disks.get(root, {}).get("VolumeSize", 1)))
 
 

@@ -66,8 +66,8 @@ class NodeLauncher:
         return await self._network.renew_access(region, owner=owner, cluster=cluster)
 
     async def find_instances(self, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Instance]:
-        found = await self._clients.read_all(region, "describe_instances", "Reservations", Filters=list(filters))
-        return [instance for reservation in found for instance in reservation["Instances"]]
+        reservations = await self._clients.read_all(region, "describe_instances", "Reservations", Filters=list(filters))
+        return [instance for reservation in reservations for instance in reservation["Instances"]]
 
     async def _find_placement_group(self, request: NodeRequest) -> str | None:
         """Return a placement group for gangs with accelerators: only their traffic justifies the scarcer capacity."""

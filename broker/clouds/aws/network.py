@@ -58,8 +58,8 @@ class Network:
 
     async def _find_default_vpc(self, region: str) -> str:
         filters = [_filter("is-default", "true")]
-        found = await self._clients.read_all(region, "describe_vpcs", "Vpcs", Filters=filters)
-        if not found:
+        vpcs = await self._clients.read_all(region, "describe_vpcs", "Vpcs", Filters=filters)
+        if not vpcs:
             raise InvalidRequestError(
                 f"{region} has no default VPC",
                 hints=(
@@ -67,7 +67,7 @@ class Network:
                     f'Or name your own in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`.',
                 ),
             )
-        return str(found[0]["VpcId"])
+        return str(vpcs[0]["VpcId"])
 
     async def ensure_group(self, request: NodeRequest, site: RegionNetwork) -> str:
         """Return the cluster's security group, created or found, with the rules that this request requires."""
@@ -92,8 +92,10 @@ class Network:
 
     async def _find_group(self, request: NodeRequest, site: RegionNetwork) -> str | None:
         filters = [_filter("group-name", name_group(request)), _filter("vpc-id", site.vpc)]
-        found = await self._clients.read_all(site.region, "describe_security_groups", "SecurityGroups", Filters=filters)
-        return str(found[0]["GroupId"]) if found else None
+        groups = await self._clients.read_all(
+            site.region, "describe_security_groups", "SecurityGroups", Filters=filters
+        )
+        return str(groups[0]["GroupId"]) if groups else None
 
     async def _create_group(self, request: NodeRequest, site: RegionNetwork) -> str:
         made = await self._clients.change(

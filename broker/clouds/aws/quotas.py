@@ -104,13 +104,13 @@ def count_vcpus(placement: Placement) -> float:
 
 def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
     offer = placement.offer
-    asked = count_vcpus(placement)
+    vcpus = count_vcpus(placement)
     kind = "spot" if placement.is_spot else "on-demand"
-    is_too_small = quota.vcpus < asked
+    is_too_small = quota.vcpus < vcpus
     rest = "" if is_too_small else ", and other machines run already"
-    wanted = asked if is_too_small else quota.vcpus + asked
+    requested = vcpus if is_too_small else quota.vcpus + vcpus
     return QuotaError(
-        f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} requires {asked:g} vCPUs, "
+        f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} requires {vcpus:g} vCPUs, "
         f"the account's limit is {quota.vcpus:g}{rest}",
-        hints=(f"Request more: `{quota.command.replace('VCPUS', f'{wanted:g}')}`",),
+        hints=(f"Request more: `{quota.command.replace('VCPUS', f'{requested:g}')}`",),
     )

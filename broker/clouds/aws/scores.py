@@ -46,13 +46,13 @@ class Scores:
             told, names = {}, {}
         # Zone names differ between accounts; scores are by zone id, which does not.
         by_id = {each["ZoneId"]: each["ZoneName"] for each in names.get("AvailabilityZones", ())}
-        found = {
+        scores = {
             by_id[each["AvailabilityZoneId"]]: int(each["Score"])
             for each in told.get("SpotPlacementScores", ())
             if each.get("AvailabilityZoneId") in by_id
         }
-        self._known[key] = (now_s, found)
-        return found
+        self._known[key] = (now_s, scores)
+        return scores
 
     async def refuse_unlikely(self, placement: Placement) -> None:
         """Raise CapacityError for a zone with the lowest score while another zone of the region scores well: machines

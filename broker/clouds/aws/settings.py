@@ -53,10 +53,10 @@ def load_settings(home: Path) -> Settings:
 
 def _check(path: Path, name: str, value: Any) -> None:
     kinds = {"regions": "list", "ssh_from": "list", "vpcs": "dict", "images": "dict", "uses_private_addresses": "bool"}
-    wanted = kinds.get(name, "str")
-    if type(value).__name__ != wanted:
-        raise UsageError(f"{path}: `{name}` must be {KINDS[wanted]}")
-    inner = value.values() if wanted == "dict" else value if wanted == "list" else ()
+    kind = kinds.get(name, "str")
+    if type(value).__name__ != kind:
+        raise UsageError(f"{path}: `{name}` must be {KINDS[kind]}")
+    inner = value.values() if kind == "dict" else value if kind == "list" else ()
     if not all(isinstance(each, str) for each in inner):
         raise UsageError(f"{path}: `{name}` must contain strings")
     if name == "ssh_from":

@@ -54,8 +54,8 @@ class _Judge:
             return TypeCheckResult(
                 accelerator=name, instance_type=first.instance_type, ways=(), region="", why=why, command=command
             )
-        found = [await self._judge_in(name, offer) for offer in here]
-        return max(found, key=lambda each: len(each.ways))
+        results = [await self._judge_in(name, offer) for offer in here]
+        return max(results, key=lambda each: len(each.ways))
 
     async def _judge_in(self, name: str, offer: Offer) -> TypeCheckResult:
         def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:

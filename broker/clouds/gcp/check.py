@@ -180,5 +180,5 @@ def _look_at_network(clients: Clients) -> None:
 
 def _list_gpu_quotas(clients: Clients) -> Mapping[str, Mapping[str, float]]:
     """region -> metric -> limit."""
-    found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
-    return {region.name: {quota.metric: quota.limit for quota in region.quotas} for region in found}
+    regions = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
+    return {region.name: {quota.metric: quota.limit for quota in region.quotas} for region in regions}

@@ -112,17 +112,19 @@ class GcpCloud:
         project = await self.find_account()
         found_by_google, unseen_zones = await self._list_all(owner)
         listed = {node.id: node for node in found_by_google}
-        known = {node_id: node for node_id, node in self._state_file.read().items() if node.owner == owner}
-        missing = [node for node in known.values() if node.id not in listed and node.state is not NodeState.TERMINATED]
+        recorded = {node_id: node for node_id, node in self._state_file.read().items() if node.owner == owner}
+        missing = [
+            node for node in recorded.values() if node.id not in listed and node.state is not NodeState.TERMINATED
+        ]
         unseen: dict[str, CloudError] = {
             zone.rpartition("-")[0]: TransientError(f"Google could not query {zone}") for zone in unseen_zones
         }
-        found = {node.id: node for node in await self._resolve(missing, owner, unseen)} if missing else {}
+        resolved = {node.id: node for node in await self._resolve(missing, owner, unseen)} if missing else {}
         still = [node for node in listed.values() if node.state is NodeState.STOPPED and node.reason]
         listed.update((node.id, node) for node in await self._judge(still, owner))
         now_s = self._clock.now_s()
-        nodes = {**known, **found, **listed}
-        changed = [node for node in nodes.values() if known.get(node.id) != node]
+        nodes = {**recorded, **resolved, **listed}
+        changed = [node for node in nodes.values() if recorded.get(node.id) != node]
         self._state_file.note(changed, now_s=now_s)
         await self._tidy(list(nodes.values()), changed)
         kept = [node for node in nodes.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or node.id in listed]
@@ -190,10 +192,10 @@ class GcpCloud:
 
         A node that cannot be queried keeps its state, and its region is added to `unseen`.
         """
-        found = await asyncio.gather(*(self._look_again(node) for node in missing), return_exceptions=True)
+        results = await asyncio.gather(*(self._look_again(node) for node in missing), return_exceptions=True)
         gone: list[Node] = []
         seen: list[Node] = []
-        for node, look in zip(missing, found, strict=True):
+        for node, look in zip(missing, results, strict=True):
             if isinstance(look, CloudError):
                 unseen.setdefault(node.region, look)
                 seen.append(node)
@@ -215,8 +217,8 @@ class GcpCloud:
         if not still:
             return ()
         endings = await self._read_endings(self._login.project, owner)
-        found = [(node, endings.get(NodeId.parse(node.id))) for node in still]
-        judged = [replace(node, reason=ending.reason) if ending else node for node, ending in found]
+        ended = [(node, endings.get(NodeId.parse(node.id))) for node in still]
+        judged = [replace(node, reason=ending.reason) if ending else node for node, ending in ended]
         try:
             await self.terminate_nodes([node for node in judged if node.reason == NodeEnd.LEASE or node.is_spot])
         except CloudError as error:

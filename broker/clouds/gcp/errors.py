@@ -196,14 +196,14 @@ def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ..
 def read_operation_error(operation: Any) -> CloudError | None:
     """Read the error of an operation that is DONE; a capacity error takes precedence over the errors that follow from
     it."""
-    found = [
+    errors = [
         make_error(error.code, error.message or error.code, hints=_find_quota_hint(error))
         for error in operation.error.errors
     ]
-    if not found:
+    if not errors:
         status = operation.http_error_status_code
         return make_error("", operation.http_error_message or "the operation failed", status=status) if status else None
-    return next((each for each in found if isinstance(each, CapacityError | QuotaError)), found[0])
+    return next((each for each in errors if isinstance(each, CapacityError | QuotaError)), errors[0])
 
 
 def _find_quota_hint(error: Any) -> tuple[str, ...]:
@@ -232,9 +232,9 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
         return AuthError(f"Google refuses the login: {str(error)[:200]}", hints=(hint,))
     if isinstance(error, api.GoogleAPICallError):
         code, message = _read_answer(error)
-        found = make_error(code, message, status=int(error.code or 0))
-        is_clear = (error.code or 500) < 500 or isinstance(found, CapacityError | QuotaError | ThrottledError)
-        return found if is_clear else lost(found.message)
+        cloud_error = make_error(code, message, status=int(error.code or 0))
+        is_clear = (error.code or 500) < 500 or isinstance(cloud_error, CapacityError | QuotaError | ThrottledError)
+        return cloud_error if is_clear else lost(cloud_error.message)
     if isinstance(error, api.RetryError | requests.RequestException | OSError):
         return lost(f"no response from Compute Engine: {type(error).__name__}")
     return None
@@ -243,8 +243,8 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
 def _read_answer(error: Any) -> tuple[str, str]:
     """Read code and message. The newer `reason` is more specific (a project without billing is only `forbidden` in the
     older one); the library puts method and URL before the older message."""
-    told = [each for each in error.errors or () if isinstance(each, Mapping)]
-    codes = [str(error.reason or ""), *(str(each.get("reason") or "") for each in told)]
+    entries = [each for each in error.errors or () if isinstance(each, Mapping)]
+    codes = [str(error.reason or ""), *(str(each.get("reason") or "") for each in entries)]
     code = next((each for each in codes if each in CODES), next(filter(None, codes), ""))
-    message = next((str(each["message"]) for each in told if each.get("message")), "")
+    message = next((str(each["message"]) for each in entries if each.get("message")), "")
     return code, message or error.message or ""

@@ -91,8 +91,8 @@ def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs:
     """Delete the rules of this owner's gangs that have no instance and whose cluster is not in `keep`."""
     count = 0
     for rule in list_rules(clients, owner):
-        told = read_description(rule.description) or {}
-        is_kept = "cluster" not in told or told["cluster"] in keep or told.get("owner") != owner
+        description = read_description(rule.description) or {}
+        is_kept = "cluster" not in description or description["cluster"] in keep or description.get("owner") != owner
         if not is_kept and rule.name.rpartition("-")[0] not in live_gangs:
             _delete(clients, clients.login.project, rule.name)
             count += 1
@@ -100,8 +100,8 @@ def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs:
 
 
 def list_rules(clients: Clients, owner: str, *, project: str = "") -> list[Any]:
-    wanted = f"name eq {owner_prefix(owner)}.*"
-    request = clients.types.ListFirewallsRequest(project=project or clients.login.project, filter=wanted)
+    name_filter = f"name eq {owner_prefix(owner)}.*"
+    request = clients.types.ListFirewallsRequest(project=project or clients.login.project, filter=name_filter)
     return list(clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S))
 
 
@@ -113,8 +113,8 @@ def find_network(clients: Clients) -> str:
     parts = network.split("/")
     project = parts[parts.index("projects") + 1] if "projects" in parts else clients.login.project
     region, name = parts[parts.index("regions") + 1], parts[-1]
-    found = clients.get("Subnetworks").get(project=project, region=region, subnetwork=name, timeout=TIMEOUT_S)
-    return str(found.network)
+    subnetwork = clients.get("Subnetworks").get(project=project, region=region, subnetwork=name, timeout=TIMEOUT_S)
+    return str(subnetwork.network)
 
 
 def _insert(clients: Clients, rule: dict[str, Any]) -> Any:

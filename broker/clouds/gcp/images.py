@@ -39,13 +39,13 @@ def find_image(clients: Clients, request: NodeRequest) -> str:
 
     Raises InvalidRequestError if the task names an invalid one.
     """
-    asked = request.spec.image_id or clients.login.settings.images.get(image_kind(request))
-    if asked:
-        found = IMAGE_PATH.search(asked)
-        if found is None:
+    image = request.spec.image_id or clients.login.settings.images.get(image_kind(request))
+    if image:
+        match = IMAGE_PATH.search(image)
+        if match is None:
             hint = "Write `image_id: projects/PROJECT/global/images/IMAGE`, or omit it."
-            raise InvalidRequestError(f"invalid Google image `{asked}`", hints=(hint,))
-        return found[0]
+            raise InvalidRequestError(f"invalid Google image `{image}`", hints=(hint,))
+        return match[0]
     for project, family in list_families(request):
         path = _find_newest(clients, project, family)
         if path:

@@ -65,19 +65,19 @@ def fetch(clients: Clients, where: NodeId) -> Node | None:
     import google.api_core.exceptions as api
 
     try:
-        found = clients.get("Instances").get(
+        instance = clients.get("Instances").get(
             project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
         )
     except api.NotFound:
         return None
-    return read_node(found)
+    return read_node(instance)
 
 
 def list_all(clients: Clients, owner: str) -> tuple[list[Node], frozenset[str]]:
     """List all zones, one call per page; also return the zones that Google could not query."""
-    wanted = f"labels.broker-owner = {label_value(owner)}"
+    label_filter = f"labels.broker-owner = {label_value(owner)}"
     request = clients.types.AggregatedListInstancesRequest(
-        project=clients.login.project, filter=wanted, max_results=500
+        project=clients.login.project, filter=label_filter, max_results=500
     )
     found: list[Node] = []
     unseen: set[str] = set()
@@ -96,9 +96,9 @@ def read_node(instance: Any) -> Node | None:
 
     A node that stopped without our request has a preliminary `reason`; its operations hold the true one.
     """
-    told = read_description(instance.description)
+    description = read_description(instance.description)
     where = NodeId.from_link(instance.self_link)
-    if told is None or where is None:
+    if description is None or where is None:
         return None
     state = STATES.get(instance.status, NodeState.PENDING)
     nic = instance.network_interfaces[0] if instance.network_interfaces else None
@@ -109,17 +109,17 @@ def read_node(instance: Any) -> Node | None:
     return Node(
         id=str(where),
         cloud="gcp",
-        owner=told["owner"],
-        cluster=told["cluster"],
-        attempt=told["attempt"],
+        owner=description["owner"],
+        cluster=description["cluster"],
+        attempt=description["attempt"],
         rank=where.rank,
         state=state,
         address=address,
         region=where.zone.rpartition("-")[0],
         zone=where.zone,
-        token=told["token"],
+        token=description["token"],
         is_spot=instance.scheduling.provisioning_model == "SPOT",
-        usd_hour=told["usd_hour"],
+        usd_hour=description["usd_hour"],
         created_s=parse_time(instance.creation_timestamp),
         ended_s=stopped_s if state is NodeState.STOPPED else None,
         reason=UNASKED if stands_still_unasked else "",
@@ -161,12 +161,12 @@ def start(clients: Clients, where: NodeId) -> None:
 def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
     """Replace the labels. Raises BusyError if another writer changed them meanwhile."""
     client = clients.get("Instances")
-    found = client.get(project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S)
-    labels = {key: value for key, value in found.labels.items() if key != STOP_LABEL}
-    wanted = labels | ({STOP_LABEL: "yes"} if is_stopped else {})
-    if wanted == dict(found.labels):
+    instance = client.get(project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S)
+    labels = {key: value for key, value in instance.labels.items() if key != STOP_LABEL}
+    new_labels = labels | ({STOP_LABEL: "yes"} if is_stopped else {})
+    if new_labels == dict(instance.labels):
         return
-    body = clients.types.InstancesSetLabelsRequest(labels=wanted, label_fingerprint=found.label_fingerprint)
+    body = clients.types.InstancesSetLabelsRequest(labels=new_labels, label_fingerprint=instance.label_fingerprint)
     try:
         operation = client.set_labels_unary(
             project=where.project,
@@ -177,8 +177,8 @@ def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
         )
         wait_zone(clients, where.project, where.zone, operation)
     except Exception as error:
-        if isinstance(found := as_cloud_error(error), DeniedError):  # the labels' fingerprint is outdated
-            raise BusyError(found.message) from error
+        if isinstance(instance := as_cloud_error(error), DeniedError):  # the labels' fingerprint is outdated
+            raise BusyError(instance.message) from error
         raise
 
 

@@ -80,8 +80,8 @@ class NodeLauncher:
         def look(zone: str) -> Callable[[Clients], Node | None]:
             return lambda clients: instances.fetch(clients, NodeId(project=project, zone=zone, name=name))
 
-        found = await asyncio.gather(*(self._sdk.call(look(zone)) for zone in zones))
-        return next((zone for zone, node in zip(zones, found, strict=True) if node is not None), None)
+        gangs = await asyncio.gather(*(self._sdk.call(look(zone)) for zone in zones))
+        return next((zone for zone, node in zip(zones, gangs, strict=True) if node is not None), None)
 
     async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
         """Return the zone that took the gang. Raises the last zone's error, and CapacityError only after all zones were
@@ -149,8 +149,8 @@ class NodeLauncher:
         def look(where: NodeId) -> Callable[[Clients], Node | None]:
             return lambda clients: instances.fetch(clients, where)
 
-        found = await asyncio.gather(*(self._sdk.call(look(where)) for where in places))
-        return [node or self._make_ended(request, where) for node, where in zip(found, places, strict=True)]
+        nodes = await asyncio.gather(*(self._sdk.call(look(where)) for where in places))
+        return [node or self._make_ended(request, where) for node, where in zip(nodes, places, strict=True)]
 
     def _make_ended(self, request: NodeRequest, where: NodeId) -> Node:
         now_s, placement = self._clock.now_s(), request.placement

@@ -40,8 +40,8 @@ class NodeId:
     @classmethod
     def from_link(cls, link: str) -> NodeId | None:
         """Parse `.../projects/P/zones/Z/instances/N`; None for anything else."""
-        found = re.search(r"projects/([^/]+)/zones/([^/]+)/instances/([^/]+)$", link)
-        return cls(project=found[1], zone=found[2], name=found[3]) if found else None
+        match = re.search(r"projects/([^/]+)/zones/([^/]+)/instances/([^/]+)$", link)
+        return cls(project=match[1], zone=match[2], name=match[3]) if match else None
 
     @property
     def gang(self) -> str:
@@ -121,7 +121,7 @@ def describe(request: NodeRequest) -> str:
 def read_description(text: str) -> Mapping[str, Any] | None:
     """Parse a description; None if broker did not write it."""
     try:
-        found = json.loads(text)
+        description = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found.get("broker") == 1 else None
+    return description if isinstance(description, dict) and description.get("broker") == 1 else None

@@ -54,8 +54,8 @@ def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None
 
 def wait_global(clients: Clients, project: str, operation: Any) -> None:
     """Like `wait_zone`, for resources without a zone: firewall rules."""
-    found = clients.get("GlobalOperations").wait(project=project, operation=operation.name, timeout=WAIT_TIMEOUT_S)
-    error = read_operation_error(found)
+    result = clients.get("GlobalOperations").wait(project=project, operation=operation.name, timeout=WAIT_TIMEOUT_S)
+    error = read_operation_error(result)
     if error is not None:
         raise error
 
@@ -66,8 +66,8 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
     The newest operation counts, but a preemption is the reason of the deletion that follows it.
     """
     types = clients.types
-    wanted = f'targetLink : "/instances/{owner_prefix(owner)}"'
-    request = types.AggregatedListGlobalOperationsRequest(project=project, filter=wanted, max_results=500)
+    target_filter = f'targetLink : "/instances/{owner_prefix(owner)}"'
+    request = types.AggregatedListGlobalOperationsRequest(project=project, filter=target_filter, max_results=500)
     endings: dict[NodeId, Ending] = {}
     for _, scoped in clients.get("GlobalOperations").aggregated_list(request=request, timeout=TIMEOUT_S):
         for operation in sorted(scoped.operations, key=lambda each: each.insert_time):
@@ -75,9 +75,9 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
             reason = ENDINGS.get(operation.operation_type)
             if where is None or reason is None:
                 continue
-            known = endings.get(where)
+            ending = endings.get(where)
             endings[where] = Ending(
-                reason=known.reason if known and reason == "terminated" else reason,
+                reason=ending.reason if ending and reason == "terminated" else reason,
                 ended_s=parse_time(operation.end_time or operation.insert_time),
             )
     return endings

@@ -84,14 +84,16 @@ def _cpu_metric(offer: Offer) -> str:
 
 
 def read_quotas(clients: Clients, region: str) -> Mapping[str, Quota]:
-    found = clients.get("Regions").get(project=clients.login.project, region=region, timeout=TIMEOUT_S)
-    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in found.quotas}
+    region_info = clients.get("Regions").get(project=clients.login.project, region=region, timeout=TIMEOUT_S)
+    return {
+        quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in region_info.quotas
+    }
 
 
 def read_project_quotas(clients: Clients) -> Mapping[str, Quota]:
     """Read the quotas of all regions together."""
-    found = clients.get("Projects").get(project=clients.login.project, timeout=TIMEOUT_S)
-    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in found.quotas}
+    project = clients.get("Projects").get(project=clients.login.project, timeout=TIMEOUT_S)
+    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in project.quotas}
 
 
 def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
@@ -106,10 +108,10 @@ def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
 def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, project: str, region: str = "") -> None:
     """Raise QuotaError with the figures if none of the applicable quotas suffices."""
     for need in needs:
-        known = [quotas[metric] for metric in need.metrics if metric in quotas]
-        if not known or any(quota.left >= need.amount for quota in known):
+        candidates = [quotas[metric] for metric in need.metrics if metric in quotas]
+        if not candidates or any(quota.left >= need.amount for quota in candidates):
             continue
-        best = max(known, key=lambda quota: quota.left)
+        best = max(candidates, key=lambda quota: quota.left)
         command = ask_for_more(project, best.metric, region, best.usage + need.amount)
         raise QuotaError(
             f"{need.amount:g} {need.what} requested in {region or 'all regions together'}, {max(0.0, best.left):g} of "

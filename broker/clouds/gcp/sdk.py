@@ -115,10 +115,10 @@ class Sdk:
         try:
             return work(clients)
         except Exception as error:  # the edge of Google's library: all its exceptions are translated or re-raised
-            found = translate(error, does_change=does_change)
-            if found is None:
+            cloud_error = translate(error, does_change=does_change)
+            if cloud_error is None:
                 raise
-            raise found from error
+            raise cloud_error from error
 
     def _load(self) -> Clients:
         with self._lock:

@@ -33,7 +33,7 @@ def load_settings(home: Path) -> Settings:
     """Load the settings. Raises UsageError that names file and key."""
     path = home / FILE
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Settings()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -42,14 +42,14 @@ def load_settings(home: Path) -> Settings:
         "project": str, "network": str, "ssh_from": list, "images": dict, "uses_private_addresses": bool,
         "service_account": str,
     }  # fmt: skip
-    for name, value in found.items():
+    for name, value in values.items():
         if name not in kinds:
             raise UsageError(f"{path}: unknown setting `{name}`", hints=(f"Settings: {', '.join(sorted(kinds))}.",))
         if not isinstance(value, kinds[name]):
             raise UsageError(f"{path}: `{name}` must be a {kinds[name].__name__}")
-    _check_blocks(path, found.get("ssh_from", []))
-    _check_images(path, found.get("images", {}))
-    return Settings(**{**found, "ssh_from": tuple(found.get("ssh_from", ()))})
+    _check_blocks(path, values.get("ssh_from", []))
+    _check_images(path, values.get("images", {}))
+    return Settings(**{**values, "ssh_from": tuple(values.get("ssh_from", ()))})
 
 
 def _check_blocks(path: Path, blocks: list[Any]) -> None:

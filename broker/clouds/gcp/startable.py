@@ -33,12 +33,12 @@ async def judge_types(sdk: Sdk, offers: Sequence[Offer]) -> Sequence[TypeCheckRe
 
 
 def _read_all_quotas(clients: Clients) -> Mapping[str, Quotas]:
-    found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
+    regions = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
     return {
         region.name: {
             quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in region.quotas
         }
-        for region in found
+        for region in regions
     }
 
 
@@ -97,10 +97,10 @@ def _judge_image(clients: Clients, request: NodeRequest) -> str:
     try:
         find_image(clients, request)
     except Exception as error:  # Google's library raises its own, which `Sdk` translates only at the end of a call
-        found = as_cloud_error(error)
-        if found is None:
+        cloud_error = as_cloud_error(error)
+        if cloud_error is None:
             raise
-        return found.message
+        return cloud_error.message
     return ""
 
 

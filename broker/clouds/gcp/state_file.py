@@ -35,12 +35,14 @@ class GcpStateFile:
         if not nodes:
             return
         with hold_lock(self._folder / "lock"):
-            known = dict(self.read())
+            recorded = dict(self.read())
             for node in nodes:
-                before = known.get(node.id)
+                before = recorded.get(node.id)
                 if before is None or before.state is not NodeState.TERMINATED:
-                    known[node.id] = node
-            kept = [node for node in known.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or _lives(node)]
+                    recorded[node.id] = node
+            kept = [
+                node for node in recorded.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or _lives(node)
+            ]
             aside = self._path.with_suffix(f".{os.getpid()}")
             with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(kept))

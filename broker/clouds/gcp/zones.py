@@ -16,11 +16,11 @@ def list_zones(clients: Clients, offer: Offer) -> list[str]:
     request = clients.types.AggregatedListMachineTypesRequest(
         project=clients.login.project, filter=f"name = {name}", max_results=500
     )
-    found = set()
+    zones = set()
     for place, scoped in clients.get("MachineTypes").aggregated_list(request=request, timeout=TIMEOUT_S):
         zone = place.removeprefix("zones/")
         if scoped.machine_types and zone.startswith(f"{offer.region}-"):
-            found.add(zone)
-    if not found:
+            zones.add(zone)
+    if not zones:
         raise InvalidRequestError(f"no zone of {offer.region} has machines of type `{name}`")
-    return sorted(found)
+    return sorted(zones)

@@ -48,8 +48,12 @@ class SkyInspector:
         key = str(config.home)
         if key not in self._surveys:
             self._surveys[key] = await survey(engine, SkyStateFile(config.home / "sky"))
-        found = self._surveys[key]
-        return [found.server, self._judge(found.enabled)] if found.server.is_ok else [found.server]
+        survey_result = self._surveys[key]
+        return (
+            [survey_result.server, self._judge(survey_result.enabled)]
+            if survey_result.server.is_ok
+            else [survey_result.server]
+        )
 
     async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """Have SkyPilot check the cloud itself, and show its report."""
@@ -57,12 +61,12 @@ class SkyInspector:
         if engine is None:
             return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
         state_file = SkyStateFile(config.home / "sky")
-        found = await survey(engine, state_file)
-        if not found.server.is_ok:
-            return [found.server]
+        survey_result = await survey(engine, state_file)
+        if not survey_result.server.is_ok:
+            return [survey_result.server]
         is_enabled, text = await engine.check(self._cloud)
         state_file.note_enabled(await engine.list_enabled())
-        findings = [found.server, self._judge([self._cloud] if is_enabled else [], read_reason(text))]
+        findings = [survey_result.server, self._judge([self._cloud] if is_enabled else [], read_reason(text))]
         if is_enabled and self._cloud in NO_AUTODOWN:
             note = "its machines cannot terminate themselves: nodes that broker loses track of run until `broker gc`"
             findings.append(CheckResult(name="lease", is_ok=False, note=note, is_needed=False))

@@ -80,16 +80,16 @@ class SkyCloud:
 
     async def list_nodes(self, owner: str) -> NodeList:
         """List nodes, and take down the remains of failed launches."""
-        known = {
+        recorded = {
             name: gang
             for name, gang in self._state_file.read().items()
             if (gang.owner, gang.cloud) == (owner, self.name)
         }
         waiting = [
-            gang.request_id for gang in known.values() if gang.request_id and not gang.was_up and not gang.ended_s
+            gang.request_id for gang in recorded.values() if gang.request_id and not gang.was_up and not gang.ended_s
         ]
         look = await self._engine.look(make_prefix(owner), waiting)
-        gangs = {**self._adopt_strangers(owner, look), **known}
+        gangs = {**self._adopt_strangers(owner, look), **recorded}
         nodes: list[Node] = []
         changed: list[SkyGang] = []
         for before in gangs.values():
@@ -97,7 +97,7 @@ class SkyCloud:
             gang, state = await self._reach(gang, state, look)
             if state is None:
                 continue
-            if gang != known.get(gang.name):
+            if gang != recorded.get(gang.name):
                 changed.append(gang)
             if is_broken(gang, look):
                 await self._engine.end(gang.name)

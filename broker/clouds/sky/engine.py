@@ -95,16 +95,16 @@ class WorkerEngine:
         return [str(name) for name in await self._call("list_enabled")]
 
     async def check(self, cloud: str) -> tuple[bool, str]:
-        found = await self._call("check", cloud=cloud, limit_s=SLOW_S_MAX)
-        return bool(found["is_enabled"]), str(found["text"])
+        reply = await self._call("check", cloud=cloud, limit_s=SLOW_S_MAX)
+        return bool(reply["is_enabled"]), str(reply["text"])
 
     async def launch(self, name: str, task: Mapping[str, Any], *, is_dry: bool = False) -> str:
         return str(await self._call("launch", name=name, task=task, is_dry=is_dry, does_change=True))
 
     async def look(self, prefix: str, request_ids: Sequence[str]) -> Look:
-        found = await self._call("look", prefix=prefix, request_ids=list(request_ids))
-        clusters = [Seen(**each) for each in found["clusters"]]
-        return Look(clusters=clusters, requests=[Request(**each) for each in found["requests"]])
+        reply = await self._call("look", prefix=prefix, request_ids=list(request_ids))
+        clusters = [Seen(**each) for each in reply["clusters"]]
+        return Look(clusters=clusters, requests=[Request(**each) for each in reply["requests"]])
 
     async def refresh(self, names: Sequence[str]) -> None:
         await self._call("refresh", names=list(names))

@@ -189,10 +189,10 @@ def translate(fault: SkyError, *, does_change: bool = False) -> CloudError:
     effect."""
     kind = _find_kind(fault)
     said = [each for each in fault.history if each.message or each.codes]
-    told = next((each for each in said if _find_kind(each) in CLEAR), said[-1] if said else None)
-    if kind is CapacityError and told is not None and _find_kind(told) in CLEAR:
-        kind = _find_kind(told)
-    message = shorten(told.message if told and told.message else fault.message) or fault.type
+    clearest = next((each for each in said if _find_kind(each) in CLEAR), said[-1] if said else None)
+    if kind is CapacityError and clearest is not None and _find_kind(clearest) in CLEAR:
+        kind = _find_kind(clearest)
+    message = shorten(clearest.message if clearest and clearest.message else fault.message) or fault.type
     text = f"SkyPilot: {message} ({fault.type})"
     if kind is None:
         return (UnknownOutcomeError if does_change else TransientError)(text)

@@ -124,18 +124,18 @@ def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> Sk
 
 def adopt(name: str, owner: str, seen: Seen | None) -> SkyGang | None:
     """Make a record, from name and labels, for a gang of ours that has none."""
-    found = NAME.fullmatch(name)
-    if found is None:
+    match = NAME.fullmatch(name)
+    if match is None:
         return None
     labels = seen.labels if seen else {}
     attempt = labels.get(ATTEMPT_LABEL, "")
     return SkyGang(
         name=name,
-        cloud=found["cloud"],
+        cloud=match["cloud"],
         owner=owner,
         cluster=labels.get(CLUSTER_LABEL, ""),
         attempt=int(attempt) if attempt.isdigit() else 0,
-        token=found["token"],
+        token=match["token"],
         node_count=seen.nodes if seen else 1,
         region=seen.region if seen else "",
         created_s=seen.launched_at if seen else 0.0,
@@ -154,8 +154,8 @@ def judge(gang: SkyGang, look: Look, *, now_s: float) -> tuple[SkyGang, NodeStat
     if seen is not None:
         is_up = seen.status == "UP" or gang.was_up
         addresses = tuple(seen.addresses) or gang.addresses
-        found = replace(gang, was_seen=True, was_up=is_up, addresses=addresses)
-        return found, STATES.get(seen.status, NodeState.PENDING)
+        updated = replace(gang, was_seen=True, was_up=is_up, addresses=addresses)
+        return updated, STATES.get(seen.status, NodeState.PENDING)
     if look.is_launching(gang.name):
         return gang, NodeState.PENDING
     status = look.read_status(gang.request_id)

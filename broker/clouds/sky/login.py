@@ -14,8 +14,8 @@ def find_python() -> str | None:
     named = os.getenv("BROKER_SKY_PYTHON")
     if named:
         return shutil.which(named)
-    found = importlib.util.find_spec("sky")
-    if found is not None and found.origin:  # an unrelated folder of that name has no origin
+    spec = importlib.util.find_spec("sky")
+    if spec is not None and spec.origin:  # an unrelated folder of that name has no origin
         return sys.executable
     program = shutil.which("sky")
     return _read_interpreter(Path(program)) if program else None

@@ -24,22 +24,22 @@ class SkyStateFile:
     def read(self) -> Mapping[str, SkyGang]:
         """Return gangs by name; empty if the file is missing or unreadable."""
         try:
-            found = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[SkyGang])
+            gangs = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[SkyGang])
         except (OSError, msgspec.DecodeError):
             return {}
-        return {gang.name: gang for gang in found}
+        return {gang.name: gang for gang in gangs}
 
     def note(self, gangs: Sequence[SkyGang], *, now_s: float) -> None:
         """Record the current state of these gangs. An end is never revoked, and is forgotten after an hour."""
         if not gangs:
             return
         with hold_lock(self._folder / "lock"):
-            known = dict(self.read())
+            recorded = dict(self.read())
             for gang in gangs:
-                before = known.get(gang.name)
+                before = recorded.get(gang.name)
                 if before is None or before.ended_s is None:
-                    known[gang.name] = gang
-            kept = [gang for gang in known.values() if now_s - (gang.ended_s or now_s) < KEEP_ENDED_S]
+                    recorded[gang.name] = gang
+            kept = [gang for gang in recorded.values() if now_s - (gang.ended_s or now_s) < KEEP_ENDED_S]
             for gang in gangs:
                 if gang.ended_s is not None:
                     (self._folder / "ssh" / gang.name).unlink(missing_ok=True)

@@ -95,8 +95,8 @@ def check(cloud: str) -> dict[str, Any]:
     from sky.client import sdk
 
     text = io.StringIO()
-    found = sdk.stream_and_get(sdk.check((cloud,), verbose=False), output_stream=text)
-    able = {name.lower(): list(can) for clouds in (found or {}).values() for name, can in clouds.items()}
+    enabled = sdk.stream_and_get(sdk.check((cloud,), verbose=False), output_stream=text)
+    able = {name.lower(): list(can) for clouds in (enabled or {}).values() for name, can in clouds.items()}
     return {"is_enabled": "compute" in able.get(cloud, ()), "text": text.getvalue()}
 
 
@@ -133,9 +133,9 @@ def look(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
 
     clusters = [read_cluster(each) for each in sdk.get(sdk.status()) if each["name"].startswith(prefix)]
     live = [read_request(each) for each in sdk.api_status() if (each.cluster_name or "").startswith(prefix)]
-    known = {each["id"] for each in live}
-    wanted = [each for each in request_ids if each not in known]
-    ended = [read_request(each) for each in sdk.api_status(request_ids=wanted)] if wanted else []
+    live_ids = {each["id"] for each in live}
+    missing_ids = [each for each in request_ids if each not in live_ids]
+    ended = [read_request(each) for each in sdk.api_status(request_ids=missing_ids)] if missing_ids else []
     return {"clusters": clusters, "requests": live + ended}
 
 
