@@ -11,7 +11,7 @@ import pytest
 
 from broker.app.container import Context, LazyClouds
 from broker.app.jobs import JobTarget
-from broker.app.launching import Callbacks, ClusterTarget, Target, prepare
+from broker.app.launching import Callbacks, ClusterTarget, Target, match_alternative, prepare
 from broker.app.planning import read_task
 from broker.errors import UsageError
 from broker.types import Cluster, ClusterStatus, Plan, StorageMount, Task
@@ -132,3 +132,12 @@ def test_a_launch_on_one_cloud_makes_no_other(context: Context, task: Task) -> N
     prepare(context, [bare], ClusterTarget.of(context, bare, name="dev"))
     assert set(made) == {"local"}
     assert "none" not in context.clouds and "local" in list(context.clouds) and "aws" in made
+
+
+def test_a_task_on_a_cluster_of_another_is_matched_with_its_own_alternative(context: Context, task: Task) -> None:
+    bare = replace(task, storage_mounts=())
+    (plan,) = prepare(context, [bare], ClusterTarget.of(context, bare, name="dev")).plans
+    cluster = Cluster(name="dev", status=ClusterStatus.UP, placement=plan.choice.placement, attempt=1, nodes=())
+    other = read_task({"resources": {"any_of": [{"infra": "aws"}, {"infra": "local"}]}, "run": "true"})
+    assert match_alternative(cluster, other).placement.alternative == 1
+    assert match_alternative(cluster, bare).placement.alternative == 0

@@ -208,7 +208,7 @@ def test_a_retried_job_continues_from_its_checkpoints_with_later_attempt_numbers
     shell.run("jobs", "retry", "1")
     assert read_ledger(shell) == [(1, step) for step in range(1, 11)] + [(2, step) for step in range(11, 41)]
     twice = shell.run("jobs", "retry", "1", code=2)
-    assert "job 2 goes on with the checkpoints of job 1" in twice.stderr
+    assert "job 2 already continues from the checkpoints of job 1" in twice.stderr
 
 
 def test_a_killed_rank_costs_a_restart_and_why_names_the_cause(shell: Shell) -> None:
