@@ -134,7 +134,8 @@ def test_zones_that_the_user_put_in_order_are_asked_in_it(world: World, bed: Aws
     wishes = [Resources(instance_type=KIND, zone=zone) for zone in reversed(ZONES)]
 
     async def act() -> None:
-        cluster = await up(world, make_plan((make_place(zone) for zone in reversed(ZONES)), *wishes))
+        places = [replace(make_place(zone), alternative=number) for number, zone in enumerate(reversed(ZONES))]
+        cluster = await up(world, make_plan(places, *wishes))
         assert cluster.placement.offer.zone == ZONES[2]
         assert list_creates(bed) == [("ec2:RunInstances", 1)]
 
