@@ -144,7 +144,7 @@ class RehearsedCloud:
             await self.preempt_nodes(ids, notice_s=0)
 
     async def _end_noticed(self) -> None:
-        """A warned gang goes together: when its program has ended on any of them, or when time is up."""
+        """End a warned gang together: when its program has ended on any of them, or when time is up."""
         warned = [
             (node_id, each) for node_id, each in self._machines.items() if each.notice_real_s and not each.ended_s
         ]
@@ -186,7 +186,7 @@ class RehearsedCloud:
                 machine.ended_s = ended_s
 
     def _translate(self, node: Node) -> Node:
-        """A local node as this cloud's: in simulated time, and booting for as long as a real one."""
+        """Show a local node as this cloud's: in simulated time, and booting for as long as a real one."""
         machine = self._machines.get(node.id)
         if machine is None:
             return replace(node, cloud=self.name)
@@ -202,6 +202,6 @@ class RehearsedCloud:
 def make_rehearsed_cloud(
     name: str, *, root: Path, pace: Pace, market: PlaceMarket, start_s: float, on_event: Callable[[str], None]
 ) -> RehearsedCloud:
-    """The cloud of this name: names belong to classes, and there is no class for each of them."""
+    """Make the cloud of this name: names belong to classes, and there is no class for each of them."""
     named: type[RehearsedCloud] = type("RehearsedCloud", (RehearsedCloud,), {"name": name})
     return named(root=root / name, pace=pace, market=market, start_s=start_s, on_event=on_event)

@@ -32,7 +32,7 @@ class PlaceMarket(Protocol):
     """What every market answers about one place, at any time from its start on."""
 
     def find_spell(self, offer: Offer, at_s: float) -> Spell:
-        """The spell that holds at `at_s` seconds after the market's start."""
+        """Return the spell that holds at `at_s` seconds after the market's start."""
 
 
 @dataclass(kw_only=True)
