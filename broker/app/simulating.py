@@ -63,7 +63,7 @@ def simulate(
     traces = read_traces(request.traces)
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
-    study = run_study(scenes, names, optima_count=request.optima, tell=on_progress)
+    study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress)
     return Simulation(job=job, traces=tuple(traces), study=study)
 
 

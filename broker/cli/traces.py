@@ -102,7 +102,7 @@ def record(
         raise typer.Exit(1)
     recorder = Recorder(
         context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out,
-        every_s=every * 60, tell=print_note,
+        every_s=every * 60, on_message=print_note,
     )  # fmt: skip
     try:
         asyncio.run(recorder.run(ticks))

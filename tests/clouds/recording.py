@@ -128,7 +128,7 @@ class World:
     def make_recorder(self, tell: Callable[[str], None]) -> Recorder:
         return Recorder(
             self.provisioner, self.plan, self.plan.estimates, clock=self.bed.clock, owner=OWNER, out=self.out,
-            every_s=EVERY_S, tell=tell,
+            every_s=EVERY_S, on_message=tell,
         )  # fmt: skip
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
