@@ -56,12 +56,13 @@ class Trace:
                 changes.append((tick * self.gap_hours, price))
         return tuple(changes)
 
+    def is_open_at(self, hour: float) -> bool:
+        """Return whether spot was available at this hour of the recording."""
+        return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
+
     @property
     def open_share(self) -> float:
         return sum(count >= self.gang for count in self.counts) / len(self.counts)
-
-    def is_open_at(self, hour: float) -> bool:
-        return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
 
     def count_spells(self) -> Durations:
         """Return the durations of all intervals; the first and last are censored by the ends of the recording."""

@@ -1,4 +1,4 @@
-"""What stands on the command line over what stands in the file."""
+"""Options on the command line override the task file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cloud in memory keeps the contract too, on virtual time."""
+"""The cloud in memory fulfils the contract too, on virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SimulatedBed(Bed):
         )  # fmt: skip
 
     def reopen(self) -> Cloud:
-        return self.cloud  # it has no memory but its machines
+        return self.cloud  # it has no state but its machines
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self.virtual.run(lambda: work)
