@@ -81,7 +81,7 @@ class Recorder:
         try:
             await self._provisioner.down(name)
         except CloudError as error:
-            self._on_message(f"{name} is not terminated yet ({error.message}); retried at the next sample")
+            self._on_message(f"cannot terminate {name} ({error.message}): retried; or run `broker down {name}`")
 
     def _write(self, index: int) -> None:
         """Write the trace after every sample, so that an interruption at any time loses nothing."""

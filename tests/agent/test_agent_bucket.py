@@ -94,7 +94,7 @@ class Metadata:
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
     server = Metadata()
     monkeypatch.setattr(agent_login, "METADATA", server.url)
-    monkeypatch.setenv("HOME", "/nowhere")  # no login of whoever runs the tests
+    monkeypatch.setenv("HOME", "/nowhere")  # hides the logins of the user who runs the tests
     monkeypatch.setattr(agent_bucket, "PAUSE_S", 0.0)
     yield server
     server.close()
@@ -215,7 +215,7 @@ def test_reader_continues_where_it_was_without_gap_or_repeat(
     assert agent_bucket.find_rest(agent_bucket.read_bounded(tmp_path / "log"), length) == (b"", length)
 
 
-def test_log_is_text_for_whoever_opens_it_in_the_bucket(metadata: Metadata) -> None:
+def test_log_has_a_text_content_type_in_the_bucket(metadata: Metadata) -> None:
     for key, kind in (("a/logs/1.log", "text/plain; charset=utf-8"), ("a/outcomes/1.json", "application/json")):
         login = {"key": "k", "secret": "s", "token": ""}
         ours = agent_bucket.make_s3_request("b", key, b"", variables={}, login=login, region="r")

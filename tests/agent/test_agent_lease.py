@@ -92,7 +92,7 @@ def test_lease_that_an_older_agent_gave_still_holds(node: Node) -> None:
     assert json.loads(path.read_text())["expires_s"] > time.time() + 800, "an older watcher reads this one"
 
 
-def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_asks(node: Node) -> None:
+def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_the_broker_is_away(node: Node) -> None:
     lease.renew(12 * HOUR)
     files.record_contact()
     folder = node.begin()

@@ -43,5 +43,5 @@ def test_lost_nodes_are_replaced_during_the_work_within_the_first_attempt(shell:
     end.touch()
     shell.wait_until(lambda: shell.get_status(1) == "SUCCEEDED", "the job is done")
     events = list_events(shell)
-    assert "node 2 gone: going on with 2 of 3" in events and "node 1 gone: going on with 2 of 3" in events
+    assert "node 2 gone; continuing on 2 of 3 nodes" in events and "node 1 gone; continuing on 2 of 3 nodes" in events
     assert "attempt 1" in events and "attempt 2" not in events

@@ -135,7 +135,7 @@ def test_an_interrupted_launch_lists_remaining_nodes_and_how_to_terminate_them(s
     task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: sleep 600\n")
     process = shell.open("launch", task, "-c", "dev")
     assert process.stderr is not None
-    assert any("asking for 2 x" in line and "USD/h" in line for line in iter(process.stderr.readline, ""))
+    assert any("requesting 2 x" in line and "USD/h" in line for line in iter(process.stderr.readline, ""))
     process.send_signal(signal.SIGINT)
     _, notes = process.communicate(timeout=60)
     assert "`broker down dev`" in notes, notes

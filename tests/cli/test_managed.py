@@ -112,7 +112,7 @@ def test_one_lost_node_is_replaced_and_the_program_restarted_on_all(shell: Shell
     assert attempts == sorted(attempts) and set(attempts) == {1, 2}, "one attempt after the other"
     assert {step for _, step in ledger} == set(range(1, 41))
     story = shell.run("jobs", "events", "1").stdout
-    assert "1 of 2 nodes are kept while it is replaced" in story and "node 1 of job-1-" in story, story
+    assert "keeping 1 of 2 nodes while replacing the rest" in story and "node 1 of job-1-" in story, story
     log = shell.run("jobs", "logs", "1", "--no-follow").stdout
     assert log.count("setting up") == 3, "on the first two nodes and on the new one"
 
@@ -194,7 +194,7 @@ def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
     shell.run("jobs", "wait", "2", "--for", "CANCELLED")
     first, second = shell.read_json("jobs", "queue")
     assert first["status"] == "FAILED" and second["attempts"] == []
-    assert "job 1 (prepare), which it needs, is FAILED" in shell.run("jobs", "why", "2").stdout
+    assert "it depends on job 1 (prepare), which is FAILED" in shell.run("jobs", "why", "2").stdout
 
 
 def test_a_retried_job_continues_from_its_checkpoints_with_later_attempt_numbers(shell: Shell) -> None:

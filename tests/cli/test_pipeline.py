@@ -41,16 +41,6 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_several_tasks_make_one_table_with_a_total(file: str) -> None:
-    shown = broker("plan", file)
-    lines = shown.splitlines()
-    assert lines[0] == "Pipeline nightly of 2 tasks: lowest cost overall"
-    assert [line.split()[0] for line in lines[1:4]] == ["TASK", "prepare", "train"]
-    assert "Total: " in shown
-    assert "Prices of 20" in shown
-    assert all(len(line) <= 80 for line in lines)
-
-
 def test_json_holds_the_whole_and_every_ranking(file: str) -> None:
     data = json.loads(broker("plan", file, "--json", "--top", "2"))
     assert [step["name"] for step in data["steps"]] == [task["task"] for task in data["tasks"]] == ["prepare", "train"]

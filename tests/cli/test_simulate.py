@@ -97,7 +97,6 @@ def test_unsupported_simulations_are_refused_with_hints(shell: Shell) -> None:
     no_work = shell.write("n.yaml", "resources: {infra: local, cpus: 1+}\nrun: 'true'\n")
     for arguments, words in (
         (("simulate", no_work), "goal: {work: 40h, deadline: 60h}"),
-        (("simulate", task, "--policy", "gredy"), "did you mean `greedy`?"),
         (("simulate", task, "--traces", str(shell.folder / "none")), "cannot read"),
         (("simulate", task, "--deadline-hours", "3"), "cannot be met even on-demand"),
     ):
@@ -107,9 +106,7 @@ def test_unsupported_simulations_are_refused_with_hints(shell: Shell) -> None:
     assert "cannot be read" in shell.run("simulate", task, "--traces", broken, code=1).stderr
 
 
-def test_traces_are_described_and_recorded(shell: Shell) -> None:
-    described = shell.run("traces", "info").stdout
-    assert max(len(line) for line in described.splitlines()) <= 80 and "made-a" in described
+def test_traces_are_recorded(shell: Shell) -> None:
     folder = shell.folder / "recorded"
     shell.run(
         "traces", "record", shell.write("t.yaml", TASK), "--out", str(folder), "--every", "0.001", "--hours", "0.00005",

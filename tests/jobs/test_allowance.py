@@ -86,7 +86,7 @@ def test_no_lease_is_longer_than_allowed_nor_so_short_that_a_renewal_comes_late(
     st.lists(st.floats(0.0, LEASE_EVERY_S), max_size=200),
     st.integers(1, 16),
 )
-def test_with_nobody_watching_the_bill_passes_the_budget_by_less_than_one_renewal(
+def test_unattended_the_bill_exceeds_the_budget_by_less_than_one_renewal(
     budget_usd: float, usd_hour: float, gaps_s: list[float], node_count: int
 ) -> None:
     """However often the broker renewed before it went for ever, if it did not spend too much itself."""

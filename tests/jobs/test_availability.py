@@ -1,4 +1,4 @@
-"""What a job takes places for that it does not run at: as open or refused as the last time somebody asked."""
+"""A place where the job does not run is open or refused according to the last request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_is_met_open_or_refused_is_taken_to_have_been_so_for_a_while() -> N
 def test_a_place_that_is_refused_again_was_never_open() -> None:
     known = look({}, 1e5, is_open=False)
     asked_again = look(known, 1e5 + 600, is_open=True)
-    assert asked_again[PLACE].is_open and asked_again[PLACE].since_s == 1e5 + 600, "nobody knows of any longer"
+    assert asked_again[PLACE].is_open and asked_again[PLACE].since_s == 1e5 + 600, "no earlier start is known"
     assert look(asked_again, 1e5 + 660, is_open=False)[PLACE].since_s == known[PLACE].since_s
 
 

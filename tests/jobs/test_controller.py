@@ -117,7 +117,7 @@ def test_a_job_whose_need_did_not_succeed_is_cancelled_and_says_which(world: Wor
     step(world, lambda controller: controller.step())
     job = world.get_job()
     assert job.status is JobStatus.CANCELLED
-    assert job.failure == f"job {needed} (train), which it needs, is {status.value}"
+    assert job.failure == f"it depends on job {needed} (train), which is {status.value}"
 
 
 def test_a_job_starts_when_all_that_it_needs_has_succeeded(world: World) -> None:
@@ -133,7 +133,7 @@ def test_a_job_starts_when_all_that_it_needs_has_succeeded(world: World) -> None
 def test_a_job_that_needs_one_that_is_no_more_is_cancelled(world: World) -> None:
     world.job_id = world.store.add_job("second", world.task, needs=(99,)).id
     step(world, lambda controller: controller.step())
-    assert world.get_job().failure == "a job, which it needs, is gone"
+    assert world.get_job().failure == "it depends on another job, which is gone"
 
 
 def test_a_job_that_is_gone_or_has_ended_asks_for_nothing_more(world: World) -> None:
@@ -263,7 +263,7 @@ def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: Wo
     assert noted.resumed_s == now_s and world.store.list_attempts(world.job_id)[-1] == noted
     assert ran.count("COMMIT") == 1
     [told] = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "recovered"]
-    assert told == "recovered: step 11 came 60.0 s after the loss"
+    assert told == "recovered at step 11, 60.0 s after the loss"
 
 
 def test_an_attempt_is_on_record_from_when_its_nodes_are_up(world: World) -> None:

@@ -119,10 +119,10 @@ def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
     text = describe_event(record_decision(situation, Move(target=target, reason="why")))
     assert "on-demand in simulated" in text and "0.5 h to the deadline" in text and "(why)" in text
     assert not is_voluntary(situation, Move(target=target)), "leaving spot for on-demand cannot wait"
-    assert "hold no machines" in describe_event(record_decision(situation, Wait(reason="ahead")))
+    assert "wait without machines" in describe_event(record_decision(situation, Wait(reason="ahead")))
     weighed = (("spot now", 3.0), ("on-demand now", 9.5), ("waiting", 4.25))
     text = describe_event(record_decision(situation, Move(target=target, weighed=weighed)))
-    assert "expected to the end 3.00 USD by spot now, 9.50 USD by on-demand now and 4.25 USD by waiting" in text
+    assert "expected cost to finish: 3.00 USD by spot now, 9.50 USD by on-demand now and 4.25 USD by waiting" in text
 
 
 def test_a_plan_is_arranged_round_the_target_and_keeps_to_its_pricing_model() -> None:

@@ -123,7 +123,7 @@ def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
     assert stage.list_told() == [(EventKind.ATTEMPT_LOST, "preempted: node 0 gone")]
     stage.begin(2)
     stage.endings.record_loss(stage.attempt, "again")
-    assert stage.attempt.lost_s == START_S + 30.0, "where nobody knows when, it is now"
+    assert stage.attempt.lost_s == START_S + 30.0, "without a known time, it is now"
 
 
 def test_only_a_market_preempts(stage: Stage) -> None:
@@ -144,7 +144,7 @@ def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage)
     stage.endings.record_lease_expiry(stage.attempt, "12 h", step=7, lost_s=START_S - 9.0)
     outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert stage.see() == (JobStatus.RECOVERING, outcome, "", START_S - 9.0)
-    told = "its unattended allowance of 12 h ran out after step 7: restarted on new nodes"
+    told = "the unattended allowance of 12 h expired after step 7; restarting on new nodes"
     assert stage.list_told() == [(EventKind.LEASE_EXPIRED, told)]
 
 
@@ -205,7 +205,7 @@ def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Sta
         cause = "SIGKILL: killed, probably out of memory"
         outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=step, exit_code=137)
         assert stage.see()[:2] == (JobStatus.RECOVERING, outcome)
-        told = f"the program exited with code 137 ({cause}) at step {step} and is restarted on new nodes"
+        told = f"the program exited with code 137 ({cause}) at step {step}; restarting on new nodes"
         assert stage.list_told()[-1] == (EventKind.PROGRAM_RESTARTED, told)
         stage.begin(number + 1)
 
@@ -312,7 +312,7 @@ def test_a_gang_that_falls_apart_at_one_step_again_and_again_is_the_programs_fau
         stage.begin(number + 1)
     stage.conclude(Verdict.APART, step=7)
     assert stage.job.status is JobStatus.FAILED
-    assert stage.job.failure == "the gang fell apart (a reason), 3 times at step 7" and REPEATS_MAX == 3
+    assert stage.job.failure == "the gang failed (a reason), 3 times at step 7" and REPEATS_MAX == 3
 
 
 def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage) -> None:

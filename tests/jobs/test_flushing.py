@@ -93,7 +93,7 @@ def test_files_that_did_not_arrive_are_told(world: World) -> None:
     assert len(job.attempts) == 1 and job.progress is not None and job.progress.step > 0, "it is not run again"
     assert job.failure.startswith(f"the program succeeded, but {world.gang.failure}") and "lost" in job.failure
     assert job.outcome_kind is OutcomeKind.FILES_LOST
-    assert describe_outcome(job.attempts[0].outcome) == "files did not arrive"
+    assert describe_outcome(job.attempts[0].outcome) == "files were not uploaded"
 
 
 def test_the_exit_code_by_itself_is_the_programs(world: World) -> None:

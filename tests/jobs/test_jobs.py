@@ -243,7 +243,7 @@ def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_pat
     assert world.get_job().status is JobStatus.SUCCEEDED
     kinds = (EventKind.WAITING, EventKind.REPLACEMENT_FAILED)
     told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind in kinds]
-    assert len(told) == 3 and "the login has expired; trying again in" in told[1]
+    assert len(told) == 3 and "the login has expired; retrying in" in told[1]
 
 
 def make_stalling(folder: Path, hangs: int) -> World:
@@ -268,7 +268,7 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
     assert not world.list_live_nodes()
 
 
-def test_an_hour_in_which_nobody_looked_is_no_hour_without_a_step() -> None:
+def test_an_hour_without_observations_does_not_count_as_a_stall() -> None:
     """A laptop that sleeps, a clock that is set: the healthy program must not be restarted for it."""
     watch, seen = AttemptMonitor("job-1-1"), make_report(step=7)
     assert watch.measure_stall_s(seen, 1000.0) == 0.0
@@ -303,7 +303,7 @@ def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> 
     assert not world.list_live_nodes()
 
 
-def test_a_job_never_costs_more_than_its_budget_and_one_look(tmp_path: Path) -> None:
+def test_a_job_never_costs_more_than_its_budget_and_one_poll(tmp_path: Path) -> None:
     world = World(tmp_path)
     goal = Goal(budget_usd=0.02)  # the gang costs 2 USD/h: 36 s of it
     world.job_id = world.store.add_job("dear", replace(world.task, goal=goal)).id

@@ -122,7 +122,7 @@ def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
     (lost,) = (each for each in world.store.list_events() if each.kind is EventKind.ATTEMPT_LOST)
     assert (lost.data["kept_count"], lost.data["node_count"]) == (1, 2)
     assert lost.message.startswith(f"preempted: node {rank} gone after step")
-    assert lost.message.endswith(": 1 of 2 nodes are kept while it is replaced")
+    assert lost.message.endswith("; keeping 1 of 2 nodes while replacing the rest")
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 3
 
 
@@ -145,8 +145,8 @@ def test_a_place_that_gives_no_other_node_is_left(tmp_path: Path) -> None:
     first, second = world.get_job().attempts
     assert first.cluster != second.cluster and second.placement.offer.zone == "east1b"
     told = [event.message for event in world.store.list_events(job_id=world.job_id)]
-    assert any(each.startswith("no node to replace the lost one") for each in told)
-    assert "the nodes of attempt 1 are given back: new ones are asked for" in told
+    assert any(each.startswith("cannot replace the lost node") for each in told)
+    assert "releasing the nodes of attempt 1; requesting new ones" in told
 
 
 def test_whole_gangs_that_are_lost_leave_nothing_to_keep(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: 
     assert job.attempts[0].outcome == Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert job.attempts[0].lost_s == 50.0
     assert world.store.list_events(job_id=job.id)[-1].message == (
-        "its unattended allowance of 12 h ran out after step 7: restarted on new nodes"
+        "the unattended allowance of 12 h expired after step 7; restarting on new nodes"
     )
 
 

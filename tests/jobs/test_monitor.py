@@ -76,7 +76,7 @@ def test_lists_and_leases_are_asked_for_at_once_and_then_at_their_intervals() ->
 
 def test_a_gang_is_attended_for_five_renewals_after_the_last_one() -> None:
     watch = AttemptMonitor("c")
-    assert not watch.is_attended(1000.0), "nobody has renewed it yet"
+    assert not watch.is_attended(1000.0), "it has not been renewed yet"
     watch.record_lease(1000.0)
     assert watch.is_attended(1000.0 + ATTENDED_S - 0.1) and not watch.is_attended(1000.0 + ATTENDED_S)
     assert ATTENDED_S == 5 * LEASE_EVERY_S

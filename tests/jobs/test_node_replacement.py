@@ -76,7 +76,7 @@ def test_two_losses_cost_two_nodes_and_no_attempt(tmp_path: Path) -> None:
     assert len(world.get_job().attempts) == 1 and world.gang.starts == 1
     nodes = [node for node in world.cloud.observe() if node.owner == "me"]
     assert len(nodes) == 4, "each loss is made good once"
-    assert list_events(world).count("node 1 gone: going on with 1 of 2") == 2
+    assert list_events(world).count("node 1 gone; continuing on 1 of 2 nodes") == 2
 
 
 def test_loss_of_the_first_node_is_a_new_attempt_also_while_another_is_on_its_way(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_place_that_is_full_is_asked_again_later_and_the_work_goes_on(tmp_path: 
 
     world.clock.run(both)
     check(world, JobStatus.SUCCEEDED)
-    refusals = [event for event in list_events(world) if "no node to replace the lost one" in event]
+    refusals = [event for event in list_events(world) if "cannot replace the lost node" in event]
     assert 1 <= len(refusals) <= 9, "it waits longer each time"
     assert len(world.get_job().attempts) == 1
 

@@ -64,7 +64,7 @@ class Faulty(Full):
 
 
 class Stage:
-    """A job whose cluster of two has lost its second node, or has this one in its place, and its mender."""
+    """A job whose cluster of two has lost its second node, or has this one in its place, and its replacer."""
 
     def __init__(self, folder: Path, world: type[Full] = Full, *, second: NodeState = NodeState.TERMINATED) -> None:
         self.clock = Hands()
@@ -104,7 +104,7 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
     assert {rank for _, rank in stage.world.asked} == {1} and stage.world.started == [(1, 900.0)]
     [shrunk] = stage.list_told(EventKind.SHRUNK)
-    assert "with 1 of 2" in shrunk
+    assert "on 1 of 2 nodes" in shrunk
     assert len(stage.list_told(EventKind.REPLACEMENT_FAILED)) == len(stage.world.asked)
 
 

@@ -67,7 +67,7 @@ def test_other_region_is_asked_soon_and_the_doubtful_ones_zones_are_spared(
     usual_s = search.world.cloud.settle_s + search.world.cloud.timings.boot_s_max
     assert search.end_s <= usual_s + 10.0, "one look for what was made, then the other region's own time"
     assert set(search.asked) == {"east1a", "west1a"}
-    assert "gives no clear answer: asking for 2 x big spot in west1a" in "\n".join(search.told)
+    assert "gives no clear answer; also requesting 2 x big spot in west1a" in "\n".join(search.told)
     assert not search.world.store.list_open_intents() and search.world.count_live(lambda node: True) == 2
 
 
@@ -79,7 +79,7 @@ def test_without_hedging_a_place_is_given_up_in_time_and_terminated_beside_the_n
     assert search.up(*EAST, *WEST, hedge=1).placement.offer.zone == "west1a"
     assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
-    assert not any("is left to ask" in line for line in search.told)
+    assert not any("is left to try" in line for line in search.told)
     assert not search.world.store.list_open_intents()
 
 
@@ -93,7 +93,7 @@ def test_with_nowhere_else_to_go_it_says_so_and_ends(
     with pytest.raises(CapacityError) as caught:
         search.up(*EAST, hedge=hedge)
     assert search.end_s <= 5 * UNCLEAR_S_MAX
-    assert len([line for line in search.told if "no place outside east1 (simulated) is left to ask" in line]) == 1
+    assert len([line for line in search.told if "no place outside east1 (simulated) is left to try" in line]) == 1
     assert "east1a" in str(caught.value.details) and "east1b" in str(caught.value.details)
     assert not search.world.store.list_open_intents() and not search.world.list_live_nodes()
 

@@ -134,7 +134,7 @@ def test_a_region_that_throttles_is_left_as_a_whole(world: World) -> None:
         )
     )
     assert asked == {"east1a": CREATE_TRIES_MAX, "west1a": 1}
-    waits = [line for line in heard if "slow down; asking again in" in line]
+    waits = [line for line in heard if "slow down; retrying in" in line]
     assert len(waits) == CREATE_TRIES_MAX - 1
 
 

@@ -81,7 +81,12 @@ def test_a_place_that_hangs_does_not_hold_up_the_next_one(tmp_path: Path) -> Non
     assert [zone for zone, _ in world.cloud.asked] == ["east1a", "east1b"]
     assert not world.store.list_open_intents()
     story = "\n".join(told)
-    for words in ("asking for 2 x big spot in east1a", "is late after 20 s", "4.00 USD/h at stake", "is whole after"):
+    for words in (
+        "requesting 2 x big spot in east1a",
+        "has not answered for 20 s",
+        "up to 4.00 USD/h at once",
+        "all nodes run after",
+    ):
         assert words in story, story
 
 
@@ -145,7 +150,7 @@ def test_places_that_a_killed_command_had_begun_are_told_as_such_and_not_as_the_
     told: list[str] = []
     up(world, told=told)
     assert [line.partition(" at ")[0] for line in told[:2]] == [
-        f"going on with 2 x big spot in {zone} (simulated)" for zone in ("east1a", "east1b")
+        f"resuming 2 x big spot in {zone} (simulated)" for zone in ("east1a", "east1b")
     ]
 
 

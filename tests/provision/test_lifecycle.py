@@ -145,7 +145,7 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
         stage.up(retry_until_up=True, on_event=lambda event: told.append(describe_event(event))).status
         is ClusterStatus.UP
     )
-    assert any("trying again in" in line for line in told)
+    assert any("retrying in" in line for line in told)
 
 
 @pytest.mark.parametrize("error", [AuthError("the login has expired"), UsageError("taken down")])

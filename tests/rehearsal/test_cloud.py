@@ -219,7 +219,7 @@ def test_a_zone_plays_its_own_recording_from_its_start() -> None:
     assert not market.find_spell(make_offer("us-east-1b"), 10 * HOUR_S).is_open
 
 
-def test_a_zone_that_nobody_recorded_is_lent_the_same_recording_each_time() -> None:
+def test_a_zone_without_a_recording_always_gets_the_same_one() -> None:
     traces = [make_trace(f"made-{number}", [1] * number + [0] * 3) for number in range(1, 6)]
     market = RecordedMarket(traces=traces)
     for letter in "abcdef":

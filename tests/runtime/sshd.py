@@ -1,4 +1,4 @@
-"""A real sshd on the loopback, run by whoever runs the tests, as one node that boots when it is told to."""
+"""Run a real sshd on the loopback as the current user: one node that boots on request."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_what_docker_refuses_is_setups_failure_in_its_words(
 
 
 def test_docker_that_may_raise_no_limits_runs_it_without(rig: Rig, docker: FakeDocker) -> None:
-    """As one in a container of somebody else's."""
+    """Simulate a process in a foreign container."""
     (docker.folder / "bounded").touch()
 
     async def act() -> None:

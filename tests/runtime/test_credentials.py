@@ -22,7 +22,7 @@ def test_certificate_is_of_the_run_and_outlives_a_month_on_a_node_with_a_slow_cl
     assert certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
 
 
-def test_each_credential_is_another_and_shows_itself_to_nobody() -> None:
+def test_each_credential_is_unique_and_never_printed() -> None:
     one, other = make_credential("run 1"), make_credential("run 1")
     assert one.value != other.value
     assert "PRIVATE KEY" in one.value and "PRIVATE KEY" not in f"{one!r} {one}"

@@ -68,7 +68,7 @@ def test_a_pod_is_reached_through_the_proxy_that_skypilot_names(config: Config, 
         sshd.stop()
 
 
-def test_a_cluster_that_nobody_has_asked_skypilot_about_is_not_guessed(config: Config) -> None:
+def test_the_address_of_a_cluster_that_was_never_fetched_is_not_guessed(config: Config) -> None:
     with pytest.raises(StateError) as caught:
         asyncio.run(SkyTransport(config, clock=SystemClock()).run(NODE, ["true"], timeout_s=5))
     assert NAME in caught.value.message and caught.value.hints

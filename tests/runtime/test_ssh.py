@@ -69,7 +69,7 @@ def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
     later = SshTransport(keys, clock=clock)  # as in the next process, which a daemon that was killed leaves behind
     with pytest.raises(TransientError, match="cannot be reached"):
         asyncio.run(later.run(sshd.node, ["true"], timeout_s=30))
-    assert clock.waits == waits, "it takes nobody else for one that boots either"
+    assert clock.waits == waits, "no other process mistakes it for a booting node either"
 
 
 @pytest.mark.parametrize("is_known", [True, False])

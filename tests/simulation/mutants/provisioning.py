@@ -100,7 +100,7 @@ def forget_unanswered_intent() -> Patches:
 
 
 def intent_closed_before_the_record() -> Patches:
-    """Two commits where one is needed: between them nobody knows the nodes."""
+    """Two commits where one is needed: between them the nodes are unrecorded."""
 
     def enter(self: Any, wanted: Any, placement: Any, nodes: Any) -> Any:
         self._store.close_intent(nodes[0].token, IntentEnd.UP)
