@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
@@ -13,85 +12,87 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.planning import check_notices, check_place
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
-from broker.errors import BrokerError, UsageError
 from broker.formatting import strip_control
-from broker.types import JobStatus, Plan, Task
+from broker.types import Plan
 
 if TYPE_CHECKING:
     from broker.rehearsal.context import Stage
-    from broker.rehearsal.market import PlaceMarket
     from broker.rehearsal.result import Rehearsal
 
 SPEED = 600.0  # without a goal to say how much work the run represents: a second is ten minutes
-PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
 
 
+PreemptionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--preemptions",
+        metavar="N",
+        min=0,
+        help="Preemptions in addition to the market's (default: 1, or 0 with --traces).",
+    ),
+]
+NoticeOption = Annotated[
+    float | None,
+    typer.Option(
+        "--notice",
+        metavar="SECONDS",
+        min=0,
+        help="Preemption warning in seconds (default: alternate between none and the cloud's).",
+    ),
+]
+SpeedOption = Annotated[
+    float | None,
+    typer.Option(
+        "--speed",
+        metavar="FACTOR",
+        min=1,
+        help="Simulated seconds per second of work (default: from the goal, or 600).",
+    ),
+]
+TracesOption = Annotated[
+    Path | None,
+    typer.Option("--traces", metavar="PATH", help="Trace file, or folder of recorded spot availability."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the simulated spot market.")]
+NodesLocalOption = Annotated[
+    int | None,
+    typer.Option("--nodes-local", metavar="N", min=1, help="Maximum nodes to run here; the bill counts all nodes."),
+]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")]
+
+
+@options.task_options("infra", "gpus", "num_nodes", *options.ENVIRONMENT)
 def rehearse(
     entrypoint: options.Entrypoint,
-    preemptions: Annotated[
-        int | None,
-        typer.Option(
-            "--preemptions",
-            metavar="N",
-            min=0,
-            help="Preemptions in addition to the market's (default: 1, or 0 with --traces).",
-        ),
-    ] = None,
-    notice: Annotated[
-        float | None,
-        typer.Option(
-            "--notice",
-            metavar="SECONDS",
-            min=0,
-            help="Preemption warning in seconds (default: alternate between none and the cloud's).",
-        ),
-    ] = None,
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            "--speed",
-            metavar="FACTOR",
-            min=1,
-            help="Simulated seconds per second of work (default: from the goal, or 600).",
-        ),
-    ] = None,
-    traces: Annotated[
-        Path | None,
-        typer.Option("--traces", metavar="PATH", help="Trace file, or folder of recorded spot availability."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the simulated spot market.")] = 0,
-    nodes_local: Annotated[
-        int | None,
-        typer.Option("--nodes-local", metavar="N", min=1, help="Maximum nodes to run here; the bill counts all nodes."),
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")] = False,
-    infra: options.Infra = None,
-    gpus: options.Gpus = None,
-    num_nodes: options.NumNodes = None,
-    env: options.Env = None,
-    env_file: options.EnvFile = None,
-    secret: options.Secret = None,
+    preemptions: PreemptionsOption = None,
+    notice: NoticeOption = None,
+    speed: SpeedOption = None,
+    traces: TracesOption = None,
+    seed: SeedOption = 0,
+    nodes_local: NodesLocalOption = None,
+    verify: VerifyOption = False,
+    overrides: options.Overrides = options.NO_OVERRIDES,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a task on this machine as a spot job, with preemptions.
 
     Clouds, time and prices are simulated; the program is real. Exit code 1 if it does not recover.
     """
-    overrides = options.Overrides(
-        infra=infra, gpus=gpus, num_nodes=num_nodes, env=env or (), env_file=env_file, secret=secret or ()
-    )
+    from broker.rehearsal.staging import choose_resources, open_market, raise_failure, set_stage
+
     (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
     context = make_context()
-    task = choose_resources(context.resolve(first))
-    options.check_notices([task], is_launch=True)
-    options.check_place(task, {"local"}, is_launch=False)
+    task = choose_resources(context.resolve(first), note=print_note)
+    check_notices([task], is_launch=True, note=print_note)
+    check_place(task, {"local"}, is_launch=False, note=print_note)
     plan = context.plan(task)
     market = open_market(traces, seed)
     stage = set_stage(plan, market, nodes_local, has_given_speed=speed is not None)
@@ -110,52 +111,6 @@ def rehearse(
 
         show_rehearsal(result)
     raise_failure(result, forced)
-
-
-def choose_resources(task: Task) -> Task:
-    """Choose spot, and clouds other than `local` where the task names any: this machine only simulates them."""
-    away = tuple(each for each in task.resources if each.cloud != "local") or task.resources
-    if any(each.use_spot is False for each in away):
-        print_note("note: the task requests on-demand; rehearsing it as a spot job")
-    has_goal = task.goal is not None
-    chosen = tuple(each if each.use_spot is None and has_goal else replace(each, use_spot=True) for each in away)
-    return replace(task, resources=chosen)
-
-
-def open_market(traces: Path | None, seed: int) -> PlaceMarket:
-    """Open the traces, or a seeded market. Raises UsageError without traces, SourceError for an invalid file."""
-    from broker.rehearsal.market import RecordedMarket, SeededMarket
-
-    if traces is None:
-        return SeededMarket(seed=seed)
-    from broker.lab.traces import parse_trace
-
-    files = sorted(traces.rglob("*.json")) if traces.is_dir() else [traces]
-    if not files or not all(file.is_file() for file in files):
-        raise UsageError(
-            f"no traces (`*.json`) in `--traces {traces}`", hints=["record some with `broker traces record`"]
-        )
-    return RecordedMarket(traces=tuple(parse_trace(file.read_bytes(), file.stem) for file in files), seed=seed)
-
-
-def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_given_speed: bool) -> Stage:
-    """Simulate all clouds of the plan, and no more nodes than this machine can run."""
-    from broker.rehearsal.context import Stage
-
-    task = lift_stall_limit(plan.task)
-    limit = nodes_local or max(2, os.cpu_count() or 1)
-    return Stage(
-        task=task,
-        node_count=min(task.num_nodes, limit),
-        clouds=frozenset(each.placement.offer.cloud for each in plan.estimates[:PLACES_MAX]),
-        market=market,
-        has_given_speed=has_given_speed,
-    )
-
-
-def lift_stall_limit(task: Task) -> Task:
-    """Remove `stall_timeout`, which is in real time, while simulated steps are fast."""
-    return replace(task, recovery=replace(task.recovery, stall_timeout_s=None))
 
 
 def show_stage(stage: Stage, speed: float | None) -> None:
@@ -197,18 +152,3 @@ def play(
         return draw_up(context, driver, job, plan)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def raise_failure(result: Rehearsal, preemptions: int) -> None:
-    """Raise BrokerError where the run failed, or was not preempted as requested."""
-    bad = [each for each in result.findings if each.level == "bad"]
-    hints = [each.hint for each in bad if each.hint]
-    if result.status is not JobStatus.SUCCEEDED:
-        raise BrokerError(f"the job ended with status {result.status.value}: {result.failure}", hints=hints)
-    if result.preemptions < preemptions:
-        raise BrokerError(
-            f"the job finished after {result.preemptions} of {preemptions} preemptions",
-            hints=["use a longer task, and report its steps in `$BROKER_PROGRESS_FILE`"],
-        )
-    if bad:
-        raise BrokerError(bad[0].text, hints=hints)

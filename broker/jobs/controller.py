@@ -19,15 +19,15 @@ from broker.errors import (
     AuthError,
     CloudError,
     InvalidRequestError,
-    UnreachedError,
 )
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
+from broker.jobs.booting import StartVerdict, judge_start
 from broker.jobs.budget import find_overspending
 from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
-from broker.jobs.health import Verdict, classify, list_lost_ranks
+from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
@@ -59,7 +59,6 @@ NEWS_S = 5.0  # for gangs that push updates: checks that depend on time alone, s
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # jobs without suspicious signals share one listing of a cloud
-BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until the agent answers
 GRACE_S = 30.0  # for a program that is stopped because the budget is used up
 T = TypeVar("T")
 
@@ -207,16 +206,13 @@ class JobController:
     ) -> float:
         """Handle a failed start: replace lost nodes, retry silent ones, and refuse an attempt that cannot start."""
         cluster = await self._provisioner.refresh(cluster)
-        if list_lost_ranks(cluster.nodes):
+        verdict = judge_start(error, cluster, monitor, self._clock.now_s())
+        if verdict is StartVerdict.LOST:
             wait_s = await self._lost_gang.record_success(job, attempt, cluster)
             if wait_s is not None:  # a controller that was killed had started it
                 return wait_s
             return self._endings.record_loss(attempt, describe_lost_start(error.message))
-        now_s = self._clock.now_s()
-        is_silent = monitor.record_silence(now_s)
-        # Not measured from the start of the attempt, which includes the search: it must not use up the boot timeout.
-        is_booting = isinstance(error, UnreachedError) and monitor.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
-        if is_booting or not is_silent:
+        if verdict is StartVerdict.WAIT:
             return POLL_S
         return self._endings.record_refusal(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 

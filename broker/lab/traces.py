@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,10 @@ class Trace:
             if not changes or changes[-1][1] != price:
                 changes.append((tick * self.gap_hours, price))
         return tuple(changes)
+
+    def is_open_at(self, hour: float) -> bool:
+        """Return whether spot was available at this hour of the recording."""
+        return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
 
     @property
     def open_share(self) -> float:

@@ -1,4 +1,4 @@
-"""`broker advise` as its user sees it."""
+"""`broker advise` on the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from broker.cli.advise import round_batch
+from broker.app.advising import round_batch
 from tests.cli.conftest import Shell
 
 

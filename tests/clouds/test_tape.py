@@ -11,7 +11,7 @@ from tests.testbed.replay import read_tape
 
 
 @pytest.mark.parametrize(
-    "text, private",
+    ("text", "private"),
     [
         ("Action=RunInstances&UserData=IyEvYmluL3No&MinCount=1", "IyEvYmluL3No"),
         ("LaunchTemplateData.UserData=IyEvYmluL3No", "IyEvYmluL3No"),
@@ -40,7 +40,7 @@ def test_the_same_text_gets_the_same_placeholder_and_another_one_another() -> No
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7", "172.31.5.9", "999.1.2.3", "i-0123456789abcdef0", "m5.large", "1.2.3"])
-def test_what_tells_nothing_stays(text: str) -> None:
+def test_text_without_private_data_is_kept(text: str) -> None:
     assert Scrubber().scrub(text) == text
 
 

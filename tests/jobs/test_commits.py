@@ -13,9 +13,9 @@ from types import FrameType
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import TransientError
 from broker.types import JobRecovery, Task
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import CrashingStore, World, make_plan
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import TransientError
 from broker.jobs.controller import JobController
 from broker.types import (
@@ -27,6 +26,7 @@ from broker.types import (
     RunStatus,
     Task,
 )
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import Report, World, make_plan
 

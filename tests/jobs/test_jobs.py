@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
-from broker.clouds.simulated import FaultRates
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -27,7 +26,7 @@ from broker.errors import (
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
 from broker.jobs.health import HealthSignals, Verdict, classify
-from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
+from broker.jobs.log_files import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.monitor import AttemptMonitor
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
@@ -52,6 +51,7 @@ from broker.types import (  # fmt: skip
     make_event,
 )
 from broker.wording import describe_outcome
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, Report, World, make_plan
 
