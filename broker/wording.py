@@ -172,7 +172,8 @@ def _lease_expired(*, allowance: str, step: int | None = None) -> str:
 
 def _program_restarted(*, exit_code: int | None, cause: str, step: int | None, in_place: bool) -> str:
     at = f" at step {step}" if step else ""
-    return f"the program exited with {_name_code(exit_code, cause)}{at}; restarting on {_name_nodes(in_place=in_place)}"
+    nodes = _name_nodes(in_place=in_place)
+    return f"the program exited with {_name_code(exit_code, cause)}{at}; restarting on {nodes}"
 
 
 def _stall_restarted(*, timeout_s: float, step: int, in_place: bool) -> str:

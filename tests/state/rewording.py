@@ -6,6 +6,10 @@ import re
 
 # (sentence of schema 9, today's), applied in this order.
 RULES: tuple[tuple[str, str], ...] = (
+    (r"failed by itself: its program, or its budget", r"failed: its program failed, or its budget was spent"),
+    (r"could not be started at all", r"could not be started"),
+    (r"found nothing for sale that fits", r"found no matching offer"),
+    (r"It goes on with the checkpoints of job", r"It continues from the checkpoints of job"),
     (r"preempted: its cluster was taken down", r"the cluster was taken down"),
     (r"fell apart at step", r"gang failed at step"),
     (r"the gang fell apart \((.*?)\) at step (\d+): restarted on", r"the gang failed (\1) at step \2; restarting on"),
