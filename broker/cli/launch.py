@@ -215,7 +215,7 @@ async def _launch(
 
 def tell_what_is_left(context: Context, name: str) -> None:
     """After Ctrl-C, list what was started and still costs money, with the command that terminates it."""
-    from broker.provision.failover import describe
+    from broker.provision.launch import describe
 
     begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
     cluster = context.store.get_cluster(name)

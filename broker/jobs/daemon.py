@@ -23,8 +23,8 @@ from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.logs import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
-from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
+from broker.provision.refusals import draw_backoff_s
 from broker.state.faults import explain_os_error
 from broker.state.store import Store
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from broker.clock import Clock
-from broker.clouds.base import Cloud
+from broker.clouds.base import CanSweep, Cloud
 from broker.errors import CloudError
 from broker.provision.adoption import Adopter
-from broker.provision.surplus import SurplusReleaser
+from broker.provision.launcher import SurplusReleaser
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call still under way
 UP_S_MAX = 3600.0  # no `up` of a living process takes longer: an older open intent is nobody's
+SWEEP_EVERY_S = 3600.0  # with no cluster gone: what was still in use the last time
 
 
 class Collector:
@@ -170,6 +171,38 @@ class Collector:
             if is_coming_up and now_s - intent.created_s > UP_S_MAX:
                 names.add(intent.request.cluster)
         return sorted(name for name in names if not self._spared[name])
+
+
+class ResourceSweeper:
+    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
+        self._clouds = clouds
+        self._store = store
+        self._clock = clock
+        self._owner = owner
+        self._swept: dict[str, tuple[float, frozenset[str]]] = {}  # cloud -> when, and which clusters there were
+
+    async def sweep(self) -> int:
+        """Delete what belongs to no cluster of ours; returns how many things. A sweep takes dozens of calls: it is left
+        out while no cluster has gone since the last. What a cloud refuses now is for the next one."""
+        keep = self._list_names()
+        now_s = self._clock.now_s()
+        count = 0
+        for name, cloud in self._clouds.items():
+            swept_s, before = self._swept.get(name, (-SWEEP_EVERY_S, frozenset()))
+            if not isinstance(cloud, CanSweep) or (now_s - swept_s < SWEEP_EVERY_S and before <= keep):
+                continue
+            try:
+                count += await cloud.sweep(self._owner, keep)
+            except CloudError as error:
+                log.warning("%s cannot be swept now: %s", name, error.message)
+                continue
+            self._swept[name] = (now_s, keep)
+        return count
+
+    def _list_names(self) -> frozenset[str]:
+        """Every cluster that is there, or may be coming up."""
+        coming = (intent.request.cluster for intent in self._store.list_open_intents())
+        return frozenset((*coming, *(cluster.name for cluster in self._store.list_clusters())))
 
 
 async def _add_up(works: Sequence[Coroutine[Any, Any, int]]) -> int:

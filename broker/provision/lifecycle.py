@@ -6,33 +6,25 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, HandsOutHosts, ShowsConsole
-from broker.errors import AuthError, CapacityError, TransientError, UsageError
-from broker.optimizer.asked import CONTAINER, find_asked
+from broker.clouds.base import CanExtend, CanStop, Cloud, ShowsConsole
+from broker.errors import AuthError, TransientError, UsageError
 from broker.provision.adoption import Adopter
-from broker.provision.backoff import draw_backoff_s
-from broker.provision.cluster_lock import claim_name
-from broker.provision.collection import Collector
-from broker.provision.failover import HEDGE, Failover, LaunchSpec
+from broker.provision.bring_up import ClusterBuilder, lock_name
+from broker.provision.collection import Collector, ResourceSweeper
+from broker.provision.failover import Failover
 from broker.provision.hedge_timer import Answer
+from broker.provision.launch import HEDGE, LaunchSpec
+from broker.provision.launcher import SurplusReleaser
 from broker.provision.listing import RETRYABLE, Lister
 from broker.provision.nodes import LOOK_S, LOOK_S_MAX, Absence, confirm_gone, find_doubt
-from broker.provision.replacement import replace_node
-from broker.provision.resource_sweeper import ResourceSweeper
-from broker.provision.surplus import SurplusReleaser
-from broker.provision.zones import join_zones, split_zones
 from broker.state.store import Store
 from broker.types import Autostop, Cluster, ClusterStatus, Placement, Plan, Task
-from broker.types.machines import MachineSpec, Node, NodeEnd, NodeRequest, NodeState
-from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
-from broker.wording import make_place
+from broker.types.machines import Node, NodeEnd, NodeRequest, NodeState
+from broker.types.outcomes import Event, EventKind, make_event
 
 STOP_S_MAX = 600.0
-RETRY_BASE_S = 15.0
-RETRY_S_MAX = 60.0
 
 
 class Provisioner:
@@ -53,6 +45,9 @@ class Provisioner:
         self._lister = Lister(owner, clock=clock)
         self._failover = Failover(clouds, store, clock=clock, owner=owner, lister=self._lister, write_boot=write_boot)
         self._surplus = SurplusReleaser(self._failover.launcher, clock=clock)
+        self._builder = ClusterBuilder(
+            clouds, store, clock=clock, failover=self._failover, surplus=self._surplus, down=self.down
+        )
         self._adopter = Adopter(clouds, store, clock=clock, owner=owner)
         self._collector = Collector(
             clouds,
@@ -91,41 +86,26 @@ class Provisioner:
         if known and known.status is ClusterStatus.UP and known.attempt == attempt:
             return await self.refresh(known)
         # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
-        claim = claim_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
-        with claim, self._collector.spare(name):
+        lock = lock_name(self._store.path.parent / "locks", name) if job_id is None else nullcontext()
+        with lock, self._collector.spare(name):
             cluster = Cluster(
                 name=name,
                 status=ClusterStatus.INIT,
                 placement=plan.choice.placement,
                 attempt=attempt,
-                created_s=await self._make_room(name, attempt),
+                created_s=await self._builder.make_room(name, attempt),
                 job_id=job_id,
                 autostop=autostop,
             )
             spec = LaunchSpec(
                 cluster=cluster,
-                make_spec=lambda placement: self._make_spec(plan.task, placement),
+                make_spec=lambda placement: self._builder.make_spec(plan.task, placement),
                 timeout_s=timeout_s,
                 on_event=on_event or (lambda event: None),
                 hedge=hedge,
                 check_budget=check_budget or (lambda: None),
             )
-            return await self._search(spec, plan, is_patient=retry_until_up)
-
-    def _make_spec(self, task: Task, placement: Placement) -> MachineSpec:
-        """What the task asks of each node besides its instance type. Where nodes are hosts of ours, a container is
-        no matter of the machine: it is run on one that boots as usual."""
-        asked = find_asked(task, placement)
-        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
-        is_container = (asked.image_id or "").startswith(CONTAINER)
-        return MachineSpec(
-            disk_size_gib=asked.disk_size_gib,
-            disk_tier=asked.disk_tier,
-            network_tier=asked.network_tier,
-            image_id=None if is_container and is_host else asked.image_id,
-            ports=asked.ports,
-            labels=asked.labels,
-        )
+            return await self._builder.bring_up(spec, plan, retry_until_up=retry_until_up)
 
     def hint_console(self, cluster: Cluster, node_id: str) -> str | None:
         """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
@@ -176,16 +156,16 @@ class Provisioner:
     async def replace_node(
         self, cluster: Cluster, task: Task, *, rank: int, check_budget: Callable[[], None], timeout_s: float = 600
     ) -> Cluster:
-        """A new node in the place of one that is confirmed gone, beside what the others do; see `replacement.py`."""
+        """A new node in the place of one that is confirmed gone, beside what the others do; see `bring_up.py`."""
         spec = LaunchSpec(
             cluster=cluster,
-            make_spec=lambda placement: self._make_spec(task, placement),
+            make_spec=lambda placement: self._builder.make_spec(task, placement),
             timeout_s=timeout_s,
             on_event=lambda event: None,
             check_budget=check_budget,
         )
         with self._collector.spare_gang(cluster.name):
-            return await replace_node(self._failover.launcher, self._store, spec, rank=rank)
+            return await self._builder.replace_node(spec, rank=rank)
 
     async def end_node(self, cluster: Cluster, node: Node) -> None:
         """Have the cloud terminate one node of a cluster that continues without it.
@@ -271,48 +251,6 @@ class Provisioner:
         """Delete what clusters that are gone left behind besides nodes; returns how many things."""
         return await self._sweeper.sweep()
 
-    async def _make_room(self, name: str, attempt: int) -> float:
-        """What has the name and is not to be gone on with is gone; when the cluster now to come up was begun."""
-        known = self._store.get_cluster(name)
-        if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
-            await self.down(name)
-            known = None
-        if known and known.status is ClusterStatus.STOPPED:
-            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
-        if known and known.status is ClusterStatus.UP:  # by another command, just before this one's claim
-            raise UsageError(f"cluster {name} has just come up", hints=(f"`broker exec {name}` runs more on it.",))
-        return known.created_s if known else self._clock.now_s()
-
-    async def _search(self, spec: LaunchSpec, plan: Plan, *, is_patient: bool) -> Cluster:
-        for tries in count():
-            try:
-                return await self._bring_up(spec, plan)
-            except CapacityError as error:
-                if not is_patient:
-                    raise
-                wait_s = draw_backoff_s(tries, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
-                spec.on_event(make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
-                await self._clock.sleep(wait_s)
-        raise AssertionError("it counts for ever")
-
-    async def _bring_up(self, spec: LaunchSpec, plan: Plan) -> Cluster:
-        name = spec.cluster.name
-        begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        asked = [zone for placement in begun for zone in split_zones(placement)]
-        others = (estimate for estimate in plan.estimates if estimate.placement not in asked)
-        ordered = join_zones(others, plan.task, self._clouds, spec.make_spec)
-        try:
-            won = await self._failover.acquire(spec, ordered, begun=begun)
-        except Exception:
-            if not self._store.list_open_intents(name):
-                self._store.delete_cluster(name)
-            raise
-        try:
-            cluster = self._enter(spec, won.placement, won.nodes)
-        finally:
-            self._surplus.begin(won.others, spec.on_event)
-        return cluster
-
     async def _terminate(self, request: NodeRequest) -> None:
         await self._failover.launcher.terminate(self._get_cloud(request.placement), request)
 
@@ -324,20 +262,6 @@ class Provisioner:
                 f"{name} is not set up here any more", hints=(f"`broker check {name}` says what is missing.",)
             )
         return self._clouds[name]
-
-    def _enter(self, spec: LaunchSpec, placement: Placement, nodes: Sequence[Node]) -> Cluster:
-        """Record and close the intent in one commit: there is no moment when nobody knows these nodes."""
-        name = spec.cluster.name
-        cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
-        with self._store.transaction():
-            if not self._store.is_intent_open(nodes[0].token):
-                raise UsageError(f"{name} was taken down while it came up")
-            self._store.put_cluster(cluster)
-            self._failover.launcher.record(nodes)
-            self._store.close_intent(nodes[0].token, IntentEnd.UP)
-            event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
-            self._store.add_event(event, cluster=name, job_id=cluster.job_id)
-        return cluster
 
     def _judge(self, node: Node, seen: Node | None, *, is_answering: bool) -> Node:
         if node.state is NodeState.TERMINATED:

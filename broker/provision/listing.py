@@ -11,7 +11,7 @@ from typing import Any
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AccountError, CloudError, ThrottledError, TransientError, UnknownOutcomeError
-from broker.provision.backoff import draw_backoff_s
+from broker.provision.refusals import draw_backoff_s
 from broker.types import Node, NodeList
 
 RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Sequence
 
 from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
@@ -95,3 +96,11 @@ def find_intent_end(error: CloudError) -> IntentEnd:
     if isinstance(error, QuotaError):
         return IntentEnd.QUOTA_EXCEEDED
     return IntentEnd.UNCLEAR if isinstance(error, ThrottledError | TransientError) else IntentEnd.REFUSED
+
+
+def draw_backoff_s(tries: int, *, base_s: float = 1.0, cap_s: float = 30.0) -> float:
+    """Draw the wait before the next try: full jitter, from almost 0 to the base doubled with each try, up to the cap.
+
+    Source: AWS Builders' Library, "Timeouts, retries, and backoff with jitter".
+    """
+    return random.uniform(0.05, min(cap_s, base_s * 2.0**tries))

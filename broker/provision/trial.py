@@ -19,7 +19,7 @@ from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HandsOutHosts, HasAccounts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
 from broker.nouns import noun
-from broker.provision.failover import describe
+from broker.provision.launch import describe
 from broker.provision.lifecycle import Provisioner
 from broker.runtime.gang import Gang
 from broker.state.store import Store

@@ -43,7 +43,7 @@ def unite_zones(placements: Sequence[Placement]) -> Placement:
     return replace(first, other_zones=tuple(each.offer.zone or "" for each in others)) if others else first
 
 
-def find_landed(placement: Placement, nodes: Sequence[Node]) -> Placement:
+def find_actual_placement(placement: Placement, nodes: Sequence[Node]) -> Placement:
     """The one of its zones where these nodes stand."""
     zones = {node.zone for node in nodes}
     return next((each for each in split_zones(placement) if each.offer.zone in zones), placement)

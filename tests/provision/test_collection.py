@@ -13,8 +13,7 @@ import pytest
 
 from broker.errors import FencedError, TransientError
 from broker.provision.adoption import Adopter
-from broker.provision.collection import GRACE_S, UP_S_MAX, Collector
-from broker.provision.resource_sweeper import SWEEP_EVERY_S, ResourceSweeper
+from broker.provision.collection import GRACE_S, SWEEP_EVERY_S, UP_S_MAX, Collector, ResourceSweeper
 from broker.state.store import Store
 from broker.types import (
     Cluster,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
-from broker.provision import failover
-from broker.provision.launch import UNCLEAR_S_MAX
+from broker.provision import candidates
+from broker.provision.creation import UNCLEAR_S_MAX
 from broker.provision.refusals import REASK_S, REFUSAL_S_SHORT
 from broker.types import Cluster, Node, NodeRequest
 from broker.wording import describe_event
@@ -151,7 +151,7 @@ def test_one_search_asks_no_place_again_and_again(tmp_path: Path, monkeypatch: p
     with pytest.raises(CapacityError):
         search.up(*EAST, hedge=1)
     assert search.asked == [*EAST, *EAST]
-    monkeypatch.setattr(failover, "LAST_RESORT_MAX", 1)
+    monkeypatch.setattr(candidates, "LAST_RESORT_MAX", 1)
     world.clock.run(lambda: world.clock.sleep(4 * 3600.0))
     search.asked.clear()
     with pytest.raises(CapacityError):

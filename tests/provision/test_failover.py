@@ -11,9 +11,10 @@ import pytest
 
 from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
-from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
-from broker.provision.launch import CREATE_TRIES_MAX
+from broker.provision.creation import CREATE_TRIES_MAX
+from broker.provision.launch import make_token
 from broker.provision.nodes import RESUMED_S_MIN
+from broker.provision.refusals import CAPACITY_REFUSAL_S
 from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
@@ -263,7 +264,7 @@ def test_nodes_that_never_boot_are_waited_for_from_when_they_were_made_by_all_pr
         await asyncio.wait([first])
         made_s = max(node.created_s for node in world.list_live_nodes())
         await world.clock.sleep(after_s)
-        with pytest.raises(CapacityError, match="no place would give"):
+        with pytest.raises(CapacityError, match="no placement has capacity"):
             await world.make_provisioner().up("c", make_plan(world.task, "east1a"))
         return world.clock.now_s() - made_s
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from broker.provision.backoff import draw_backoff_s
-from broker.provision.zones import find_landed, join_zones, split_zones, unite_zones
+from broker.provision.refusals import draw_backoff_s
+from broker.provision.zones import find_actual_placement, join_zones, split_zones, unite_zones
 from broker.types import Estimate, MachineSpec, Node, NodeState, Offer, Placement, Resources, Task
 from tests.simulation.world import make_offer
 
@@ -98,7 +98,7 @@ def test_a_gang_is_found_in_the_zone_where_its_nodes_stand() -> None:
         node = Node(
             id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, zone=zone
         )  # fmt: skip
-        return find_landed(united, [node])
+        return find_actual_placement(united, [node])
 
     assert (land("east1a"), land("east1b"), land("elsewhere")) == (A.placement, B.placement, united)
 
