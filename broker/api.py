@@ -80,7 +80,7 @@ class Market:
 
     @cached_property
     def book(self) -> Book:
-        from broker.catalog.opening import open_book
+        from broker.catalog.bundle import open_book
 
         return open_book(self._cache)
 
@@ -114,7 +114,7 @@ class Market:
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
         except NoOfferError as error:
-            from broker.optimizer.diagnosis import explain_nothing, loosen_places
+            from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
             wide = self._find_offers(loosen_places(task))
 
@@ -127,7 +127,7 @@ class Market:
                 if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
                     asked = wider.message.partition("\n")[0]  # counts of offers tell nothing about a misspelt name
                     raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
-                explained = explain_nothing(wider, task, try_plan)
+                explained = explain_infeasible(wider, task, try_plan)
                 raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
 
     def _say_unpriced(self, task: Task) -> Sequence[str]:

@@ -15,7 +15,7 @@ MODULE_LINES_MAX = 400
 LAYERS: list[set[str]] = [
     {"nouns", "agent"},
     {"errors"},
-    {"types", "clock", "config"},
+    {"types", "clock", "config", "locks"},
     {"wording", "formatting"},
     {"task", "catalog", "spot"},
     {"optimizer"},

@@ -28,6 +28,7 @@ class ModelConfig:
     hidden_width: int = knob(0, "width inside the perceptron; 0: 4 x width, for llama 8/3 x width")
     context: int = knob(128, "tokens the model sees at once")
     vocabulary: int = knob(0, "token ids the model knows; 0: those of the data")
+    vocabulary_multiple: int = knob(128, "round the vocabulary up to a multiple of this, for GPUs; 1 does not round")
     dropout: float = knob(0.0, "share of activations dropped while training (gpt)")
     tie_embeddings: bool = knob(False, "use the token embedding as the last layer too")
     rope_theta: float = knob(10000.0, "longest wave of the rotary position embedding (llama)")
@@ -94,7 +95,9 @@ class SampleConfig:
 class LogConfig:
     """What is told, and where. The broker's progress file is written as well."""
 
-    every_steps: int = knob(1, "steps between two lines on stdout and in the files")
+    every_steps: int = knob(
+        1, "steps between two lines on stdout and in the files; a GPU is waited for at these steps only"
+    )
     metrics: str = knob("", "JSON lines are appended to this file")
     tensorboard: str = knob("", "folder for TensorBoard's event files; needs the package tensorboard")
     peak_tflops: float = knob(0.0, "what one device can do at best, for the share in use (MFU); 0: by its name")
@@ -137,6 +140,12 @@ class RunConfig(StrategyOptions):
         "float32",
         "arithmetic of forward and backward; weights stay float32. float16 is for cards without bfloat16",
         ("float32", "bfloat16", "float16"),
+    )
+    matmul_precision: str = knob(
+        "high", "float32 products on a GPU: high is TensorFloat-32, highest is float32 (slower)", ("high", "highest")
+    )
+    deterministic: bool = knob(
+        False, "use deterministic algorithms, so that a resumed run is bit-identical on GPUs too; slower there"
     )
     compile: bool = knob(False, "compile the model's blocks with torch.compile: slow to start, fast to run")
     recompute: str = knob(
@@ -185,6 +194,7 @@ def find_problem(config: Config) -> str | None:
         "--model.width": model.width,
         "--model.heads": model.heads,
         "--model.context": model.context,
+        "--model.vocabulary_multiple": model.vocabulary_multiple,
     }
     if problem := find_small(positive, 1) or find_run_problem(config):
         return problem

@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,19 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
 )
 # Weight, gradient and two moments, all float32.
 BYTES_A_PARAMETER = 16
+
+
+def configure_arithmetic(config: RunConfig) -> None:
+    """Set torch's global switches; called once, before anything is computed."""
+    if torch.cuda.is_available():
+        # TensorFloat-32 has 10 bits of mantissa and 8 times the rate of float32 on an A100; MFU counts that rate.
+        torch.set_float32_matmul_precision(config.matmul_precision)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        settings: Any = torch.utils.deterministic  # a module with properties, which mypy cannot see
+        settings.fill_uninitialized_memory = False  # every tensor is written before it is read
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward pass adds in any order
 
 
 def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> float | None:

@@ -1,6 +1,6 @@
-"""Trains a language model: `python -m trainers.lm --strategy ddp`, alone, on the broker's nodes or under torchrun.
+"""Train a language model: `python -m trainers.lm --strategy ddp`, alone, on the broker's nodes or under torchrun.
 
-Run again after any end but success, it goes on from the newest complete checkpoint.
+Run the same command again after a preemption or a failure: it resumes from the newest complete checkpoint.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from trainers.config import Config, parse_config
 from trainers.errors import TrainerError
 from trainers.launch import end_process, launch_if_needed
+from trainers.recipe import Recipe
 from trainers.session import run_session
-from trainers.study import Study
 
-if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
+if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
     import torch
 
     from trainers.tokens import Tokens
@@ -24,44 +24,57 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGT
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
-    code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
-    return run_session(config, partial(bring, config)) if code is None else code
+    # Start one process per GPU, unless this process is one of them.
+    exit_code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
+    if exit_code is not None:
+        return exit_code
+    # Join the other ranks, build the recipe, resume, train (trainers/loop.py), save.
+    return run_session(config, partial(build, config))
 
 
-def bring(config: Config, device: "torch.device", is_spread: bool = False) -> Study:
-    """The text, the network, and the loss."""
+def build(config: Config, device: "torch.device", is_spread: bool = False) -> Recipe:
+    """Build the data, the model and the loss. `is_spread`: the strategy accepts a model without memory."""
     import torch
 
     from trainers.losses import next_token_loss
     from trainers.models import create_language_model
     from trainers.tokens import open_corpora, open_tokens
 
+    # Data.
     tokens = open_tokens(config.data)
     training, validation = open_corpora(config.data, tokens, config.model.context)
+
+    # Model. On the `meta` device it takes no memory until that is known to suffice; but a tied weight that is already
+    # spread over ranks cannot be tied again.
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
-        raise TrainerError(f"the data has {tokens.vocabulary} token ids, `--model.vocabulary {vocabulary}` too few")
-    # Without memory until it is known to suffice. Only a tied weight, once spread over ranks, cannot be tied again.
+        raise TrainerError(
+            f"the data has {tokens.vocabulary} token ids, more than `--model.vocabulary {vocabulary}` allows"
+        )
+    vocabulary = -(-vocabulary // config.model.vocabulary_multiple) * config.model.vocabulary_multiple
     is_empty = not (is_spread and config.model.tie_embeddings)
     with torch.device("meta") if is_empty else device:
         model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))
-    return Study(
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+
+    return Recipe(
         model=model,
         training=training,
         validation=validation,
-        loss_of=next_token_loss(config.train.z_loss),
+        loss=next_token_loss(config.train.z_loss),
         unit="tokens",
         units_per_sample=config.model.context,
-        flops_per_sample=count_flops(config, sum(each.numel() for each in model.parameters()), vocabulary),
+        flops_per_sample=count_flops(config, parameter_count, vocabulary),
         fill=model.fill if is_empty else None,
         demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
     )
 
 
 def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
-    """Of one sample, forward and backward: 6 a weight and token, and attention's (arXiv:2204.02311, appendix B).
+    """Count the operations of one sample, forward and backward.
 
-    An embedding is looked up, not multiplied with; tied to the last layer, it is both.
+    6 for each weight and token, and those of attention (arXiv:2204.02311, appendix B). An embedding is looked up, not
+    multiplied with; one that is tied to the last layer is both.
     """
     model = config.model
     looked_up = 0 if model.tie_embeddings else vocabulary * model.width
@@ -72,7 +85,7 @@ def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
 
 
 def write_sample(config: Config, tokens: "Tokens", device: "torch.device", model: "torch.nn.Module") -> str:
-    """What the model writes, or why it cannot be shown."""
+    """Return text written by the model, or the reason why there is none."""
     from trainers.generate import write_text
     from trainers.tokenizers import create_tokenizer
 

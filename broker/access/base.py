@@ -88,7 +88,7 @@ class Granter(Protocol):
 
 
 @runtime_checkable
-class CanSweep(Protocol):
+class CanSweepGrants(Protocol):
     """Granters that make something in the account which outlives a grant."""
 
     def sweep(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.access import GRANTERS, find_granter
-from broker.access.base import CanSweep, Grant, Granter, Need
+from broker.access.base import CanSweepGrants, Grant, Granter, Need
 from broker.access.kept import name_needs
 from broker.access.needs import group_needs, list_needs
 from broker.clock import Clock
@@ -94,7 +94,7 @@ class Grants:
         """Delete the accounts and users that grants were made with; only while no node of ours is left. Returns how
         many. Raises CloudError."""
         granters = (self._get_granter(scheme) for scheme in GRANTERS)
-        return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweep))
+        return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))
 
     def _issue(self, cluster: Cluster, task: Task) -> Grant | None:
         cloud = cluster.placement.offer.cloud

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from broker.access.base import Need
+from broker.locks import hold_lock
 
 
 class KeptKeys:
@@ -21,16 +21,9 @@ class KeptKeys:
     def __init__(self, home: Path, scheme: str) -> None:
         self._folder, self._scheme = home / "access", scheme
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Of two commands that need the same key at once, one makes it and the other finds it."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._folder / f"{self._scheme}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return hold_lock(self._folder / f"{self._scheme}.lock")
 
     def read(self, name: str) -> dict[str, Any] | None:
         """None for what is not there or is damaged: another key is made."""

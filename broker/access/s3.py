@@ -13,7 +13,7 @@ from broker.access.base import FOLDER, Grant, Need
 from broker.access.kept import KeptKeys, name_needs
 from broker.access.s3_policy import make_policy
 from broker.clock import Clock
-from broker.clouds.aws.faults import find_kind
+from broker.clouds.aws.errors import find_kind
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.config import Config, read_aws_environment
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError

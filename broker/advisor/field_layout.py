@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from broker.optimizer.memory_model import Memory, Recompute, Sharding, estimate_activations
+from broker.optimizer.memory_model import MemoryEstimate, Recompute, Sharding, estimate_activations
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import count_own_parameters
 
@@ -56,7 +56,7 @@ def _list_schedules(shape: ModelShape, pipeline: int, replicas: int) -> list[tup
 
 def measure_field_memory(
     shape: ModelShape, sharding: Sharding, *, sequence: int, micro_batch: int, micro_batches: int, recompute: Recompute
-) -> Memory:
+) -> MemoryEstimate:
     """Bytes on the fullest rank. Without scores of attention, as flash attention."""
     own, replicas = count_own_parameters(shape, sharding), sharding.replicas
     # Experts lie on `expert` ranks once: their states are sharded over so many fewer replicas.
@@ -67,7 +67,7 @@ def measure_field_memory(
     activations = estimate_activations(
         shape, sharding, sequence=sequence, micro_batch=micro_batch, recompute=recompute, micro_batches=micro_batches
     )
-    return Memory(
+    return MemoryEstimate(
         weights=WEIGHT_BYTES * (sharded if is_full else own),
         gradients=GRADIENT_BYTES * (sharded if sharding.zero >= 2 else own),
         optimizer=STATE_BYTES * (sharded if sharding.zero else own),

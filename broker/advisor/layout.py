@@ -9,7 +9,7 @@ from typing import Literal
 from broker.advisor.field_layout import list_field_shardings, measure_field_memory
 from broker.advisor.trainer_memory import estimate_program_memory
 from broker.nouns import noun
-from broker.optimizer.memory_model import Dtype, Memory, Recompute, Sharding, usable_bytes
+from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
 
@@ -52,7 +52,7 @@ class Layout:
     sharding: Sharding
     micro_batch: int
     recompute: Recompute
-    memory: Memory
+    memory: MemoryEstimate
     step: StepTime
     mfu: float
 
@@ -81,7 +81,7 @@ def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layo
     return best[1] if best else None
 
 
-def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> Memory | None:
+def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> MemoryEstimate | None:
     """What the thriftiest layout needs, fit or not; None where the gang has more ranks than the batch has work."""
     needs = [
         measure_memory(training, sharding, micro_batch=1, recompute="full")
@@ -115,7 +115,7 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
                 )  # fmt: skip
 
 
-def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> Memory:
+def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> MemoryEstimate:
     """What the program of `advise_task.write_command` holds."""
     if training.trainer == "megatron":
         return measure_field_memory(
@@ -199,8 +199,8 @@ def _time_step(
 
 
 def _keep_what_fits(
-    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: Memory, slow: StepTime
-) -> tuple[Memory, StepTime]:
+    training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: MemoryEstimate, slow: StepTime
+) -> tuple[MemoryEstimate, StepTime]:
     """Recompute only as many blocks as must be (Megatron-LM's `--recompute-method block`): between recomputing all of
     them and keeping all, memory and time are taken to be linear."""
     kept = measure_memory(training, sharding, micro_batch=micro_batch, recompute="selective")

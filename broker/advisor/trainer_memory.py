@@ -5,7 +5,7 @@ Counted from its tensors: tests/advisor/test_trainer_memory.py holds these figur
 
 from __future__ import annotations
 
-from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Memory, Recompute, Sharding, estimate_memory
+from broker.optimizer.memory_model import BYTES_PER_PARAMETER, MemoryEstimate, Recompute, Sharding, estimate_memory
 from broker.optimizer.model_shape import ModelShape
 
 STATE_BYTES = BYTES_PER_PARAMETER["fp32"]  # under autocast too: weights, gradients and moments stay float32
@@ -30,7 +30,7 @@ def estimate_trainer_memory(
     micro_batches: int,
     recompute: Recompute,
     dtype: str,
-) -> Memory:
+) -> MemoryEstimate:
     """Bytes on the fullest rank under `ddp`, `fsdp`, or either with `tensor` and `pipeline`; `dtype` bf16 or fp32."""
     is_sharded, is_alone = sharding.zero == 3 and sharding.data > 1, sharding.tensor == sharding.pipeline == 1
     own = count_own_parameters(shape, sharding, sequence=sequence)
@@ -50,7 +50,7 @@ def estimate_trainer_memory(
         shape, sharding, sequence=sequence, micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute,
         dtype=dtype,
     )  # fmt: skip
-    return Memory(
+    return MemoryEstimate(
         weights=weights / parts,
         gradients=gradients / (1 if keeps_gradients else parts),
         optimizer=optimizer / parts,
@@ -122,7 +122,7 @@ def estimate_program_memory(
     micro_batches: int,
     recompute: Recompute,
     dtype: str,
-) -> Memory:
+) -> MemoryEstimate:
     """The bundled trainer's, or in float16, which it lacks, what the papers count for a program of one's own."""
     if dtype != "fp16":
         return estimate_trainer_memory(

@@ -34,7 +34,6 @@ else:
 LOOK_S = 0.25
 BEAT_S = 10.0
 SILENCE_S = 120.0  # the broker answers each heartbeat
-NOTE_S = 5.0
 PACE_S = 1.0
 LINE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 1 << 18  # of one answer: it must fit a line of the broker's reader
@@ -65,7 +64,7 @@ class Follower:
         self._pace_s = PACE_S
         self._urgent: object = None
         self._usual: object = None
-        self._told_s = self._beat_s = self._heard_s = self._noted_s = time.monotonic()
+        self._told_s = self._beat_s = self._heard_s = time.monotonic()
 
     def run(self) -> None:
         try:

@@ -79,12 +79,12 @@ class Context:
 
     def _write_boot(self, request: NodeRequest) -> str:
         """Make the script that a cloud node runs at its first boot; local nodes need none."""
-        from broker.clouds.base import HandsOutHosts
+        from broker.clouds.base import ProvidesSshHosts
         from broker.runtime.bootstrap import make_boot
         from broker.runtime.keys import HOST, LOGIN, Keys
 
         cloud = self.clouds[request.placement.offer.cloud]
-        if not isinstance(cloud, HandsOutHosts):
+        if not isinstance(cloud, ProvidesSshHosts):
             return ""
         keys = Keys(self.config.keys)
         # Intents first: one that closes meanwhile has its cluster recorded in the same commit.
@@ -186,12 +186,12 @@ class Context:
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raise UsageError where autostop would terminate nodes, with their disks, instead of stopping them."""
-        from broker.clouds.base import HandsOutHosts
+        from broker.clouds.base import ProvidesSshHosts
 
         if autostop is None or autostop.is_down:
             return
         for cloud in (self.clouds.get(name) for name in cloud_names):
-            if isinstance(cloud, HandsOutHosts):
+            if isinstance(cloud, ProvidesSshHosts):
                 raise UsageError(
                     f"nodes on {cloud.name} cannot stop themselves: their own shutdown terminates them, disks included",
                     hints=[

@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from broker.catalog.age import CloudFacts, PriceAge, describe_age
-from broker.catalog.places import Places
+from broker.catalog.staleness import CloudFacts, PriceAge, describe_age
+from broker.catalog.suggestions import Suggestions
 from broker.nouns import noun
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
@@ -50,7 +50,7 @@ class Book:
             row[0]: CloudFacts(cloud=row[0], ondemand_as_of=row[1], spot_as_of=row[2], source=row[3])
             for row in database.execute("SELECT cloud, ondemand_as_of, spot_as_of, source FROM clouds ORDER BY cloud")
         }
-        self._places = Places(database)
+        self._places = Suggestions(database)
 
     @property
     def as_of(self) -> str:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from broker.catalog.age import CloudFacts
 from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
+from broker.catalog.staleness import CloudFacts
 from broker.catalog.writer import BookWriter
 from broker.types import Offer
 

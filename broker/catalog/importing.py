@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from broker.catalog.age import CloudFacts
+from broker.catalog.atomic_replace import replace_clouds
 from broker.catalog.book import Book
-from broker.catalog.exchange import exchange_book
-from broker.catalog.skypilot_csv import Fault, parse_vms
+from broker.catalog.skypilot_csv import RowIssue, parse_vms
+from broker.catalog.staleness import CloudFacts
 from broker.errors import SourceError, UsageError
 from broker.nouns import noun
 from broker.types import Offer
@@ -18,7 +18,7 @@ from broker.types import Offer
 @noun
 class ImportReport:
     offers: Mapping[str, int]  # by cloud
-    faults: Sequence[Fault]
+    faults: Sequence[RowIssue]
 
 
 def import_catalog(
@@ -41,7 +41,7 @@ def import_catalog(
     if not files:
         raise UsageError(f"no catalog in {folder}", hints=["the folder must contain files such as `aws/vms.csv`"])
     read: list[tuple[CloudFacts, list[Offer]]] = []
-    faults: list[Fault] = []
+    faults: list[RowIssue] = []
     for file in files:
         cloud = file.parent.name
         on_cloud(cloud)
@@ -56,5 +56,5 @@ def import_catalog(
             raise SourceError(f"{file} has no row with a price", hints=[str(fault) for fault in bad[:1]])
         facts = CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=f"imported from {folder}")
         read.append((facts, offers))
-    exchange_book(cache, book, read, is_alone=is_alone)
+    replace_clouds(cache, book, read, is_alone=is_alone)
     return ImportReport(offers={facts.cloud: len(offers) for facts, offers in read}, faults=faults)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from broker.catalog.age import CloudFacts
+from broker.catalog.atomic_replace import replace_clouds
 from broker.catalog.book import Book
-from broker.catalog.checking import check_offers
-from broker.catalog.exchange import exchange_book
 from broker.catalog.history import remember_changes
+from broker.catalog.sanity import check_offers
 from broker.catalog.sources import SOURCES
 from broker.catalog.sources.base import Get, PriceSource
+from broker.catalog.staleness import CloudFacts
 from broker.errors import AuthError, SourceError
 from broker.nouns import noun
 from broker.types import Offer
@@ -101,5 +101,5 @@ def _take(
     """Write what was believed; returns how many prices changed."""
     day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
     facts = CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=source)
-    exchange_book(cache, book, [(facts, offers)])
+    replace_clouds(cache, book, [(facts, offers)])
     return remember_changes(cache, offers, known, day=day)

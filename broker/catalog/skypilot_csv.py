@@ -29,7 +29,7 @@ SAME_SHARE = 0.05
 
 
 @noun
-class Fault:
+class RowIssue:
     """A row that could not be read."""
 
     file: str
@@ -40,7 +40,7 @@ class Fault:
         return f"{self.file}:{self.line}: {self.message}"
 
 
-def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[Fault]]:
+def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[RowIssue]]:
     """All rows with a price, and the faults of the others. Raises SourceError where the file is no such catalog."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
     missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
@@ -48,12 +48,12 @@ def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[Fa
         raise SourceError(f"{file} is not a SkyPilot catalog: missing column {', '.join(missing)}")
     machines: list[Offer] = []
     parts: list[Offer] = []
-    faults: list[Fault] = []
+    faults: list[RowIssue] = []
     for row in reader:
         try:
             offer = _read_row(row, cloud)
         except ValueError as error:
-            faults.append(Fault(file=file, line=reader.line_num, message=str(error)))
+            faults.append(RowIssue(file=file, line=reader.line_num, message=str(error)))
             continue
         if offer is not None:
             (machines if offer.instance_type else parts).append(offer)

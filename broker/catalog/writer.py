@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Iterable
 from dataclasses import replace
 
-from broker.catalog.age import CloudFacts
 from broker.catalog.architecture import guess_architecture
+from broker.catalog.staleness import CloudFacts
 from broker.types import Offer
 
 NOMINAL_SHARE = 0.1  # 80 GB are sold, 79.6 GiB are reported

@@ -37,7 +37,7 @@ URL_VARIABLE = "BROKER_PRICES_URL_"  # with the source's name in capitals: anoth
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
     """Show the number, age and source of each cloud's offers."""
-    from broker.catalog.age import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
+    from broker.catalog.staleness import ONDEMAND_DAYS_MAX, SPOT_DAYS_MAX
 
     context = make_context()
     book, now_s = context.book, context.clock.now_s()
@@ -80,7 +80,7 @@ def update(
 
     A cloud without a plausible answer keeps its prices; the exit code is then 1.
     """
-    from broker.catalog.fetching import HttpGet
+    from broker.catalog.http_client import HttpGet
     from broker.catalog.refresh import load_sources, refresh_book
     from broker.catalog.sources import SOURCES
 
@@ -159,9 +159,9 @@ def import_(
 @app.command()
 def reset() -> None:
     """Reset to the prices that ship with broker."""
-    from broker.catalog.opening import name_live_book
+    from broker.catalog.bundle import locate_live_book
 
-    live = name_live_book(find_cache())
+    live = locate_live_book(find_cache())
     if live.exists():
         live.unlink()
         print_line("Reset to the shipped prices")

@@ -22,7 +22,7 @@ from broker.errors import AuthError, CloudError, UsageError
 from broker.task.reading import suggest
 
 if TYPE_CHECKING:
-    from broker.clouds.findings import Finding, Inspector
+    from broker.clouds.findings import CheckResult, Inspector
 
 EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
 LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
@@ -178,7 +178,7 @@ def _name_ways(ways: Sequence[str]) -> str:
     return "no" if not ways else ways[0] if len(ways) == 1 else "yes"
 
 
-def _show_finding(finding: Finding) -> None:
+def _show_finding(finding: CheckResult) -> None:
     """Print a finding; the command stays on one line, to be copied."""
     word = "ok" if finding.is_ok else "wrong" if finding.is_needed else "none"
     print_wrapped(f"{word:5}  {finding.name}: {finding.note}", indent=7)

@@ -23,7 +23,6 @@ from broker.types import Plan
 
 PLACES = 3  # the cheapest ones: spot may be unavailable in one zone
 HOURS = 0.25  # upper estimate of a trial's duration, for the price shown
-SPEND_USD = 1.0
 OWNER = "0123456789ab"  # replaces the installation's id in recordings
 
 

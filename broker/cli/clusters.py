@@ -11,8 +11,8 @@ from broker.app.container import Context
 from broker.cli import options
 from broker.cli.completion import complete_clusters
 from broker.cli.context import make_context
-from broker.cli.refreshing import raise_unasked, refresh_clusters
 from broker.cli.render import note_damage, print_json, print_line, print_note, print_table
+from broker.cli.status_refresh import raise_failures, refresh_clusters
 from broker.errors import RunFailedError, UsageError
 from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
 from broker.types import Cluster, ClusterStatus, Run, RunStatus
@@ -161,7 +161,7 @@ def status(
                 "not_asked": {name: error.message for name, error in failures.items()},
             }
         )
-        raise_unasked(failures)
+        raise_failures(failures)
         return
     rows = []
     for each in clusters:
@@ -182,4 +182,4 @@ def status(
     if jobs:
         print_line(f"{format_count(len(jobs), 'managed job')} live; see `broker jobs queue`")
     print_line(f"Total cost so far: {format_usd(context.store.spend_usd(now_s=now_s))} USD")
-    raise_unasked(failures)
+    raise_failures(failures)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.container import Context
-from broker.catalog.age import warn_of_dates
+from broker.catalog.staleness import warn_of_stale_dates
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped_note
@@ -75,7 +75,7 @@ def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
             dates.append((each.cloud, False, age.ondemand_as_of))
         if each.spot_usd_hour is not None:
             dates.append((each.cloud, True, age.spot_as_of))
-    if warning := warn_of_dates(dates, now_s):
+    if warning := warn_of_stale_dates(dates, now_s):
         print_wrapped_note(f"note: {warning}")
 
 

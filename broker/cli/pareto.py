@@ -67,18 +67,15 @@ def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
 
 
 def write_plot(file: Path, points: Sequence[Estimate], frontier: Sequence[Estimate], *, title: str) -> None:
-    """Write SVG ourselves, PNG with matplotlib. Raises UsageError for another suffix or a missing library."""
-    suffix = file.suffix.lower()
+    """Write SVG. Raises UsageError for another suffix, or where the file cannot be written."""
+    from broker.cli.svg import draw_svg
+
+    if file.suffix.lower() != ".svg":
+        raise UsageError(
+            f"`--plot` must name a .svg file, not `{file}`",
+            hints=[f"write `--plot {file.with_suffix('.svg')}`; browsers and editors show SVG and export it as PNG"],
+        )
     try:
-        if suffix == ".svg":
-            from broker.cli.svg import draw_svg
-
-            file.write_text(draw_svg(points, frontier, title=title), encoding="utf-8")
-        elif suffix == ".png":
-            from broker.cli.png import write_png
-
-            write_png(file, points, frontier, title=title)
-        else:
-            raise UsageError(f"`--plot` must name a .svg or .png file, not `{file}`")
+        file.write_text(draw_svg(points, frontier, title=title), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None

@@ -57,7 +57,7 @@ def plan(
     ] = None,
     pareto: Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg or .png file.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
 ) -> None:

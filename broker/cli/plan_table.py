@@ -50,9 +50,9 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
         marks.append("spot>od starts on spot and may switch to on-demand")
     print_line(", ".join([f"Prices of {as_of}", *marks]))
     if now_s is not None:
-        from broker.catalog.age import warn_of_age
+        from broker.catalog.staleness import warn_if_stale
 
-        if warning := warn_of_age(plan.choice.placement, now_s):
+        if warning := warn_if_stale(plan.choice.placement, now_s):
             print_note(f"note: {warning}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.api import find_cache
-from broker.catalog.age import warn_of_dates
+from broker.catalog.staleness import warn_of_stale_dates
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_note, print_table, print_wrapped_note
@@ -46,7 +46,7 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
         print_line("~ marks an estimate")
     dates = [(each.cloud, False, each.as_of) for each in offers if each.ondemand_usd_hour]
     dates += [(each.cloud, True, each.spot_as_of) for each in offers if each.spot_usd_hour]
-    if warning := warn_of_dates(dates, context.clock.now_s()):
+    if warning := warn_of_stale_dates(dates, context.clock.now_s()):
         print_wrapped_note(f"note: {warning}")
 
 

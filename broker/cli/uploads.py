@@ -24,7 +24,7 @@ def fill_buckets(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 def _fill(task: Task) -> Task:
     from broker.storage.mounts import find_uploads, plan_mounts
-    from broker.storage.sending import send_files
+    from broker.storage.upload import send_files
 
     mounts = list(task.storage_mounts)
     for index, step in enumerate(plan_mounts(task)):
@@ -57,7 +57,7 @@ def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
 
 
 def _list_folder(folder: Path, prefix: str) -> dict[str, Path]:
-    from broker.runtime.ignoring import walk
+    from broker.runtime.skyignore import walk
 
     return {
         prefix + (place / name).relative_to(folder).as_posix(): place / name

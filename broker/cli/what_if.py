@@ -10,8 +10,8 @@ from broker.cli.plan_table import MODELS
 from broker.cli.render import print_line, print_table, print_wrapped
 from broker.errors import NoOfferError, UsageError
 from broker.formatting import format_hours, format_usd
-from broker.optimizer.diagnosis import drop_fields
 from broker.optimizer.explain import show_chance
+from broker.optimizer.infeasible import drop_fields
 from broker.task.loader import load_tasks_text
 from broker.task.override import override_resources
 from broker.types import Goal, Plan, Task

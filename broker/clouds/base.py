@@ -105,7 +105,7 @@ class RenewsAccess(Protocol):
 
 
 @runtime_checkable
-class SearchesZones(Protocol):
+class SupportsZoneSearch(Protocol):
     """Clouds where one call looks for room in several zones, and puts the whole gang into one of them or nowhere.
 
     `create_nodes` is then asked with `Placement.other_zones`; its nodes say which zone it was.
@@ -117,7 +117,7 @@ class SearchesZones(Protocol):
 
 
 @runtime_checkable
-class HandsOutHosts(Protocol):
+class ProvidesSshHosts(Protocol):
     """Clouds whose nodes are machines that boot with a script and are reached by ssh as `user`.
 
     A node that shuts itself down there is gone, or stands still without anybody knowing: only a call stops one.
@@ -130,7 +130,7 @@ class HandsOutHosts(Protocol):
 
 
 @runtime_checkable
-class ShowsConsole(Protocol):
+class SupportsConsole(Protocol):
     """Clouds that keep what a machine prints while it boots."""
 
     def name_console(self, node: Node) -> str:

@@ -13,7 +13,7 @@ from broker.types import Offer
 
 
 @noun
-class Finding:
+class CheckResult:
     """One thing that was looked at. `command` mends it; where `is_needed` is False it stands in nobody's way."""
 
     name: str
@@ -26,7 +26,7 @@ class Finding:
 class Inspector(Protocol):
     """What a module in the table `CHECKS` has."""
 
-    async def inspect(self, config: Config, *, clock: Clock) -> Sequence[Finding]:
+    async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """In the order in which things depend on each other; what cannot be asked any more is left out.
 
         Raises CloudError where the cloud cannot be reached.
@@ -37,7 +37,7 @@ class Inspector(Protocol):
 
 
 @noun
-class TypeFinding:
+class TypeCheckResult:
     """Whether the smallest machine with so many accelerators would start now. `ways`: "on-demand" and "spot", as far as
     they would; `why`: what stands in the way of the others, else what is worth knowing; `command` mends it."""
 
@@ -55,7 +55,7 @@ class InspectsTypes(Protocol):
 
     async def inspect_types(
         self, config: Config, *, clock: Clock, offers: Sequence[Offer]
-    ) -> Sequence[TypeFinding]: ...
+    ) -> Sequence[TypeCheckResult]: ...
 
 
 def group_offers(offers: Sequence[Offer]) -> Mapping[str, Sequence[Offer]]:
@@ -79,4 +79,4 @@ def _find_price(offer: Offer) -> float:
 class CanGlance(Protocol):
     """Inspectors for which a close look is slow: where all clouds are listed, this is asked instead."""
 
-    async def glance(self, config: Config, *, clock: Clock) -> Sequence[Finding]: ...
+    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]: ...

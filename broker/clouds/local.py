@@ -7,8 +7,6 @@ A file ROOT/faults.json {"zones": {"local-a": "capacity"}} makes a zone refuse, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -29,6 +27,7 @@ from broker.clock import Clock
 from broker.clouds import local_machine
 from broker.config import Config
 from broker.errors import CapacityError, StateError, TransientError, UnknownOutcomeError, UsageError
+from broker.locks import hold_lock, is_locked
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
 BOOT_S_MAX = 20.0
@@ -93,7 +92,7 @@ class LocalCloud:
         def act() -> Result:
             try:
                 self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with open_locked(self._root / "lock"):
+                with hold_lock(self._root / "lock"):
                     return action()
             except OSError as error:
                 raise TransientError(
@@ -227,16 +226,6 @@ class LocalCloud:
                 local_machine.write_json(str(folder / "home/.broker/preemption"), notice)
 
 
-@contextlib.contextmanager
-def open_locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
 def boot(folder: Path) -> None:
     """Start the node's processes and wait until they answer (some 40 ms)."""
     command = [sys.executable, "-I", "-S", local_machine.__file__, str(folder)]
@@ -259,17 +248,7 @@ def make_env(folder: Path) -> dict[str, str]:
 
 
 def is_alive(folder: Path) -> bool:
-    try:
-        fd = os.open(folder / "alive.lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    return is_locked(folder / "alive.lock")
 
 
 def kill(folder: Path) -> None:

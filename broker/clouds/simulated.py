@@ -56,7 +56,7 @@ class FaultRates:
 
 
 @noun
-class Market:
+class CloudTimings:
     """How slow this cloud is, in seconds."""
 
     boot_s: float = 20.0
@@ -99,7 +99,7 @@ class SimulatedCloud:
     extends_gangs: ClassVar[bool] = True
 
     clock: Clock
-    market: Market = field(default_factory=Market)
+    timings: CloudTimings = field(default_factory=CloudTimings)
     faults: FaultRates = field(default_factory=FaultRates)
     seed: int = 0
     on_effect: Callable[[str], None] | None = None
@@ -137,7 +137,7 @@ class SimulatedCloud:
             self.asked_s[request.token] = self.clock.now_s()
             self._refuse_if_full(request)
             if self._draw("create:late", self.faults.late, request.cluster):
-                self._late.append((self.clock.now_s() + self._random.uniform(0.0, self.market.late_s), request))
+                self._late.append((self.clock.now_s() + self._random.uniform(0.0, self.timings.late_s), request))
                 raise UnknownOutcomeError("create: no answer")
             await self._maybe_hang("create:stuck", self.faults.stuck, request.cluster)
             self._report("create:before")
@@ -150,16 +150,16 @@ class SimulatedCloud:
         return [self._look(self._machines[node_id]) for node_id in known]
 
     async def list_nodes(self, owner: str) -> NodeList:
-        await self.clock.sleep(self.market.list_s)
+        await self.clock.sleep(self.timings.list_s)
         self._maybe_fail("list", "")
         now_s = self.clock.now_s()
         if now_s < self._blank_until_s or self._draw("list:blank", self.faults.blank):
             return self._list([])
         if self._draw("list:blackout", self.faults.blackout):
-            self.black_out(self.market.blackout_s)
+            self.black_out(self.timings.blackout_s)
             return self._list([])
         if self._draw("list:stale", self.faults.stale):
-            now_s -= self.market.stale_s
+            now_s -= self.timings.stale_s
         listed = self._list_machines(owner, now_s)
         if listed and self._draw("list:forgotten", self.faults.forgotten):
             keep = self._random.randrange(len(listed))
@@ -172,7 +172,7 @@ class SimulatedCloud:
         if self.faults.behind:
             regions = sorted({machine.node.region for machine in self._machines.values()})
             if regions and self._draw("list:behind", self.faults.behind):
-                seen_s[self._random.choice(regions)] = now_s - self.market.stale_s
+                seen_s[self._random.choice(regions)] = now_s - self.timings.stale_s
         found = []
         for machine in self._machines.values():
             at_s = seen_s.get(machine.node.region, now_s)
@@ -184,7 +184,7 @@ class SimulatedCloud:
     def _maybe_repeat(self, listed: Sequence[Node]) -> Sequence[Node]:
         now_s = self.clock.now_s()
         self._told.append((now_s, listed))
-        while now_s - self._told[0][0] > self.market.repeated_s:
+        while now_s - self._told[0][0] > self.timings.repeated_s:
             self._told.popleft()
         if len(self._told) > 1 and self._draw("list:repeated", self.faults.repeated):
             return self._told[0][1]
@@ -202,7 +202,7 @@ class SimulatedCloud:
         now_s = self.clock.now_s()
         regions = sorted({node.region for node in nodes})
         if regions and self._draw("list:silent", self.faults.silent):
-            self.silence(self._random.choice(regions), self.market.silent_s)
+            self.silence(self._random.choice(regions), self.timings.silent_s)
         self._silent_until_s = {region: s for region, s in self._silent_until_s.items() if now_s < s}
         return {region: TransientError(f"{region} gives no answer") for region in self._silent_until_s}
 
@@ -228,13 +228,13 @@ class SimulatedCloud:
         machines = [each for each in found if each.visible_s <= now_s and each.node.account in ("", self._find_login())]
         for machine in machines:
             if self._draw("terminate:refused", self.faults.refused, cluster):
-                machine.refuses_until_s = now_s + self.market.refused_s
+                machine.refuses_until_s = now_s + self.timings.refused_s
         if any(machine.refuses_until_s > now_s for machine in machines):
             raise TransientError("terminate: refused for now, try again later")
         self._report("terminate:before")
         if not self._draw("terminate:ignored", self.faults.ignored, cluster):
             for machine in machines:
-                self._end(machine, after_s=self.market.terminate_s, reason="terminated")
+                self._end(machine, after_s=self.timings.terminate_s, reason="terminated")
         self._report("terminate:after")
         self._maybe_lose_answer("terminate", cluster)
 
@@ -307,11 +307,11 @@ class SimulatedCloud:
             account=request.account,
         )
         boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
-        boot_s = self._random.uniform(self.market.boot_s, self.market.boot_s_max) if boots else math.inf
+        boot_s = self._random.uniform(self.timings.boot_s, self.timings.boot_s_max) if boots else math.inf
         self._machines[node_id] = _Machine(
             node=node,
             running_s=now_s + boot_s,
-            visible_s=now_s + self._random.uniform(0.0, self.market.list_lag_s),
+            visible_s=now_s + self._random.uniform(0.0, self.timings.list_lag_s),
         )
         return node_id
 
@@ -324,7 +324,7 @@ class SimulatedCloud:
                 self._make_gang(request, due_s)
 
     def _has_vanished(self, machine: _Machine, now_s: float) -> bool:
-        return machine.ending_s is not None and now_s >= machine.ending_s + self.market.vanish_s
+        return machine.ending_s is not None and now_s >= machine.ending_s + self.timings.vanish_s
 
     def _look(self, machine: _Machine, at_s: float | None = None) -> Node:
         now_s = self.clock.now_s() if at_s is None else at_s
@@ -353,7 +353,7 @@ class SimulatedCloud:
     def _maybe_fail(self, call: str, cluster: str) -> None:
         self._do_late_deeds()
         if self._draw(f"{call}:auth", self.faults.auth, cluster):
-            self._locked_until_s = self.clock.now_s() + self.market.auth_s
+            self._locked_until_s = self.clock.now_s() + self.timings.auth_s
         if self.clock.now_s() < self._locked_until_s:
             raise AuthError("the login has expired")
         if self._draw(f"{call}:transient", self.faults.transient, cluster):
@@ -370,9 +370,9 @@ class SimulatedCloud:
     async def _maybe_hang(self, fault: str, chance: float, cluster: str) -> None:
         if not self._draw(fault, chance, cluster):
             return
-        if math.isinf(self.market.hang_s):
+        if math.isinf(self.timings.hang_s):
             await asyncio.get_running_loop().create_future()  # until the caller gives up
-        await self.clock.sleep(self._random.uniform(0.0, self.market.hang_s))
+        await self.clock.sleep(self._random.uniform(0.0, self.timings.hang_s))
 
     def _draw(self, fault: str, chance: float, cluster: str = "") -> bool:
         is_hit = chance > 0 and self._random.random() < chance

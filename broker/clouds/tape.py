@@ -130,7 +130,3 @@ class Tape:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_tape(path: Path) -> list[Exchange]:
-    return [Exchange(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

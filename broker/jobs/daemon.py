@@ -7,14 +7,13 @@ slept. It may be killed or stopped at any instant: jobs do not notice, and the n
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import math
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +22,7 @@ from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.logs import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
+from broker.locks import try_lock
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.faults import explain_os_error
@@ -241,19 +241,12 @@ class _Daemon:
 @contextmanager
 def hold_lock(config: Config) -> Iterator[bool]:
     """The kernel drops the lock with the process, however it dies; the descriptor is not inherited."""
-    try:
-        descriptor = os.open(config.daemon_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise explain_os_error(error, default=config.daemon_lock) from error
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+            is_held = stack.enter_context(try_lock(config.daemon_lock))
+        except OSError as error:
+            raise explain_os_error(error, default=config.daemon_lock) from error
+        yield is_held
 
 
 @contextmanager

@@ -38,7 +38,6 @@ class Score:
     hours_mean: float
     hours_p95: float
     preemptions_mean: float
-    moves_mean: float
     late: int
     spot_share: float
     over_optimum: float | None = None
@@ -162,7 +161,6 @@ def _score(name: str, outcomes: Sequence[Outcome], optimum_usd_mean: float | Non
         hours_mean=sum(hours) / count,
         hours_p95=percentile(hours, 0.95),
         preemptions_mean=sum(each.preemptions for each in outcomes) / count,
-        moves_mean=sum(each.moves for each in outcomes) / count,
         late=sum(each.is_late for each in outcomes),
         spot_share=on_spot / paid if paid else 0.0,
         over_optimum=sum(usd) / count / optimum_usd_mean - 1 if optimum_usd_mean else None,

@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from broker.nouns import noun
 from broker.optimizer.billing import bill_recovery_s
-from broker.optimizer.data_cost import NO_DATA, DataCost, measure_restore_s
-from broker.spot.hazard import hazard_per_node_hour
+from broker.optimizer.data_cost import DataCost, measure_restore_s
 from broker.spot.interval import best_interval_s
 from broker.spot.lost_time import LostTime
 from broker.types import Breakdown, CheckpointSpec, Estimate, Goal, Placement
@@ -231,37 +230,12 @@ def make_estimate(
     )
 
 
-def estimate_cost(
-    placement: Placement, *, work_hours: float | None, goal: Goal | None, checkpoint: CheckpointSpec
-) -> Estimate:
-    """One placement alone, without data: price per hour where no work is given, else hours and dollars to finish."""
-    offer = placement.offer
-    hazard = placement.node_count * hazard_per_node_hour(offer.interruption_band) if placement.is_spot else 0.0
-    if work_hours is None:
-        return Estimate(placement=placement, preemptions_per_hour=hazard)
-    terms = Terms.of(work_hours, hazard, checkpoint, goal, offer.cloud, placement.node_count)
-    course = run_on_spot(terms) if placement.is_spot else run_on_demand(terms)
-    return make_estimate(placement, course, NO_DATA, hazard=hazard, goal=goal)
-
-
 def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
     """E[T] in hours; `hazard` in preemptions per hour of the gang."""
     tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
     if hazard * (tau + delta) < 1e-12:
         return work_hours * (1 + delta / tau)
     return work_hours / tau * (1 / hazard + restart) * _expm1(hazard * (tau + delta))
-
-
-def deadline_chance(
-    deadline_hours: float, work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float
-) -> float:
-    """Chance to finish in time on spot alone."""
-    tau, delta = every_s / 3600, stall_s / 3600
-    slack = deadline_hours - work_hours * (1 + delta / tau)
-    if hazard <= 0:
-        return float(slack >= 0)
-    losses = LostTime(segments=work_hours / tau, stretch=tau + delta, hazard=hazard)
-    return losses.finish_chance(slack, restart_s / 3600)
 
 
 def _expm1(exponent: float) -> float:

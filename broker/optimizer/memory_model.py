@@ -47,7 +47,7 @@ class Sharding:
 
 
 @noun
-class Memory:
+class MemoryEstimate:
     """Bytes on the fullest accelerator. `gathered`: put together for a moment by full sharding, and other copies."""
 
     weights: float
@@ -78,7 +78,7 @@ def estimate_memory(
     recompute: Recompute,
     micro_batches: int = 1,
     dtype: Dtype = "bf16",
-) -> Memory:
+) -> MemoryEstimate:
     """Of the first pipeline stage, which holds the most micro-batches at once."""
     share = shape.parameters / (sharding.tensor * sharding.pipeline)
     weights, gradients, optimizer = split_states(share, zero=sharding.zero, data=sharding.data, dtype=dtype)
@@ -87,7 +87,7 @@ def estimate_memory(
         # Two blocks' weights (one computes, the next is fetched) and one block's gradients before they are scattered.
         weight_bytes, gradient_bytes, _ = BYTES_PER_PARAMETER[dtype]
         gathered = (2 * weight_bytes + gradient_bytes) * shape.layer_parameters / sharding.tensor
-    return Memory(
+    return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import NoOfferError
 from broker.optimizer.filters import OfferIndex, apply_filters
-from broker.optimizer.ranking import IDENTITY, RANK, Candidate, Ranking
+from broker.optimizer.ranking import IDENTITY, RANK, LazyEstimates, RankedOffer
 from broker.optimizer.rating import CostModel, History, list_pricing_models, place
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Placement, Plan, Rejection, Resources, Task
 
-Show = Callable[[Candidate], str]
+Show = Callable[[RankedOffer], str]
 
 
 def make_plan(
@@ -31,7 +31,7 @@ def make_plan(
     Raises NoOfferError, saying which filter took what.
     """
     rater, index = CostModel(task, figures or {}, egress, history), OfferIndex(offers)
-    ranked = list[Candidate]()
+    ranked = list[RankedOffer]()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
     for resources in task.resources:
@@ -47,7 +47,7 @@ def make_plan(
         ranked.sort(key=RANK)
     return Plan(
         task=task,
-        estimates=Ranking(ranked, rater.make_estimate),
+        estimates=LazyEstimates(ranked, rater.make_estimate),
         rejections=tuple(rejections),
         prices_as_of=prices_as_of,
         reason=_give_reason(task, ranked),
@@ -61,7 +61,7 @@ def _plan_alternative(
     rater: CostModel,
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
-) -> tuple[list[Candidate], list[Rejection]]:
+) -> tuple[list[RankedOffer], list[Rejection]]:
     """All candidates of one alternative, ranked; filters go from what is asked to what is reached."""
     kept, rejections = apply_filters(resources, offers)
     if usable_clouds is not None:
@@ -76,7 +76,7 @@ def _plan_alternative(
         rejections.append(Rejection(filter=f"no {pricing} price", count=len(kept), nearest=kept[0].instance_type))
     candidates.sort(key=RANK)
 
-    def keep(name: str, test: Callable[[Candidate], bool], show: Show) -> None:
+    def keep(name: str, test: Callable[[RankedOffer], bool], show: Show) -> None:
         nonlocal candidates
         passed = [each for each in candidates if test(each)]
         if len(passed) < len(candidates):
@@ -101,24 +101,24 @@ def _plan_alternative(
     return candidates, rejections
 
 
-def _is_timely(candidate: Candidate, confidence: float) -> bool:
-    return candidate.course is not None and (candidate.course.deadline_chance or 0.0) >= confidence
+def _is_timely(candidate: RankedOffer, confidence: float) -> bool:
+    return candidate.forecast is not None and (candidate.forecast.deadline_chance or 0.0) >= confidence
 
 
-def _show_hours(candidate: Candidate) -> str:
-    return f"{candidate.course.hours if candidate.course else 0:.1f} h expected"
+def _show_hours(candidate: RankedOffer) -> str:
+    return f"{candidate.forecast.hours if candidate.forecast else 0:.1f} h expected"
 
 
 def _show_price(task: Task) -> Show:
     return lambda each: f"{each.cloud} {each.region} at {each.usd_hour / task.num_nodes:.2f} USD/h"
 
 
-def _give_reason(task: Task, ranked: Sequence[Candidate]) -> str:
+def _give_reason(task: Task, ranked: Sequence[RankedOffer]) -> str:
     best = ranked[0]
     if task.is_ordered and len(task.resources) > 1:
         return "first in the order given by the task"
-    kind = "cheapest per hour" if best.course is None else "cheapest to finish"
-    text = f"{kind}: {best.usd:.2f} USD" + ("" if best.course is None else " expected")
+    kind = "cheapest per hour" if best.forecast is None else "cheapest to finish"
+    text = f"{kind}: {best.usd:.2f} USD" + ("" if best.forecast is None else " expected")
     other = next((each for each in ranked[1:] if (each.cloud, each.region) != (best.cloud, best.region)), None)
     return text if other is None else f"{text}; the next best is {other.cloud} {other.region} at {other.usd:.2f}"
 

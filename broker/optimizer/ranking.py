@@ -14,7 +14,7 @@ from broker.optimizer.data_cost import DataCost
 from broker.types import Estimate, Offer
 
 
-class Candidate(NamedTuple):
+class RankedOffer(NamedTuple):
     """One placement. Its first fields are the order: cheapest first, and equal costs in a fixed order."""
 
     usd: float  # to finish, or per hour where no work is given
@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
     instance_type: str
     is_spot: bool
     offer: Offer
-    course: RunForecast | None
+    forecast: RunForecast | None
     data: DataCost
     hazard: float
 
@@ -34,10 +34,10 @@ RANK = itemgetter(slice(0, 7))
 IDENTITY = itemgetter(slice(2, 7))
 
 
-class Ranking(Sequence[Estimate]):
+class LazyEstimates(Sequence[Estimate]):
     """Candidates in their order, each an Estimate on first use and the same one ever after."""
 
-    def __init__(self, candidates: Sequence[Candidate], make: Callable[[Candidate], Estimate]) -> None:
+    def __init__(self, candidates: Sequence[RankedOffer], make: Callable[[RankedOffer], Estimate]) -> None:
         self._candidates = candidates
         self._make = make
         self._made = dict[int, Estimate]()

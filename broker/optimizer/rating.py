@@ -18,7 +18,7 @@ from broker.optimizer.cost import (
 )
 from broker.optimizer.data_cost import NO_DATA, DataCost, has_data, price_data
 from broker.optimizer.egress import EgressTable
-from broker.optimizer.ranking import Candidate
+from broker.optimizer.ranking import RankedOffer
 from broker.optimizer.throughput import scale_work
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
@@ -44,15 +44,15 @@ class CostModel:
         self._egress = EgressTable.from_prices(egress) if self._has_work and has_data(task) else None
         self._work = dict[tuple[str, str], float]()
         self._hazards = dict[float | None, float]()
-        self._courses = dict[tuple[float, float, str, bool], RunForecast]()
+        self._forecasts = dict[tuple[float, float, str, bool], RunForecast]()
         self._data = dict[tuple[str, str], DataCost]()
 
-    def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[Candidate]:
+    def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[RankedOffer]:
         """Every offer at each pricing model that it has a price for, in no order."""
         task, nodes = self._task, self._task.num_nodes
         models = list_pricing_models(task, resources)
         may_switch = len(models) == 2
-        candidates = list[Candidate]()
+        candidates = list[RankedOffer]()
         for offer in offers:
             for is_spot in models:
                 price = offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour
@@ -60,28 +60,30 @@ class CostModel:
                     continue
                 usd = usd_hour = price * nodes
                 hazard = nodes * self._find_hazard(offer) if is_spot else 0.0
-                course, data = None, NO_DATA
+                forecast, data = None, NO_DATA
                 if self._has_work:
-                    course = self._find_course(offer, hazard, may_switch and offer.ondemand_usd_hour is not None)
-                    usd = usd_hour * (course.spot_hours if is_spot else course.ondemand_hours)
-                    if is_spot and course.ondemand_hours and offer.ondemand_usd_hour is not None:
-                        usd += nodes * course.ondemand_hours * offer.ondemand_usd_hour
+                    forecast = self._find_forecast(offer, hazard, may_switch and offer.ondemand_usd_hour is not None)
+                    usd = usd_hour * (forecast.spot_hours if is_spot else forecast.ondemand_hours)
+                    if is_spot and forecast.ondemand_hours and offer.ondemand_usd_hour is not None:
+                        usd += nodes * forecast.ondemand_hours * offer.ondemand_usd_hour
                     if self._egress is not None:
                         data = self._find_data(offer, self._egress)
-                        usd += sum(add_data_usd(course, data))
+                        usd += sum(add_data_usd(forecast, data))
                 candidates.append(
-                    Candidate(
+                    RankedOffer(
                         usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
-                        offer, course, data, hazard,
+                        offer, forecast, data, hazard,
                     )
                 )  # fmt: skip
         return candidates
 
-    def make_estimate(self, candidate: Candidate) -> Estimate:
+    def make_estimate(self, candidate: RankedOffer) -> Estimate:
         placement = place(candidate, self._task.num_nodes)
-        if candidate.course is None:
+        if candidate.forecast is None:
             return Estimate(placement=placement, preemptions_per_hour=candidate.hazard)
-        return make_estimate(placement, candidate.course, candidate.data, hazard=candidate.hazard, goal=self._task.goal)
+        return make_estimate(
+            placement, candidate.forecast, candidate.data, hazard=candidate.hazard, goal=self._task.goal
+        )
 
     def _find_hazard(self, offer: Offer) -> float:
         """Preemptions per node-hour, by the band and by what was seen there."""
@@ -93,19 +95,19 @@ class CostModel:
             return hazard
         return mix_hazard(hazard, self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type)))
 
-    def _find_course(self, offer: Offer, hazard: float, may_switch: bool) -> RunForecast:
+    def _find_forecast(self, offer: Offer, hazard: float, may_switch: bool) -> RunForecast:
         task = self._task
         kind = (offer.cloud, offer.instance_type)
         work = self._work.get(kind)
         if work is None:
             work = self._work[kind] = self._scale_work(offer)
         key = (work, hazard, offer.cloud, may_switch)
-        course = self._courses.get(key)
-        if course is None:
+        forecast = self._forecasts.get(key)
+        if forecast is None:
             terms = Terms.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
             confidence = task.goal.confidence if task.goal else 0.0
-            course = self._courses[key] = choose_course(terms, confidence, may_switch=may_switch)
-        return course
+            forecast = self._forecasts[key] = choose_forecast(terms, confidence, may_switch=may_switch)
+        return forecast
 
     def _scale_work(self, offer: Offer) -> float:
         goal = self._task.goal
@@ -120,7 +122,7 @@ class CostModel:
         return data
 
 
-def choose_course(terms: Terms, confidence: float, *, may_switch: bool) -> RunForecast:
+def choose_forecast(terms: Terms, confidence: float, *, may_switch: bool) -> RunForecast:
     """Spot to the end where its chance to meet the deadline suffices, else spot that may switch, where it can.
 
     Spot alone is tried first: where both will do, on-demand at the end would only add to the price.
@@ -140,5 +142,5 @@ def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
     return (resources.use_spot,)
 
 
-def place(candidate: Candidate, node_count: int) -> Placement:
+def place(candidate: RankedOffer, node_count: int) -> Placement:
     return Placement(offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count)

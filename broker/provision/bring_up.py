@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from urllib.parse import quote
 
 from broker.clock import Clock
-from broker.clouds.base import Cloud, HandsOutHosts
+from broker.clouds.base import Cloud, ProvidesSshHosts
 from broker.errors import CapacityError, UsageError
+from broker.locks import try_lock
 from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.failover import Failover
 from broker.provision.launch import LaunchSpec, make_down_error
@@ -38,23 +37,18 @@ def lock_name(folder: Path, name: str) -> Iterator[None]:
     Raises UsageError while another command holds the lock.
     """
     path = folder / f"{quote(name, safe='')}.lock"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise explain_os_error(error, default=path) from error
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            is_held = stack.enter_context(try_lock(path))
+        except OSError as error:
+            raise explain_os_error(error, default=path) from error
+        if not is_held:
             hints = (
                 "Check progress with `broker status`; once it is up, run on it with `broker exec`.",
                 "Or choose another name with `-c NAME`.",
             )
-            raise UsageError(f"another command is bringing `{name}` up", hints=hints) from None
+            raise UsageError(f"another command is bringing `{name}` up", hints=hints)
         yield
-    finally:
-        os.close(descriptor)
 
 
 class ClusterBuilder:
@@ -83,7 +77,7 @@ class ClusterBuilder:
         Where nodes are hosts that the agent runs on, the agent starts containers: the machine boots its default image.
         """
         requirements = find_asked(task, placement)
-        is_host = isinstance(self._clouds[placement.offer.cloud], HandsOutHosts)
+        is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
         is_container = (requirements.image_id or "").startswith(CONTAINER)
         return MachineSpec(
             disk_size_gib=requirements.disk_size_gib,
@@ -178,7 +172,9 @@ class ClusterBuilder:
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
-            if not self._store.is_intent_open(nodes[0].token):
+            current = self._store.get_cluster(name)
+            is_going = current is not None and current.status is ClusterStatus.TERMINATING  # its intent closes later
+            if is_going or not self._store.is_intent_open(nodes[0].token):
                 raise make_down_error(name)
             self._store.put_cluster(cluster)
             self._failover.launcher.record(nodes)

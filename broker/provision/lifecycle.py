@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, ShowsConsole
+from broker.clouds.base import CanExtend, CanStop, Cloud, SupportsConsole
 from broker.errors import AuthError, TransientError, UsageError
 from broker.provision.adoption import Adopter
 from broker.provision.bring_up import ClusterBuilder, lock_name
@@ -111,7 +111,7 @@ class Provisioner:
         """How to see what a machine does that boots and boots; None where its cloud keeps no word of that."""
         cloud = self._clouds.get(cluster.placement.offer.cloud)
         node = next((each for each in cluster.nodes if each.id == node_id), None)
-        if node is None or not isinstance(cloud, ShowsConsole):
+        if node is None or not isinstance(cloud, SupportsConsole):
             return None
         return f"`{cloud.name_console(node)}` shows what it prints while it boots"
 

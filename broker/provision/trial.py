@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from broker.agent.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.clock import Clock
-from broker.clouds.base import CanStop, Cloud, HandsOutHosts, HasAccounts
+from broker.clouds.base import CanStop, Cloud, HasAccounts, ProvidesSshHosts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
 from broker.nouns import noun
 from broker.provision.launch import describe
@@ -251,7 +251,7 @@ class Trial:
         cluster = self._get_cluster()
         if not isinstance(self._cloud, CanStop):
             raise Skip(f"{self._cloud.name} cannot stop nodes")
-        if cluster.placement.is_spot and isinstance(self._cloud, HandsOutHosts):
+        if cluster.placement.is_spot and isinstance(self._cloud, ProvidesSshHosts):
             raise Skip("a spot node is ended, not stopped; `--on-demand` tries it")
         await self._provisioner.stop(self._name)
         stopped_s = self._clock.now_s()

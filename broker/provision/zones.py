@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from broker.clouds.base import Cloud, SearchesZones
+from broker.clouds.base import Cloud, SupportsZoneSearch
 from broker.optimizer.asked import find_asked
 from broker.types import Estimate, MachineSpec, Node, Placement, Task
 
@@ -69,7 +69,7 @@ def _fuse(
     cloud = clouds.get(placements[0].offer.cloud)
     # A user who lists zones one by one wants them in that order.
     is_one_wish = all(find_asked(task, each) is find_asked(task, placements[0]) for each in placements[1:])
-    if not isinstance(cloud, SearchesZones) or not is_one_wish:
+    if not isinstance(cloud, SupportsZoneSearch) or not is_one_wish:
         return placements
     if not cloud.is_search_worth(make_spec(placements[0]), zone_count=len(placements)):
         return placements

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.spot.durations import hours_in_classes
-from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate
-from broker.spot.prior import MEASURED, OLD, Paces, Prior, live_through
+from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
 STINT_HOURS_MAX = 24.0  # nobody knows a market for longer than a day
 
 
 @dataclass(frozen=True, kw_only=True)
-class Market:
+class SpotMarket:
     """Prices are in prices of an on-demand hour of work (USD per work-hour where there is no on-demand)."""
 
     candidate: Candidate
@@ -97,16 +96,16 @@ class Market:
         hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
         return self.price + hazard * loss + self.move_price / stay
 
-    def appeal(self, best: Market) -> float:
+    def appeal(self, best: SpotMarket) -> float:
         """How much of the best market's saving this one brings, 0 to 1."""
         saving = 1 - best.price
         return min(max((1 - self.price) / saving, 0.02), 1.0) if saving > 0 else 1.0
 
 
-def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> Market:
+def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> SpotMarket:
     unit = refuge.usd_work_hour if refuge is not None else 1.0
     watched = (candidate.met_hours, candidate.age_hours)
-    return Market(
+    return SpotMarket(
         candidate=candidate,
         prior=prior,
         price=candidate.usd_work_hour / unit,
@@ -116,17 +115,7 @@ def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) ->
     )
 
 
-def advise_interval_s(candidate: Candidate, stall_s: float, prior: Prior = MEASURED) -> float:
-    """Seconds of work between checkpoints for a job that runs there now; infinite on-demand.
-
-    Daly's optimum for the hazard of a spell of this age at this place: short while spot is young, longer as it lasts.
-    """
-    if not candidate.is_spot:
-        return math.inf
-    return best_interval_s(stall_s, read_market(candidate, None, prior).soon_hazard)
-
-
-def expect_second_chance(markets: Sequence[Market], best: Market) -> float:
+def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket) -> float:
     """The chance that another market is open when the best one is lost, dear ones counting less."""
     none_open = 1.0
     for each in markets:

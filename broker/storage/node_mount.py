@@ -42,7 +42,7 @@ SOCKET_PATH_BYTES_MAX = 103  # macOS; Linux has 107
 CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
 
 
-class Failure(Exception):
+class MountError(Exception):
     """Told in one line."""
 
 
@@ -63,7 +63,7 @@ def make_room(target: str) -> pathlib.Path:
     place = pathlib.Path(target).expanduser()
     place = place if place.is_absolute() else pathlib.Path.home() / place
     if "BROKER_NODE_DIR" in os.environ and pathlib.Path.home() not in (place, *place.parents):
-        raise Failure(f"`{target}` lies outside the home folder of a local node; use a path below `~/`")
+        raise MountError(f"`{target}` lies outside the home folder of a local node; use a path below `~/`")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(place.parent, os.W_OK) and not os.access(place, os.W_OK):
@@ -72,14 +72,14 @@ def make_room(target: str) -> pathlib.Path:
         owner = f"{os.getuid()}:{os.getgid()}"
         for argv in (["mkdir", "-p", str(place)], ["chown", owner, str(place)]):
             if subprocess.run(["sudo", "-n", *argv], check=False).returncode:
-                raise Failure(f"permission denied: `{target}`; use a path below `~/`") from None
+                raise MountError(f"permission denied: `{target}`; use a path below `~/`") from None
     return place
 
 
 def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
     """A folder of this very machine is seen where it is."""
     if not source.is_dir():
-        raise Failure(f"`file://{source}` is not a folder")
+        raise MountError(f"`file://{source}` is not a folder")
     if place.is_symlink():
         place.unlink()
     elif place.is_dir():
@@ -93,7 +93,7 @@ def copy_folder(source: pathlib.Path, place: pathlib.Path) -> None:
     elif source.is_dir():
         shutil.copytree(source, place, dirs_exist_ok=True)
     else:
-        raise Failure(f"`file://{source}` is not there")
+        raise MountError(f"`file://{source}` is not there")
 
 
 def copy_bucket(url: str, place: pathlib.Path) -> None:
@@ -112,7 +112,7 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
         return
     found = [each for page in obstore.list(store, path or None, chunk_size=1000) for each in page]
     if not found:
-        raise Failure(f"`{url}` does not exist or is empty")
+        raise MountError(f"`{url}` does not exist or is empty")
     place.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         jobs = []
@@ -129,7 +129,7 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
 def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
     path = place / name
     if ".." in path.parts:
-        raise Failure(f"the key `{name}` leads out of `{place}`")
+        raise MountError(f"the key `{name}` leads out of `{place}`")
     return path
 
 
@@ -249,7 +249,7 @@ def find_r2_login() -> dict[str, str]:
     key = os.environ.get("R2_ACCESS_KEY_ID") or profile.get("aws_access_key_id", "")
     secret = os.environ.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
     if not (endpoint and key and secret):
-        raise Failure(
+        raise MountError(
             "no login for r2:// on this node: give it R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY"
         )
     return {"endpoint": endpoint, "key": key, "secret": secret}
@@ -284,7 +284,7 @@ def copy_by_tool(url: str, place: pathlib.Path) -> None:
     elif scheme in RCLONE and shutil.which("rclone"):
         run(["rclone", "copy", RCLONE[scheme] + rest, str(place)])
     else:
-        raise Failure(f"this node cannot copy `{url}`: it has no obstore, aws, gcloud or rclone, and pip failed")
+        raise MountError(f"this node cannot copy `{url}`: it has no obstore, aws, gcloud or rclone, and pip failed")
 
 
 def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
@@ -308,7 +308,7 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         mount_by_rclone(scheme, rest, place, is_cached=is_cached)
     else:
         tools = [each for each in (None if is_cached else own, "rclone") if each]
-        raise Failure(
+        raise MountError(
             f"this node cannot mount `{scheme}://{rest}`: it has no {' and no '.join(tools)}\n\n"
             "hint: use `mode: COPY`, or an `image_id` that brings one of them"
         )
@@ -363,13 +363,13 @@ def run(argv: Sequence[str | pathlib.Path]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:
-        raise Failure(f"`{argv[0]}` failed with exit code {done.returncode}")
+        raise MountError(f"`{argv[0]}` failed with exit code {done.returncode}")
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except Failure as failure:
+    except MountError as failure:
         print(f"error: {failure}", file=sys.stderr)
         sys.exit(EX_UNAVAILABLE)
     except Exception as error:

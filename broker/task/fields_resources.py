@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from broker.task import allowed
-from broker.task.measures import Count, Duration, Memory, Size
+from broker.task.measures import Count, Duration, MemorySize, Size
 from broker.task.reading import suggest
 from broker.task.shapes import (
     Anything,
@@ -219,7 +219,9 @@ ONE: dict[str, Field] = {
     ),
     "cpus": Field(shape=Count(), examples=("4", "4+", "16+"), about="vCPUs per node: `4` exactly, `4+` at least."),
     "memory": Field(
-        shape=Memory(), examples=("32+", "64GB+", "128"), about="Memory per node in GiB: `32` exactly, `32+` at least."
+        shape=MemorySize(),
+        examples=("32+", "64GB+", "128"),
+        about="Memory per node in GiB: `32` exactly, `32+` at least.",
     ),
     "instance_type": Field(shape=Text(rule=allowed.INSTANCE_TYPE), about="Instance type of the cloud."),
     "use_spot": Field(shape=Flag(), about="Use spot or on-demand instances (default: both if the task has a `goal`)."),

@@ -78,7 +78,7 @@ class Ratio(float):
     """`4x`: so many GiB for every vCPU, at least."""
 
 
-class Memory(Measure):
+class MemorySize(Measure):
     """`32`, `32+`, `64GB`, `64GB+` -> Quantity in GiB; `4x` -> Ratio."""
 
     expected = "an amount like `32`, `32+` or `64GB`"

@@ -43,7 +43,7 @@ class Marked:
     keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class Fault(Exception):
+class ComposeError(Exception):
     """One issue found while composing."""
 
     def __init__(self, mark: Any, message: str, hint: str | None = None, *, shows_line: bool = True) -> None:
@@ -79,7 +79,7 @@ def read_documents(text: str, file: str) -> list[Marked]:
         )
     try:
         return _Composer(yaml.parse(text, Loader=_loader())).compose_all()
-    except Fault as fault:
+    except ComposeError as fault:
         raise fail(fault.line, fault.column, fault.message, fault.hint, shows_line=fault.shows_line) from None
     except yaml.MarkedYAMLError as error:
         is_bare = "simple key" in (error.context or "")  # the parser looks for the `:` as far as the next line
@@ -152,7 +152,9 @@ class _Composer:
     def _follow(self, event: Any, depth: int) -> Marked:
         found = self._anchors.get(event.anchor)
         if found is None:
-            raise Fault(event.start_mark, f"undefined alias `*{event.anchor}`", f"define `&{event.anchor}` above it")
+            raise ComposeError(
+                event.start_mark, f"undefined alias `*{event.anchor}`", f"define `&{event.anchor}` above it"
+            )
         node, size, height = found
         self._add(size, event)
         self._check_depth(depth + height, event)
@@ -162,11 +164,13 @@ class _Composer:
     def _add(self, count: int, event: Any) -> None:
         self._count += count
         if self._count > NODES_MAX:
-            raise Fault(event.start_mark, f"the file expands to more than {NODES_MAX:,} values", "use fewer aliases")
+            raise ComposeError(
+                event.start_mark, f"the file expands to more than {NODES_MAX:,} values", "use fewer aliases"
+            )
 
     def _check_depth(self, depth: int, event: Any) -> None:
         if depth > DEPTH_MAX:
-            raise Fault(event.start_mark, f"the file is nested more than {DEPTH_MAX} levels deep")
+            raise ComposeError(event.start_mark, f"the file is nested more than {DEPTH_MAX} levels deep")
 
     def _compose_sequence(self, node: Marked, depth: int) -> int:
         node.value, height = [], 0
@@ -182,13 +186,13 @@ class _Composer:
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             mark: Any = event.start_mark
             if not isinstance(event, yaml.ScalarEvent):
-                raise Fault(mark, "a key must be plain text")
+                raise ComposeError(mark, "a key must be plain text")
             _check_text(event)
             key: str = event.value
             is_merge = key == "<<" and event.implicit[0]
             if key in node.value:
                 first = node.keys[key][0]
-                raise Fault(mark, f"duplicate key `{key}`, first defined in line {first}", "keep one of them")
+                raise ComposeError(mark, f"duplicate key `{key}`, first defined in line {first}", "keep one of them")
             value = self._compose(next(self._events), depth)
             height = max(height, self._height)
             if is_merge:
@@ -204,7 +208,9 @@ class _Composer:
     def _list_merged(self, value: Marked, mark: Any) -> list[Marked]:
         sources = value.value if isinstance(value.value, list) else [value]
         if not all(isinstance(each.value, dict) for each in sources):
-            raise Fault(mark, "`<<` must refer to a mapping or a list of mappings", "for example `<<: *defaults`")
+            raise ComposeError(
+                mark, "`<<` must refer to a mapping or a list of mappings", "for example `<<: *defaults`"
+            )
         return sources
 
 
@@ -212,14 +218,14 @@ def _check_text(event: Any) -> None:
     """An escape in quotes can make what the file itself cannot hold. The line is not shown: it may be a secret's."""
     if not is_text(event.value):
         message = "a text must not contain a zero byte, which no program, file or cloud accepts"
-        raise Fault(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
+        raise ComposeError(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
 
 
 def _check_tag(event: Any) -> None:
     tag = event.tag
     if tag and tag != "!" and tag.removeprefix(_TAG) not in _KNOWN_TAGS:
         shown = "!!" + tag.removeprefix(_TAG) if tag.startswith(_TAG) else tag
-        raise Fault(event.start_mark, f"unsupported tag `{shown}`", "remove it")
+        raise ComposeError(event.start_mark, f"unsupported tag `{shown}`", "remove it")
 
 
 def _read_scalar(event: Any) -> Any:
@@ -231,7 +237,7 @@ def _read_scalar(event: Any) -> Any:
         value = _resolve(text)
         wanted = _SCALAR_TAGS.get(event.tag.removeprefix(_TAG))
         if wanted is None or not isinstance(value, wanted):
-            raise Fault(event.start_mark, f"`{text[:40]}` does not match its tag")
+            raise ComposeError(event.start_mark, f"`{text[:40]}` does not match its tag")
         return value
     return text if is_tagged or not event.implicit[0] else _resolve(text)
 

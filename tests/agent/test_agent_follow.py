@@ -214,7 +214,7 @@ def test_it_asks_for_a_sign_of_life_though_there_is_much_to_tell(start: Callable
 
 
 def test_broker_that_keeps_a_session_is_not_away(start: Callable[..., Session], home: Path) -> None:
-    session = start(NOTE_S=0.0)
+    session = start()
     session.open()
     heard = home / ".broker" / agent_files.HEARD
     heard.unlink()

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from broker.catalog import book as book_module
+from broker.catalog.atomic_replace import replace_clouds
 from broker.catalog.book import Book
-from broker.catalog.exchange import exchange_book
+from broker.catalog.bundle import SHIPPED, open_book
 from broker.catalog.history import remember_changes
-from broker.catalog.opening import SHIPPED, open_book
 from broker.catalog.skypilot_csv import parse_vms
 from broker.task.loader import load_tasks_text
 from broker.types import Offer, Task
@@ -96,7 +96,7 @@ def bench_queries(book: Book, rounds: int) -> None:
 
 def bench_opening(folder: Path, rounds: int) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from broker.catalog.opening import open_book; "
+        "import sys, time; from pathlib import Path; from broker.catalog.bundle import open_book; "
         "began = time.process_time(); open_book(Path(sys.argv[1])); print((time.process_time() - began) * 1000)"
     )
 
@@ -122,7 +122,7 @@ def bench_writing(folder: Path, book: Book) -> None:
         count=len(offers),
     )
     facts = book.get_facts("aws")
-    show("exchange them in the live book", measure(lambda: exchange_book(folder, book, [(facts, offers)]), 1))
+    show("exchange them in the live book", measure(lambda: replace_clouds(folder, book, [(facts, offers)]), 1))
     moved = [Offer(**{**each.__dict__, "spot_usd_hour": 1.0}) for each in offers]
     show(
         "remember that all of them moved", measure(lambda: remember_changes(folder, moved, offers, day="2026-12-01"), 1)

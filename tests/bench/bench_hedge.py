@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random, getstate, seed, setstate
 
-from broker.clouds.simulated import Market, SimulatedCloud
+from broker.clouds.simulated import CloudTimings, SimulatedCloud
 from broker.errors import CapacityError
 from broker.provision.listing import Lister
 from broker.provision.nodes import WAIT_LOOK_S_MAX, wait_running
@@ -115,7 +115,7 @@ class TraceCloud(SimulatedCloud):
         common = Random(self.salt)
         await self.clock.sleep(slow_s / 3 if gives_slowly else common.uniform(*ANSWER_S))
         boot_s = common.uniform(*BOOT_S)  # that of the image
-        self.market = Market(boot_s=boot_s, boot_s_max=boot_s)
+        self.timings = CloudTimings(boot_s=boot_s, boot_s_max=boot_s)
         return await super().create_nodes(request)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from broker.catalog.architecture import guess_architecture
 from broker.catalog.book import Book
-from broker.catalog.opening import open_book
+from broker.catalog.bundle import open_book
 from broker.errors import NoOfferError
 from broker.task.loader import load_tasks_text
 from broker.types import Offer, Resources

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from broker.catalog import history
-from broker.catalog.age import CloudFacts
+from broker.catalog.atomic_replace import replace_clouds
 from broker.catalog.book import Book
-from broker.catalog.exchange import exchange_book
+from broker.catalog.bundle import locate_live_book, open_book
 from broker.catalog.history import find_points, name_history, remember_changes
 from broker.catalog.importing import import_catalog
-from broker.catalog.opening import name_live_book, open_book
 from broker.catalog.refresh import CloudRefresh, load_sources, refresh_book
 from broker.catalog.sources import SOURCES
+from broker.catalog.staleness import CloudFacts
 from broker.errors import AuthError, NoOfferError, SourceError, StateError, UsageError
 from broker.task.loader import load_tasks_text
 from broker.types import Offer
@@ -108,7 +108,7 @@ def test_a_bad_answer_leaves_the_book_as_it_was(tmp_path: Path, source: Source, 
     before = total(open_book(tmp_path))
     (report,) = refresh(tmp_path, source)
     assert report.error is not None and words in report.error
-    assert not name_live_book(tmp_path).exists()
+    assert not locate_live_book(tmp_path).exists()
     assert total(open_book(tmp_path)) == before
 
 
@@ -198,7 +198,7 @@ def test_two_refreshes_at_once_keep_what_each_brought(tmp_path: Path) -> None:
     book = open_book(tmp_path)
     for cloud in ("lambda", "verda"):
         facts = CloudFacts(cloud=cloud, ondemand_as_of="2026-12-01", spot_as_of="2026-12-01", source="test")
-        exchange_book(tmp_path, book, [(facts, scale(1.5)(list(book.list_offers(cloud))))])
+        replace_clouds(tmp_path, book, [(facts, scale(1.5)(list(book.list_offers(cloud))))])
     after = open_book(tmp_path)
     assert {cloud: after.get_facts(cloud).source for cloud in ("lambda", "verda")} == {
         "lambda": "test",

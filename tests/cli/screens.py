@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
-from broker.catalog.age import CloudFacts
-from broker.catalog.exchange import exchange_book
-from broker.catalog.opening import open_book
+from broker.catalog.atomic_replace import replace_clouds
+from broker.catalog.bundle import open_book
+from broker.catalog.staleness import CloudFacts
 from broker.cli.main import main
 from broker.clock import SystemClock
 from broker.state.store import Store
@@ -88,7 +88,7 @@ def make_book(cache: Path) -> None:
         name: CloudFacts(cloud=name, ondemand_as_of="2026-11-28", spot_as_of="2026-11-30", source="a test")
         for name in OFFERS
     }
-    exchange_book(cache, open_book(cache), [(facts[name], OFFERS[name]) for name in OFFERS], is_alone=True)
+    replace_clouds(cache, open_book(cache), [(facts[name], OFFERS[name]) for name in OFFERS], is_alone=True)
 
 
 class Screen:

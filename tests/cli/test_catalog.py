@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from broker.catalog.opening import open_book
+from broker.catalog.bundle import open_book
 from broker.types import Offer
 from tests.cli.conftest import Shell
 

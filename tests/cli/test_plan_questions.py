@@ -133,7 +133,10 @@ def test_picture_is_drawn_and_written(file: str, tmp_path: Path) -> None:
 
 
 def test_picture_in_an_unknown_format_or_place_is_refused(file: str, tmp_path: Path) -> None:
-    assert "must name a .svg or .png file" in broker("plan", file, "--plot", str(tmp_path / "a.gif"), code=2).stderr
+    for name in ("a.gif", "a.png"):
+        refused = broker("plan", file, "--plot", str(tmp_path / name), code=2).stderr
+        assert "must name a .svg file" in refused
+        assert f"--plot {tmp_path / 'a.svg'}" in refused
     assert "cannot write" in broker("plan", file, "--plot", str(tmp_path / "none" / "a.svg"), code=2).stderr
 
 

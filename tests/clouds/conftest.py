@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clouds.jumping import count_calls
+from tests.clouds.clock_jumps import count_calls
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 from local_gang import Rig

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.tape import Exchange, Scrubber, Tape, read_tape
+from broker.clouds.tape import Exchange, Scrubber, Tape
 from broker.errors import UsageError
+from tests.testbed.replay import read_tape
 
 
 @pytest.mark.parametrize(

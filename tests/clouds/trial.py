@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.clouds.base import CanObserve, Cloud
-from broker.clouds.tape import Scrubber, Tape, read_tape
+from broker.clouds.tape import Scrubber, Tape
 from broker.errors import TransientError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.trial import MARK, Step, StepOutcome, Trial
@@ -18,7 +18,7 @@ from broker.runtime.gang import GangReport
 from broker.state.store import Store
 from broker.types import Cluster, Estimate, Placement, Plan, RunStatus, Task
 from tests.clouds.beds import OWNER, Bed, count_living
-from tests.testbed.replay import serve
+from tests.testbed.replay import read_tape, serve
 
 
 class PaperGang:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from broker.optimizer.billing import bill_recovery_s
 from broker.optimizer.cost import (
     Terms,
-    deadline_chance,
     expected_hours,
     run_on_demand,
     run_on_spot,
@@ -149,7 +148,8 @@ def test_on_demand_stalls_only_where_the_task_fixes_an_interval() -> None:
 
 
 def test_deadline_chance_is_a_chance_and_grows_with_time() -> None:
-    chances = [deadline_chance(hours, 100, 0.01, 1800, 30, 600) for hours in (99, 101, 102, 110, 200)]
+    courses = [run_on_spot(make_terms(0.01, deadline, work=100.0)) for deadline in (99, 103, 104, 110, 200)]
+    chances = [course.deadline_chance or 0.0 for course in courses]
     assert chances[0] == 0
     assert chances == sorted(chances)
     assert chances[-1] == pytest.approx(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from broker.errors import NoOfferError
-from broker.optimizer.diagnosis import explain_nothing
 from broker.optimizer.explain import lift_limits, list_losers, show_chance
+from broker.optimizer.infeasible import explain_infeasible
 from broker.optimizer.pareto import find_frontier
 from broker.types import AcceleratorFigures, Offer, Plan, Task
 from tests.optimizer.market import offer, plan, read
@@ -31,7 +31,7 @@ def explain(text: str, offers: list[Offer] = OFFERS) -> NoOfferError:
     def try_plan(changed: Task) -> Plan:
         return plan(changed, offers)
 
-    return explain_nothing(caught.value, task, try_plan)
+    return explain_infeasible(caught.value, task, try_plan)
 
 
 def test_hint_names_what_to_drop_and_what_it_would_cost() -> None:
@@ -53,7 +53,7 @@ def test_hint_for_a_price_cap() -> None:
         plan(capped, offers)
     assert "nearest aws us-east-1 at 18.00 USD/h" in caught.value.message
     assert "at most 10 USD/h per node" in caught.value.message
-    error = explain_nothing(caught.value, capped, lambda changed: plan(changed, offers))
+    error = explain_infeasible(caught.value, capped, lambda changed: plan(changed, offers))
     assert "--max-price" in error.hints[0]
 
 

@@ -225,7 +225,7 @@ def test_nodes_made_by_a_process_that_died_are_ended_where_no_list_shows_them(wo
 
     async def act() -> None:
         provisioner = world.make_provisioner()
-        world.cloud.market = replace(world.cloud.market, boot_s=1e6, boot_s_max=1e6)
+        world.cloud.timings = replace(world.cloud.timings, boot_s=1e6, boot_s_max=1e6)
         work = asyncio.ensure_future(provisioner.up("dev", make_plan(world.task), hedge=1))
         while not world.list_live_nodes():
             await world.clock.sleep(0.5)
@@ -243,7 +243,7 @@ def test_nodes_made_by_a_process_that_died_are_ended_where_no_list_shows_them(wo
 
 def test_a_search_that_was_begun_in_another_account_is_neither_failed_nor_forgotten(world: World) -> None:
     async def act() -> None:
-        world.cloud.market = replace(world.cloud.market, boot_s=300.0, boot_s_max=300.0)
+        world.cloud.timings = replace(world.cloud.timings, boot_s=300.0, boot_s_max=300.0)
         controller = world.make_controller()
         work = asyncio.ensure_future(controller.step())
         while not world.list_live_nodes():

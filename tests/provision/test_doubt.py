@@ -64,7 +64,7 @@ def test_other_region_is_asked_soon_and_the_doubtful_ones_zones_are_spared(
 ) -> None:
     search = Search(tmp_path, fault)
     assert search.up(*EAST, *WEST).placement.offer.zone == "west1a"
-    usual_s = search.world.cloud.settle_s + search.world.cloud.market.boot_s_max
+    usual_s = search.world.cloud.settle_s + search.world.cloud.timings.boot_s_max
     assert search.end_s <= usual_s + 10.0, "one look for what was made, then the other region's own time"
     assert set(search.asked) == {"east1a", "west1a"}
     assert "gives no clear answer: asking for 2 x big spot in west1a" in "\n".join(search.told)
@@ -77,7 +77,7 @@ def test_without_hedging_a_place_is_given_up_in_time_and_terminated_beside_the_n
 ) -> None:
     search = Search(tmp_path, fault)
     assert search.up(*EAST, *WEST, hedge=1).placement.offer.zone == "west1a"
-    assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.market.boot_s_max + 10.0
+    assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
     assert not any("is left to ask" in line for line in search.told)
     assert not search.world.store.list_open_intents()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, Market, SimulatedCloud
+from broker.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from broker.errors import BrokerError, CapacityError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.provision.hedge_timer import LIMITS, Answer, HedgeTimer, bound, learn
 from broker.provision.lifecycle import Provisioner
@@ -113,7 +113,7 @@ def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_
 
 def test_what_comes_too_late_is_ended_though_no_list_answers(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 100.0})
-    world.cloud.market = Market(list_lag_s=0.0)
+    world.cloud.timings = CloudTimings(list_lag_s=0.0)
     provisioner = world.make_provisioner()
 
     async def fail(owner: str) -> NodeList:
@@ -179,7 +179,7 @@ def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while
 
 def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    world.cloud.market = Market(list_lag_s=4.0)
+    world.cloud.timings = CloudTimings(list_lag_s=4.0)
     create, note, begun_s = world.cloud.create_nodes, world.store.note_made_nodes, world.clock.now_s()
     calls: list[str] = []
     made_s: list[float] = []

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, Market, SimulatedCloud
+from broker.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from broker.errors import AccountError, AuthError, BrokerError, CapacityError, TransientError, UsageError
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
 from broker.provision.nodes import LOOK_S_MAX
@@ -180,7 +180,7 @@ def test_looks_at_nodes_that_stop_or_end_come_less_and_less_often_down_to_one_in
     stage.run(lambda: stage.provisioner.stop("c"))
     stops = [later - earlier for earlier, later in pairwise(listed_s)]
     listed_s.clear()
-    stage.cloud.stopped_at_s, stage.cloud.market = None, Market(terminate_s=120.0)
+    stage.cloud.stopped_at_s, stage.cloud.timings = None, CloudTimings(terminate_s=120.0)
     stage.run(lambda: stage.provisioner.down("c"))
     ends = [later - earlier for earlier, later in pairwise(listed_s)]
     for pauses in (stops, ends):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates, Market
+from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
 from broker.provision.nodes import Absence, confirm_gone
-from broker.types import IntentEnd, Node, NodeRequest, NodeState
+from broker.types import ClusterStatus, IntentEnd, Node, NodeRequest, NodeState
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
 
@@ -46,7 +46,7 @@ def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_termina
 
 def test_a_node_whose_cloud_forgets_it_is_believed_gone_in_the_end(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.cloud.market = Market(vanish_s=0.0)
+    world.cloud.timings = CloudTimings(vanish_s=0.0)
     provisioner = world.make_provisioner()
     world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
     world.clock.run(lambda: provisioner.down("c"))
@@ -131,7 +131,7 @@ class SlowClock(VirtualClock):
 
 def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_name(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.cloud.market = Market(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
+    world.cloud.timings = CloudTimings(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
     slow = Provisioner({"simulated": world.cloud}, world.store, clock=SlowClock(world.clock), owner=OWNER)
 
     async def scenario() -> list[object]:
@@ -177,6 +177,27 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
 
     world.clock.run(scenario)
     assert not world.list_live_nodes()
+
+
+def test_a_cluster_does_not_come_up_while_down_still_confirms_its_end(tmp_path: Path) -> None:
+    """Found by the simulator: UP overwrote TERMINATING, and the record went while a replacement node ran."""
+    world = World(tmp_path)
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(world.make_provisioner().up("dev", make_plan(world.task)))
+        while not world.list_live_nodes():
+            await world.clock.sleep(0.1)
+        world.cloud.faults = FaultRates(ignored=1.0)
+        going = asyncio.ensure_future(world.make_provisioner().down("dev"))
+        with pytest.raises(UsageError, match="taken down"):
+            await coming
+        record = world.store.get_cluster("dev")
+        assert record is not None and record.status is ClusterStatus.TERMINATING
+        world.cloud.faults = FaultRates()
+        await going
+
+    world.clock.run(scenario)
+    assert world.store.get_cluster("dev") is None and not world.list_live_nodes()
 
 
 def test_a_clock_that_jumps_between_blank_lists_ends_no_node() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.simulated import Market
+from broker.clouds.simulated import CloudTimings
 from broker.errors import AuthError, BrokerError, TransientError, UnreachedError
 from broker.provision.trial import CONNECT_S_MAX, MARK, RUN_S_MAX, StepOutcome, Trial, choose_places
 from broker.runtime.gang import GangReport
@@ -177,7 +177,7 @@ def test_a_login_that_is_refused_costs_nothing(stage: Stage) -> None:
 
 
 def test_a_node_that_is_not_confirmed_gone_is_told_as_a_leak(stage: Stage) -> None:
-    stage.cloud.market = Market(terminate_s=1e6)
+    stage.cloud.timings = CloudTimings(terminate_s=1e6)
     steps = {step.name: step for step in stage.run(make_trial(stage, PaperGang(stage)).run)}
     assert steps["terminate"].outcome is steps["leaks"].outcome is StepOutcome.FAILED
     assert f"`broker down {NAME}` tries again" in steps["terminate"].hints[0]

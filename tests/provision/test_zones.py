@@ -45,9 +45,9 @@ def join(
 
 
 def test_the_test_cloud_is_one_that_searches() -> None:
-    from broker.clouds.base import SearchesZones
+    from broker.clouds.base import SupportsZoneSearch
 
-    assert isinstance(Searching(), SearchesZones) and A.placement.offer.cloud == "simulated"
+    assert isinstance(Searching(), SupportsZoneSearch) and A.placement.offer.cloud == "simulated"
 
 
 def test_neighbours_that_are_equal_but_for_the_zone_are_one() -> None:

@@ -17,7 +17,7 @@ from broker.runtime.keys import HOST, LOGIN, Keys
 from broker.runtime.transports.ssh import SshTransport
 from broker.runtime.transports.ssh_options import parse_handle
 from broker.types import Node
-from tests.clouds.jumping import JumpingClock
+from tests.clouds.clock_jumps import JumpingClock
 
 pytestmark = pytest.mark.skipif(not SSHD, reason=REASON)
 

@@ -30,7 +30,7 @@ _NAMES = "the name of a variable, tag or field, not its value"
 ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("B608", "broker/catalog/book.py"): (5, _SQL),
     ("B608", "broker/catalog/history.py"): (1, _SQL),
-    ("B608", "broker/catalog/places.py"): (3, _SQL),
+    ("B608", "broker/catalog/suggestions.py"): (3, _SQL),
     ("B608", "broker/state/clusters.py"): (2, _SQL),
     ("B608", "broker/state/events.py"): (5, _SQL),
     ("B608", "broker/state/jobs.py"): (5, _SQL),
@@ -42,7 +42,7 @@ ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
         "a node keeps trying to save its log; the next round is the retry",
     ),
     ("B310", "broker/access/azure.py"): (1, "the storage account's own address, or the endpoint that its user sets"),
-    ("B310", "broker/catalog/fetching.py"): (1, _HTTPS),
+    ("B310", "broker/catalog/http_client.py"): (1, _HTTPS),
     ("B310", "broker/clouds/aws/network.py"): (1, _HTTPS),
     ("B310", "broker/clouds/gcp/callers.py"): (1, _HTTPS),
     ("B310", "broker/agent/agent_bucket.py"): (2, _HTTPS),

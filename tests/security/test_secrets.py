@@ -12,7 +12,7 @@ import pytest
 
 from broker.clouds.aws.tags import make_tags
 from broker.clouds.gcp.names import describe, make_labels
-from broker.clouds.sky.orders import make_task
+from broker.clouds.sky.task_spec import make_task
 from broker.provision.lifecycle import Provisioner
 from broker.runtime.bootstrap import make_boot
 from broker.runtime.keys import KeyPair
@@ -20,8 +20,8 @@ from broker.types import NodeRequest, Secret
 from tests.cli.conftest import Shell
 from tests.clouds.aws.bed import AwsBed
 from tests.clouds.aws.test_provision import World, make_plan
+from tests.clouds.clock_jumps import count_calls
 from tests.clouds.contract import OWNER
-from tests.clouds.jumping import count_calls
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 SECRET, FLAG, TOKEN = "CANARY-secret-9f8e7d", "CANARY-flag-5a4b3c", "CANARY-env-1c2d3e"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from random import Random
 
-from broker.clouds.simulated import FaultRates, Market
+from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.types import CheckpointSpec, Goal, JobRecovery, Resources, Task
 from tests.simulation.machines import Program
 
@@ -39,7 +39,7 @@ class Mix:
 
     jobs: tuple[JobSpec, ...]
     cloud: FaultRates = field(default_factory=FaultRates)
-    market: Market = field(default_factory=Market)
+    market: CloudTimings = field(default_factory=CloudTimings)
     heal_s: float = 0.0
     preempt_chance: float = 0.0  # of each node, within its first `preempt_s_max`
     preempt_s_max: float = 60.0
@@ -93,7 +93,7 @@ def draw_mix(random: Random) -> Mix:
         for name, rate in CLOUD_RATES_MAX.items()
     }
     boot_s = random.choice((2.0, 10.0, 20.0))
-    market = Market(
+    market = CloudTimings(
         boot_s=boot_s,
         boot_s_max=2 * boot_s,
         list_lag_s=random.choice((0.0, 5.0)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from broker.clouds.simulated import FaultRates, Market
+from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Resources, Task
 from tests.simulation import host, stories
 from tests.simulation.machines import Program
@@ -20,7 +20,7 @@ from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.universe import ZONES, Universe
 from tests.simulation.world import OWNER
 
-MARKET = Market(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
+MARKET = CloudTimings(boot_s=2.0, boot_s_max=4.0, list_lag_s=2.0, terminate_s=1.0)
 Act = Callable[[Universe], None]
 
 
@@ -89,7 +89,7 @@ def make_goal(steps: int, budget_usd: float | None, deadline_s: float | None) ->
     return Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None
 
 
-def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: Market = MARKET, **more: object) -> Mix:
+def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: CloudTimings = MARKET, **more: object) -> Mix:
     mix = Mix(jobs=jobs or (make_job(),), cloud=cloud, market=market, heal_s=60.0, poll_s=2.0, end_s_max=7200.0)
     return replace(mix, **more)  # type: ignore[arg-type]
 

@@ -65,7 +65,7 @@ class Universe:
         self.clock = ProcessClock(self.loop, offset_s=mix.offset_s, drift=mix.drift)
         self.cloud = WatchedCloud(
             clock=TrueClock(self.loop),
-            market=mix.market,
+            timings=mix.market,
             faults=mix.cloud,
             seed=seed,
             on_effect=self._pass_by,

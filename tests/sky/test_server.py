@@ -19,8 +19,8 @@ from broker.clock import SystemClock
 from broker.clouds.sky.check import SkyInspector
 from broker.clouds.sky.cloud import SkyCloud
 from broker.clouds.sky.engine import WorkerEngine
-from broker.clouds.sky.memory import Memory
-from broker.clouds.sky.orders import make_task
+from broker.clouds.sky.state_file import SkyStateFile
+from broker.clouds.sky.task_spec import make_task
 from broker.config import Config
 from broker.errors import AuthError, CapacityError, InvalidRequestError, TransientError
 from broker.types import MachineSpec, Node, NodeRequest, NodeState, Offer, Placement
@@ -45,7 +45,7 @@ def make_request(*, node_count: int = 1, **offer: Any) -> NodeRequest:
 def cloud(engine: WorkerEngine, fake_lambda: FakeLambda, tmp_path: Path) -> SkyCloud:
     fake_lambda.full.clear()
     fake_lambda.refusal = None
-    return SkyCloud("lambda", engine=engine, memory=Memory(tmp_path / "sky"), clock=SystemClock())
+    return SkyCloud("lambda", engine=engine, state_file=SkyStateFile(tmp_path / "sky"), clock=SystemClock())
 
 
 async def wait_for(cloud: SkyCloud, token: str, is_so: Callable[[list[Node]], bool]) -> list[Node]:
@@ -74,7 +74,7 @@ def test_broker_check_shows_what_the_server_says(cloud: SkyCloud, tmp_path: Path
     assert not rows["azure"]["can_launch"]
     azure = run("azure", code=5)[-1]
     assert not azure["is_ok"] and "az login" in azure["note"] and azure["command"] == "sky check azure"
-    assert Memory(tmp_path / "sky").read_enabled() == ["lambda"]
+    assert SkyStateFile(tmp_path / "sky").read_enabled() == ["lambda"]
 
 
 def test_a_closer_look_at_an_enabled_cloud(cloud: SkyCloud, engine: WorkerEngine, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_request_that_no_place_can_serve_is_our_mistake(cloud: SkyCloud, engin
 
 
 def test_a_cloud_that_is_not_enabled_ends_the_search(cloud: SkyCloud, engine: WorkerEngine, tmp_path: Path) -> None:
-    other = SkyCloud("nebius", engine=engine, memory=Memory(tmp_path / "other"), clock=SystemClock())
+    other = SkyCloud("nebius", engine=engine, state_file=SkyStateFile(tmp_path / "other"), clock=SystemClock())
     request = make_request(cloud="nebius", region="eu-north1", instance_type="cpu-e2_4vcpu-16gb")
     with pytest.raises(AuthError) as caught:
         asyncio.run(other.create_nodes(request))

@@ -7,8 +7,8 @@ import json
 import subprocess
 
 from broker.clouds import CLOUDS
-from broker.clouds.sky.faults import KINDS
-from broker.clouds.sky.orders import NO_AUTODOWN
+from broker.clouds.sky.errors import KINDS
+from broker.clouds.sky.task_spec import NO_AUTODOWN
 from broker.task.fields_resources import CLOUDS as KNOWN_CLOUDS
 from tests.sky.conftest import PYTHON
 

@@ -14,7 +14,6 @@ from broker.lab.markets import make_site
 from broker.lab.replay import Case, Outcome, replay
 from broker.lab.traces import Trace
 from broker.spot.durations import MET_HOURS
-from broker.spot.forecast import advise_interval_s
 from broker.spot.policies import ORACLES, POLICIES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 from broker.types import Offer, Placement
@@ -289,12 +288,3 @@ def test_every_decision_asks_to_be_asked_again_in_time() -> None:
         if isinstance(decision, Wait):
             assert decision.hours <= 11 - 10 - 0.1 + 1e-9
         assert not math.isnan(decision.hours)
-
-
-def test_checkpoints_are_frequent_on_young_spot_rarer_on_old_and_not_needed_on_demand() -> None:
-    young, old = make_candidate(is_spot=True, age_hours=0.1), make_candidate(is_spot=True, age_hours=30.0)
-    sure = make_candidate(is_spot=False)
-    often, seldom = advise_interval_s(young, 10.0), advise_interval_s(old, 10.0)
-    assert 60 < often < seldom < 4 * 3600
-    assert advise_interval_s(young, 40.0) > often
-    assert advise_interval_s(sure, 10.0) == math.inf

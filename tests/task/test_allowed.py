@@ -233,7 +233,7 @@ def test_target_that_a_node_has_room_for_loads(target: str) -> None:
 
 
 def test_everything_in_the_price_book_can_be_named_in_a_task(tmp_path: Any) -> None:
-    from broker.catalog.opening import open_book
+    from broker.catalog.bundle import open_book
 
     book = open_book(tmp_path)
     offers = [offer for cloud in book.clouds for offer in book.list_offers(cloud)]

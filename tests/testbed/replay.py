@@ -7,11 +7,13 @@ said something else then stands for it in all later answers.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote_plus
 
@@ -24,6 +26,10 @@ WORD = re.compile(r"[\w-]{8,}")
 
 class NotRecorded(Exception):
     """The cloud was asked for something that the recording does not have."""
+
+
+def read_tape(path: Path) -> list[Exchange]:
+    return [Exchange(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class Replay:

@@ -1,6 +1,6 @@
 """GPT-2's blocks: learned positions, LayerNorm, GELU.
 
-Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
+Plain PyTorch: no strategy, precision or device is known here.
 """
 
 import torch
@@ -19,14 +19,15 @@ class GPT(Decoder):
         """Build the network with weights drawn from the current torch generator."""
         blocks: list[nn.Module] = [Block(config) for _ in range(config.depth)]
         super().__init__(config, blocks, nn.LayerNorm(config.width))
-        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.position_embedding: nn.Embedding | None = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.draw_weights()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Add up what a token is and where it stands."""
+        assert self.position_embedding is not None, "the first stage embeds"
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden: Tensor = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        hidden: Tensor = self.dropout(super().embed(tokens) + self.position_embedding(positions))
         return hidden
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
@@ -36,7 +37,7 @@ class GPT(Decoder):
             self.position_embedding = None
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Attention, then a two-layer perceptron, each added onto its normalised input."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -54,7 +55,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return result
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class Attention(nn.Module):
     """Causal self-attention with several heads."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -86,7 +87,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         }
 
 
-class Perceptron(nn.Module):  # type: ignore[misc]
+class Perceptron(nn.Module):
     """Two linear layers, wider in between."""
 
     def __init__(self, config: ModelConfig) -> None:

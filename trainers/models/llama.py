@@ -1,6 +1,6 @@
 """Llama's blocks: rotary positions, RMSNorm, SwiGLU, and keys and values shared by groups of heads.
 
-Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
+Plain PyTorch: no strategy, precision or device is known here.
 """
 
 import torch
@@ -37,7 +37,7 @@ class Llama(Decoder):
                 module.waves = waves
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Attention, then a gated perceptron, each added onto its normalised input."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
@@ -55,7 +55,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return result
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class Attention(nn.Module):
     """Causal self-attention whose keys and values may be fewer than its queries (arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
@@ -91,10 +91,11 @@ class Attention(nn.Module):  # type: ignore[misc]
 
     def _split_heads(self, packed: Tensor) -> Tensor:
         """`[batch, time, heads x width]` to `[batch, heads, time, width]`; a rank may hold some of the heads."""
-        return packed.unflatten(2, (-1, self.head_width)).transpose(1, 2)
+        heads: Tensor = packed.unflatten(2, (-1, self.head_width))
+        return heads.transpose(1, 2)
 
 
-class Perceptron(nn.Module):  # type: ignore[misc]
+class Perceptron(nn.Module):
     """SwiGLU (arXiv:2002.05202): one linear layer gates another."""
 
     def __init__(self, config: ModelConfig) -> None:

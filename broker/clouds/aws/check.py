@@ -11,14 +11,14 @@ from typing import Any
 from broker.clock import Clock
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind, translated
+from broker.clouds.aws.errors import ApiError, find_kind, translated
 from broker.clouds.aws.images import PLAIN_IMAGE
-from broker.clouds.aws.network import Network, Site
+from broker.clouds.aws.network import Network, RegionNetwork
 from broker.clouds.aws.policy import make_policy
 from broker.clouds.aws.quotas import QUOTAS, Quota
 from broker.clouds.aws.settings import Settings, load_settings
 from broker.clouds.aws.startable import judge_types
-from broker.clouds.findings import Finding, TypeFinding
+from broker.clouds.findings import CheckResult, TypeCheckResult
 from broker.config import Config
 from broker.errors import InvalidRequestError
 from broker.types import Offer
@@ -32,12 +32,12 @@ GPU_FAMILIES = {"G (T4, A10G, L4, L40S)": "g", "P (V100, A100, H100, ...)": "p",
 NAMED_MAX = 4  # so many regions are named in a note
 
 
-async def inspect(config: Config, *, clock: Clock) -> Sequence[Finding]:
+async def inspect(config: Config, *, clock: Clock) -> Sequence[CheckResult]:
     """See `Inspector`."""
     return await inspect_account(Clients(), load_settings(config.home), config.owner)
 
 
-async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]) -> Sequence[TypeFinding]:
+async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]) -> Sequence[TypeCheckResult]:
     """See `InspectsTypes`."""
     return await judge_types(Clients(), load_settings(config.home), offers, clock=clock)
 
@@ -46,7 +46,7 @@ def write_policy(config: Config) -> str:
     return json.dumps(make_policy(config.owner), indent=2) + "\n"
 
 
-async def inspect_account(clients: Clients, settings: Settings, owner: str) -> Sequence[Finding]:
+async def inspect_account(clients: Clients, settings: Settings, owner: str) -> Sequence[CheckResult]:
     with translated():
         login, user = await _check_login(clients)
         if not login.is_ok:
@@ -59,63 +59,65 @@ async def inspect_account(clients: Clients, settings: Settings, owner: str) -> S
     return [login, regions, network, permissions, *quotas]
 
 
-async def _check_login(clients: Clients) -> tuple[Finding, str]:
+async def _check_login(clients: Clients) -> tuple[CheckResult, str]:
     try:
         answer = await clients.read("sts", await clients.find_home(), "get_caller_identity")
-    except RefusedError as refusal:
+    except ApiError as refusal:
         if find_kind(refusal.code, refusal.status) not in ("login", "forbidden"):
             raise
         note = f"{refusal.code}: {refusal.message}"
-        return Finding(name="credentials", is_ok=False, note=note, command=LOGIN_COMMAND), ""
+        return CheckResult(name="credentials", is_ok=False, note=note, command=LOGIN_COMMAND), ""
     who = str(answer["Arn"]).rpartition(":")[2]  # user/NAME, assumed-role/NAME/SESSION, root
-    return Finding(name="credentials", is_ok=True, note=f"account {answer['Account']}, {who}"), who
+    return CheckResult(name="credentials", is_ok=True, note=f"account {answer['Account']}, {who}"), who
 
 
-async def _check_regions(clients: Clients, home: str, settings: Settings) -> Finding:
+async def _check_regions(clients: Clients, home: str, settings: Settings) -> CheckResult:
     try:
         answer = await clients.read("ec2", home, "describe_regions", AllRegions=True)
-    except RefusedError as refusal:
-        return Finding(name="regions", is_ok=False, note=refusal.code, command=POLICY_COMMAND.format(user="USER"))
+    except ApiError as refusal:
+        return CheckResult(name="regions", is_ok=False, note=refusal.code, command=POLICY_COMMAND.format(user="USER"))
     is_on = {each["RegionName"]: each.get("OptInStatus") != "not-opted-in" for each in answer["Regions"]}
     off = sorted(name for name in is_on if not is_on[name])
     wanted_off = [name for name in settings.regions if not is_on.get(name)]
     note = f"{sum(is_on.values())} on" + (f", off: {_name(off)}" if off else "")
     command = f"aws account enable-region --region-name {(wanted_off or off)[0]}" if off or wanted_off else ""
-    return Finding(name="regions", is_ok=not wanted_off, note=note, command=command if wanted_off else "")
+    return CheckResult(name="regions", is_ok=not wanted_off, note=note, command=command if wanted_off else "")
 
 
-async def _check_network(clients: Clients, settings: Settings, home: str) -> tuple[Finding, Site | None]:
+async def _check_network(clients: Clients, settings: Settings, home: str) -> tuple[CheckResult, RegionNetwork | None]:
     try:
         site = await Network(clients, settings).find_site(home)
     except InvalidRequestError as error:
         command = f"aws ec2 create-default-vpc --region {home}"
-        return Finding(name="network", is_ok=False, note=error.message, command=command), None
-    except RefusedError as refusal:
+        return CheckResult(name="network", is_ok=False, note=error.message, command=command), None
+    except ApiError as refusal:
         command = POLICY_COMMAND.format(user="USER")
-        return Finding(name="network", is_ok=False, note=refusal.code, command=command), None
-    return Finding(name="network", is_ok=True, note=f"{home}: {site.vpc}, {len(site.subnets)} zones"), site
+        return CheckResult(name="network", is_ok=False, note=refusal.code, command=command), None
+    return CheckResult(name="network", is_ok=True, note=f"{home}: {site.vpc}, {len(site.subnets)} zones"), site
 
 
-async def _check_permissions(clients: Clients, home: str, site: Site | None, owner: str, user: str) -> Finding:
+async def _check_permissions(
+    clients: Clients, home: str, site: RegionNetwork | None, owner: str, user: str
+) -> CheckResult:
     """Creates are tried without being carried out (DryRun); ends need something to end, and are not tried."""
     parameter = {"Name": PLAIN_IMAGE.format(arch="amd64")}
     needed: list[tuple[str, str, dict[str, Any]]] = [("ssm", "get_parameter", parameter)]
     needed += [("ec2", name, {}) for name in ("describe_instances", "describe_security_groups", "describe_volumes")]
     try:
         image = str((await clients.read("ssm", home, "get_parameter", **parameter))["Parameter"]["Value"])
-    except RefusedError:
+    except ApiError:
         image = "ami-00000000"
     needed += [("ec2", name, {**asked, "DryRun": True}) for name, asked in make_trials(owner, site, image)]
     tried = await asyncio.gather(*(_may(clients, home, *each) for each in needed))
     missing = [name for name in tried if name]
     if not missing:
-        return Finding(name="permissions", is_ok=True, note=f"{len(needed)} calls tried")
+        return CheckResult(name="permissions", is_ok=True, note=f"{len(needed)} calls tried")
     note = f"missing: {', '.join(missing)}"
     name = user.removeprefix("user/") if user.startswith("user/") else "USER"
-    return Finding(name="permissions", is_ok=False, note=note, command=POLICY_COMMAND.format(user=name))
+    return CheckResult(name="permissions", is_ok=False, note=note, command=POLICY_COMMAND.format(user=name))
 
 
-def make_trials(owner: str, site: Site | None, image: str) -> list[tuple[str, dict[str, Any]]]:
+def make_trials(owner: str, site: RegionNetwork | None, image: str) -> list[tuple[str, dict[str, Any]]]:
     """What a launch would make, tagged as it would be; none of it is made."""
     ours = {tags.OWNER: owner, tags.CLUSTER: "check"}
     trials: list[tuple[str, dict[str, Any]]] = [
@@ -160,18 +162,18 @@ async def _may(clients: Clients, region: str, service: str, operation: str, aske
     """The operation's name where it is forbidden."""
     try:
         await clients.read(service, region, operation, **asked)
-    except RefusedError as refusal:
+    except ApiError as refusal:
         return operation if find_kind(refusal.code, refusal.status) == "forbidden" else None
     return None
 
 
-async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[Finding]:
+async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[CheckResult]:
     """One line a family of machines and way of paying. None stands in the way: there are other families and clouds."""
     try:
         listed = await asyncio.gather(*(_list_quotas(clients, each) for each in regions))
-    except RefusedError as refusal:
+    except ApiError as refusal:
         command = POLICY_COMMAND.format(user="USER")
-        return [Finding(name="quotas", is_ok=False, note=refusal.code, command=command, is_needed=False)]
+        return [CheckResult(name="quotas", is_ok=False, note=refusal.code, command=command, is_needed=False)]
     by_code: dict[str, list[Quota]] = defaultdict(list)
     for region, quotas in zip(regions, listed, strict=True):
         for code, vcpus in quotas.items():
@@ -186,11 +188,11 @@ async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[Findin
     return findings
 
 
-def _judge_quota(name: str, limits: Sequence[Quota], missing: Quota) -> Finding:
+def _judge_quota(name: str, limits: Sequence[Quota], missing: Quota) -> CheckResult:
     some = [each for each in limits if each.vcpus]
     note = ", ".join(f"{each.region} {each.vcpus:g} vCPUs" for each in some[:NAMED_MAX])
     worst = limits[-1] if limits else missing
-    return Finding(
+    return CheckResult(
         name=name, is_ok=bool(some), note=note or "0 vCPUs", command="" if some else worst.command, is_needed=False
     )
 

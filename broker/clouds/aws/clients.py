@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from broker.clouds.aws.faults import RefusedError
+from broker.clouds.aws.errors import ApiError
 from broker.clouds.aws.listening import listen
 from broker.clouds.tape import Listener
 
@@ -56,7 +56,7 @@ class Clients:
             if not page.get("NextToken"):
                 return found
             more = {"NextToken": page["NextToken"]}
-        raise RefusedError("InvalidPaginationToken", "pages have no end", operation=operation, region=region)
+        raise ApiError("InvalidPaginationToken", "pages have no end", operation=operation, region=region)
 
     async def find_home(self) -> str:
         """The region that the login names."""
@@ -78,7 +78,7 @@ class Clients:
 
         try:
             self._find_client("ec2", self._find_home(), READ_TRIES)
-        except (BotoCoreError, RefusedError):
+        except (BotoCoreError, ApiError):
             pass  # the first call says what is wrong
 
     def _open_threads(self) -> ThreadPoolExecutor:
@@ -94,7 +94,7 @@ class Clients:
             with self._lock:
                 return str(self._open_session().region_name or HOME_REGION)
         except BotoCoreError as error:  # a profile that is not there, a file that cannot be read
-            raise RefusedError(name_exception(error), str(error), operation="login", region=HOME_REGION) from error
+            raise ApiError(name_exception(error), str(error), operation="login", region=HOME_REGION) from error
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._open_threads(), work, *arguments)
@@ -112,9 +112,9 @@ class Clients:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = str(told.get("Code", "")) or f"HTTP {status}"
             message = str(told.get("Message", ""))
-            raise RefusedError(code, message, operation=operation, region=region, status=status) from error
+            raise ApiError(code, message, operation=operation, region=region, status=status) from error
         except (BotoCoreError, ResponseParserError) as error:
-            raise RefusedError(name_exception(error), str(error), operation=operation, region=region) from error
+            raise ApiError(name_exception(error), str(error), operation=operation, region=region) from error
         assert isinstance(answer, dict)
         return answer
 
@@ -149,7 +149,7 @@ def _open_boto3_session() -> Any:
 
 def name_exception(error: Exception) -> str:
     """The class in the table that this exception is, or descends from."""
-    from broker.clouds.aws.faults import KINDS
+    from broker.clouds.aws.errors import KINDS
 
     names: Sequence[str] = [each.__name__ for each in type(error).__mro__]
     return next((name for name in names if name in KINDS), names[0])

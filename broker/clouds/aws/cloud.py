@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from broker.clock import Clock
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, translated
-from broker.clouds.aws.launching import Launcher
+from broker.clouds.aws.errors import ApiError, translated
+from broker.clouds.aws.launching import NodeLauncher
 from broker.clouds.aws.nodes import read_nodes
 from broker.clouds.aws.quotas import Quotas
 from broker.clouds.aws.settings import Settings, load_settings
@@ -64,7 +64,7 @@ class AwsCloud:
         self._clock = clock
         self._clients = Clients(open_session)
         self._quotas = Quotas(self._clients, clock=clock)
-        self._launcher = Launcher(self._clients, settings, self._quotas, clock=clock)
+        self._launcher = NodeLauncher(self._clients, settings, self._quotas, clock=clock)
         self._sweeper = Sweeper(self._clients)
         self._regions: tuple[float, Sequence[str]] = (0.0, ())
         self._regions_by_id: dict[str, str] = {}
@@ -112,7 +112,7 @@ class AwsCloud:
         with translated(is_create=True):
             try:
                 instances = await self._launcher.launch(request)
-            except RefusedError as refusal:
+            except ApiError as refusal:
                 if refusal.code not in ("IdempotentParameterMismatch", "IdempotentInstanceTerminated"):
                     raise
                 instances = await self._find_made(request, refusal)
@@ -173,7 +173,7 @@ class AwsCloud:
         if not known or now_s - known_s >= REGIONS_KNOWN_S:
             try:
                 answer = await self._clients.read("ec2", await self._clients.find_home(), "describe_regions")
-            except RefusedError:
+            except ApiError:
                 if not known:
                     raise
                 return known  # an outage at home must not hide the nodes elsewhere
@@ -193,7 +193,7 @@ class AwsCloud:
         account = await self.find_account() if nodes else ""
         return [replace(node, account=account) for node in nodes]
 
-    async def _find_made(self, request: NodeRequest, refusal: RefusedError) -> Sequence[Mapping[str, Any]]:
+    async def _find_made(self, request: NodeRequest, refusal: ApiError) -> Sequence[Mapping[str, Any]]:
         """What this token made before: EC2 tells so where something differs (a newer image), or all of it has ended."""
         filters = tags.match_tags(owner=request.owner, token=request.token)
         found = await self._launcher.find_instances(request.placement.offer.region, filters)
@@ -230,7 +230,7 @@ class AwsCloud:
     async def _change_region(self, region: str, operation: str, ids: Sequence[str]) -> None:
         try:
             await self._clients.change(region, operation, InstanceIds=list(ids))
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if refusal.code == "UnauthorizedOperation":
                 # A policy that allows this by tag refuses an id that is gone: it has no tag to look at.
                 filters = [{"Name": "instance-id", "Values": list(ids)}]

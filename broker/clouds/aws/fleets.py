@@ -12,9 +12,9 @@ from typing import Any
 from broker.clock import Clock
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind, translate
+from broker.clouds.aws.errors import ApiError, find_kind, translate
 from broker.clouds.aws.machine import Surroundings, describe_machine
-from broker.clouds.aws.network import Site
+from broker.clouds.aws.network import RegionNetwork
 from broker.clouds.aws.nodes import rank_gang
 from broker.clouds.aws.quotas import Quotas
 from broker.clouds.aws.scores import Scores
@@ -34,7 +34,9 @@ class Fleets:
         self._scores = scores
         self._clock = clock
 
-    async def create(self, request: NodeRequest, around: Surroundings, data: bytes, site: Site) -> Sequence[Instance]:
+    async def create(
+        self, request: NodeRequest, around: Surroundings, data: bytes, site: RegionNetwork
+    ) -> Sequence[Instance]:
         """All nodes, or CapacityError, QuotaError, InvalidRequestError and nothing. Raises RefusedError too.
 
         A fleet takes its machines from a launch template only, which is named after the token.
@@ -46,7 +48,7 @@ class Fleets:
             answer = await self._clients.change(
                 site.region, "create_fleet", **describe_fleet(request, name, overrides), ClientToken=request.token
             )
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if find_kind(refusal.code, refusal.status) in ("capacity", "quota"):
                 await self._drop_template(site.region, name)
             raise
@@ -80,11 +82,11 @@ class Fleets:
                     {**tags.make_cluster_tags(request), tags.TOKEN: request.token}, "launch-template"
                 ),
             )
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if refusal.code != "InvalidLaunchTemplateName.AlreadyExistsException":  # the same token: the same template
                 raise
 
-    async def _list_overrides(self, placement: Placement, site: Site) -> list[dict[str, Any]]:
+    async def _list_overrides(self, placement: Placement, site: RegionNetwork) -> list[dict[str, Any]]:
         """A subnet of each zone; for spot, those first where AWS thinks that capacity is likely."""
         scores = await self._scores.read(placement) if placement.is_spot else {}
         if not scores:
@@ -110,7 +112,7 @@ class Fleets:
             try:
                 await self._clients.change(region, "terminate_instances", InstanceIds=list(ids))
                 return
-            except RefusedError as refusal:
+            except ApiError as refusal:
                 log.info("a part of a gang is not ended yet: %s", refusal)
             await self._clock.sleep(wait_s)
         raise UnknownOutcomeError(f"{len(ids)} nodes of a part of a gang may run in {region}")
@@ -120,7 +122,7 @@ class Fleets:
         region = placement.offer.region
         found = [
             translate(
-                RefusedError(
+                ApiError(
                     each.get("ErrorCode", ""), each.get("ErrorMessage", ""), operation="create_fleet", region=region
                 )
             )
@@ -138,7 +140,7 @@ class Fleets:
     async def _drop_template(self, region: str, name: str) -> None:
         try:
             await self._clients.change(region, "delete_launch_template", LaunchTemplateName=name)
-        except RefusedError:
+        except ApiError:
             pass  # the sweep finds it by its tag
 
     async def _write_ranks(self, region: str, instances: Sequence[Instance]) -> None:
@@ -154,7 +156,7 @@ class Fleets:
             for instance, rank in zip(instances, rank_gang(instances), strict=True)
         ]
         for outcome in await asyncio.gather(*writes, return_exceptions=True):
-            if isinstance(outcome, RefusedError):
+            if isinstance(outcome, ApiError):
                 log.info("a rank was not written: %s", outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -194,7 +196,7 @@ def describe_fleet(request: NodeRequest, template: str, overrides: Sequence[Mapp
     }
 
 
-def _find_zone(group: Mapping[str, Any], site: Site) -> str | None:
+def _find_zone(group: Mapping[str, Any], site: RegionNetwork) -> str | None:
     chosen = group.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
     zones = {subnet: zone for zone, subnet in site.subnets.items()}
     return chosen.get("AvailabilityZone") or zones.get(chosen.get("SubnetId", ""))

@@ -8,7 +8,7 @@ from typing import Any
 
 from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind, translate
+from broker.clouds.aws.errors import ApiError, find_kind, translate
 from broker.clouds.aws.fleets import Fleets
 from broker.clouds.aws.images import Images
 from broker.clouds.aws.machine import Surroundings, describe_machine, pack_boot
@@ -21,7 +21,7 @@ from broker.types import NodeRequest
 Instance = Mapping[str, Any]
 
 
-class Launcher:
+class NodeLauncher:
     def __init__(self, clients: Clients, settings: Settings, quotas: Quotas, *, clock: Clock) -> None:
         self._clients = clients
         self._settings = settings
@@ -57,7 +57,7 @@ class Launcher:
             if offer.zone and not request.placement.other_zones:
                 return await self._run_instances(request, around, data, subnet=site.subnets[offer.zone])
             return await self._fleets.create(request, around, data, site)
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if find_kind(refusal.code) == "quota":
                 raise await self._quotas.explain(request.placement, translate(refusal).message) from refusal
             raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError
+from broker.clouds.aws.errors import ApiError
 from broker.clouds.aws.settings import Settings
 from broker.errors import CapacityError, InvalidRequestError, TransientError
 from broker.nouns import noun
@@ -20,7 +20,7 @@ ANYWHERE = ("0.0.0.0/0", "::/0")
 
 
 @noun
-class Site:
+class RegionNetwork:
     """Where a gang may stand: `subnets` maps zone to subnet."""
 
     region: str
@@ -33,7 +33,7 @@ class Network:
         self._clients = clients
         self._settings = settings
 
-    async def find_site(self, region: str, *zones: str) -> Site:
+    async def find_site(self, region: str, *zones: str) -> RegionNetwork:
         """With a subnet of each zone, or of those named here. Raises InvalidRequestError where the region has no
         network to stand in, CapacityError where only these zones have none: Amazon opens zones that older VPCs have no
         subnet in."""
@@ -52,7 +52,7 @@ class Network:
         if not chosen:
             message = f"{vpc} has no subnet in {', '.join(zones)}, only in {', '.join(sorted(subnets))}"
             raise CapacityError(message, scope="zone", hints=(_tell_subnet(region, zones[0], named),))
-        return Site(region=region, vpc=vpc, subnets=chosen)
+        return RegionNetwork(region=region, vpc=vpc, subnets=chosen)
 
     async def _find_default_vpc(self, region: str) -> str:
         filters = [_filter("is-default", "true")]
@@ -67,13 +67,13 @@ class Network:
             )
         return str(found[0]["VpcId"])
 
-    async def ensure_group(self, request: NodeRequest, site: Site) -> str:
+    async def ensure_group(self, request: NodeRequest, site: RegionNetwork) -> str:
         """The cluster's security group, made or found again, with the rules that this request asks for."""
         group_id = await self._find_group(request, site)
         if group_id is None:
             try:
                 group_id = await self._create_group(request, site)
-            except RefusedError as refusal:
+            except ApiError as refusal:
                 if refusal.code != "InvalidGroup.Duplicate":
                     raise
                 group_id = await self._find_group(request, site)  # another process was faster
@@ -88,12 +88,12 @@ class Network:
             await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_egress")
         return group_id
 
-    async def _find_group(self, request: NodeRequest, site: Site) -> str | None:
+    async def _find_group(self, request: NodeRequest, site: RegionNetwork) -> str | None:
         filters = [_filter("group-name", name_group(request)), _filter("vpc-id", site.vpc)]
         found = await self._clients.read_all(site.region, "describe_security_groups", "SecurityGroups", Filters=filters)
         return str(found[0]["GroupId"]) if found else None
 
-    async def _create_group(self, request: NodeRequest, site: Site) -> str:
+    async def _create_group(self, request: NodeRequest, site: RegionNetwork) -> str:
         made = await self._clients.change(
             site.region,
             "create_security_group",
@@ -120,7 +120,7 @@ class Network:
         """Whether it was not there before."""
         try:
             await self._clients.change(region, operation, GroupId=group_id, IpPermissions=[rule])
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if refusal.code != "InvalidPermission.Duplicate":
                 raise
             return False
@@ -149,7 +149,7 @@ class Network:
                 Strategy="cluster",
                 TagSpecifications=tags.specify_tags(tags.make_cluster_tags(request), "placement-group"),
             )
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if refusal.code != "InvalidPlacementGroup.Duplicate":
                 raise
         return name

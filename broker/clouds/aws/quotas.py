@@ -6,7 +6,7 @@ import re
 
 from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.clouds.aws.errors import ApiError, find_kind
 from broker.errors import QuotaError
 from broker.nouns import noun
 from broker.types import Placement
@@ -66,7 +66,7 @@ class Quotas:
                 "service-quotas", region, "get_service_quota", ServiceCode="ec2", QuotaCode=code
             )
             quota = Quota(code=code, region=region, vcpus=float(answer["Quota"]["Value"]))
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if find_kind(refusal.code, refusal.status) == "login":
                 raise
             quota = None  # a look ahead only: the launch itself is refused where it must be

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.clouds.aws.errors import ApiError, find_kind
 from broker.errors import CapacityError
 from broker.types import Placement
 
@@ -40,7 +40,7 @@ class Scores:
                 ),
                 self._clients.glance("ec2", offer.region, "describe_availability_zones"),
             )  # fmt: skip
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if find_kind(refusal.code, refusal.status) == "login":
                 raise
             told, names = {}, {}

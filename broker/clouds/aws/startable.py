@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 
 from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import translated
+from broker.clouds.aws.errors import translated
 from broker.clouds.aws.images import Images
 from broker.clouds.aws.quotas import Quota, Quotas
 from broker.clouds.aws.settings import Settings
-from broker.clouds.findings import TypeFinding, group_offers
+from broker.clouds.findings import TypeCheckResult, group_offers
 from broker.errors import CloudError, InvalidRequestError
 from broker.types import MachineSpec, Offer
 
@@ -24,7 +24,7 @@ ONE_CARD = "one EFA card of several: `uses_private_addresses` uses all"
 
 async def judge_types(
     clients: Clients, settings: Settings, offers: Sequence[Offer], *, clock: Clock
-) -> Sequence[TypeFinding]:
+) -> Sequence[TypeCheckResult]:
     """One for each accelerator and count. Raises CloudError where the login or the regions cannot be asked."""
     with translated():
         home = await clients.find_home()
@@ -43,7 +43,7 @@ class _Judge:
         self._enabled = enabled
         self._reads = asyncio.Lock()  # what one has asked, the next finds in the memory
 
-    async def judge(self, name: str, offers: Sequence[Offer]) -> TypeFinding:
+    async def judge(self, name: str, offers: Sequence[Offer]) -> TypeCheckResult:
         """In the cheapest of the regions that let it start in the most ways."""
         here = [offer for offer in offers if offer.region in self._enabled][:REGIONS_MAX]
         if not here:
@@ -51,15 +51,15 @@ class _Judge:
             sold = ", ".join(offer.region for offer in offers[:3])
             command = "" if self._settings.regions else f"aws account enable-region --region-name {first.region}"
             why = f"region: sold in {sold}, which is not enabled here"
-            return TypeFinding(
+            return TypeCheckResult(
                 accelerator=name, instance_type=first.instance_type, ways=(), region="", why=why, command=command
             )
         found = [await self._judge_in(name, offer) for offer in here]
         return max(found, key=lambda each: len(each.ways))
 
-    async def _judge_in(self, name: str, offer: Offer) -> TypeFinding:
-        def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeFinding:
-            return TypeFinding(
+    async def _judge_in(self, name: str, offer: Offer) -> TypeCheckResult:
+        def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
+            return TypeCheckResult(
                 accelerator=name,
                 instance_type=offer.instance_type,
                 ways=ways,

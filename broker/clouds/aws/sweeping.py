@@ -8,7 +8,7 @@ from typing import Any
 
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
-from broker.clouds.aws.faults import RefusedError, find_kind
+from broker.clouds.aws.errors import ApiError, find_kind
 from broker.nouns import noun
 
 
@@ -84,7 +84,7 @@ class Sweeper:
     async def _delete(self, region: str, kind: Kind, identity: str) -> bool:
         try:
             await self._clients.change(region, kind.deletes, **{kind.parameter: identity})
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if refusal.code in GONE or refusal.code in STILL_USED:
                 return False
             if find_kind(refusal.code, refusal.status) in ("transient", "unknown", "throttled"):

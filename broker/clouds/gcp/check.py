@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.clock import Clock
-from broker.clouds.findings import Finding, TypeFinding
-from broker.clouds.gcp.faults import DisabledError, MissingError
+from broker.clouds.findings import CheckResult, TypeCheckResult
+from broker.clouds.gcp.errors import DisabledError, NotFoundError
 from broker.clouds.gcp.firewall import find_network
 from broker.clouds.gcp.login import find_login
 from broker.clouds.gcp.policy import PERMISSIONS, ROLE, write_role
@@ -25,15 +25,15 @@ HOME_REGION = "us-central1"  # for what no region has; Google's largest
 NAMED_MAX = 4  # so many regions or permissions are named in a note
 
 
-async def inspect(config: Config, *, clock: Clock) -> Sequence[Finding]:
+async def inspect(config: Config, *, clock: Clock) -> Sequence[CheckResult]:
     """See `Inspector`."""
     login = find_login(load_settings(config.home))
     if login is None:
-        return [Finding(name="credentials", is_ok=False, note="none are found", command=LOGIN_COMMAND)]
+        return [CheckResult(name="credentials", is_ok=False, note="none are found", command=LOGIN_COMMAND)]
     return await inspect_project(Sdk(login))
 
 
-async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]) -> Sequence[TypeFinding]:
+async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]) -> Sequence[TypeCheckResult]:
     """See `InspectsTypes`."""
     login = find_login(load_settings(config.home))
     if login is None or not login.project:
@@ -47,28 +47,28 @@ def write_policy(config: Config) -> str:
     return write_role(login.project if login else "")
 
 
-async def inspect_project(sdk: Sdk) -> Sequence[Finding]:
+async def inspect_project(sdk: Sdk) -> Sequence[CheckResult]:
     """In the order in which they depend on each other; the first that fails ends it. Raises CloudError only where
     Google cannot be reached."""
     login = sdk.login
     try:
         await sdk.call(_refresh)
     except AuthError as error:
-        return [Finding(name="credentials", is_ok=False, note=error.message, command=LOGIN_COMMAND)]
-    findings = [Finding(name="credentials", is_ok=True, note=login.source)]
+        return [CheckResult(name="credentials", is_ok=False, note=error.message, command=LOGIN_COMMAND)]
+    findings = [CheckResult(name="credentials", is_ok=True, note=login.source)]
     if not login.project:
         command = "gcloud config set project PROJECT"
-        return [*findings, Finding(name="project", is_ok=False, note="none is named", command=command)]
-    findings.append(Finding(name="project", is_ok=True, note=login.project))
+        return [*findings, CheckResult(name="project", is_ok=False, note="none is named", command=command)]
+    findings.append(CheckResult(name="project", is_ok=True, note=login.project))
     quotas: Mapping[str, Mapping[str, float]] = {}
     try:
         quotas = await sdk.call(_list_gpu_quotas)
     except DisabledError as error:
         command = f"gcloud services enable compute.googleapis.com --project={login.project}"
-        return [*findings, Finding(name="api", is_ok=False, note=error.message, command=command)]
+        return [*findings, CheckResult(name="api", is_ok=False, note=error.message, command=command)]
     except AuthError:
         pass  # it answers; what is missing is told below
-    findings.append(Finding(name="api", is_ok=True, note="Compute Engine answers"))
+    findings.append(CheckResult(name="api", is_ok=True, note="Compute Engine answers"))
     findings.append(await _inspect_permissions(sdk))
     if not findings[-1].is_ok and findings[-1].is_needed:
         return findings
@@ -77,26 +77,26 @@ async def inspect_project(sdk: Sdk) -> Sequence[Finding]:
     return [*findings, everywhere, *judge_quotas(quotas, login.project)]
 
 
-async def _inspect_permissions(sdk: Sdk) -> Finding:
+async def _inspect_permissions(sdk: Sdk) -> CheckResult:
     try:
         return judge_permissions(await sdk.call(_list_permissions), sdk.login.project)
     except AuthError as error:
         command = f"gcloud services enable cloudresourcemanager.googleapis.com --project={sdk.login.project}"
         note = f"cannot be told: {error.message}"
-        return Finding(name="permissions", is_ok=False, note=note, command=command, is_needed=False)
+        return CheckResult(name="permissions", is_ok=False, note=note, command=command, is_needed=False)
 
 
-async def _inspect_network(sdk: Sdk) -> Finding:
+async def _inspect_network(sdk: Sdk) -> CheckResult:
     name = sdk.login.settings.network
     try:
         await sdk.call(_look_at_network)
-    except MissingError as error:
+    except NotFoundError as error:
         command = f"gcloud compute networks create {name} --subnet-mode=auto --project={sdk.login.project}"
-        return Finding(name="network", is_ok=False, note=error.message, command="" if "/" in name else command)
-    return Finding(name="network", is_ok=True, note=name)
+        return CheckResult(name="network", is_ok=False, note=error.message, command="" if "/" in name else command)
+    return CheckResult(name="network", is_ok=True, note=name)
 
 
-def require(findings: Sequence[Finding]) -> None:
+def require(findings: Sequence[CheckResult]) -> None:
     """Raises AuthError for the first finding that stands in the way."""
     for finding in findings:
         if finding.is_needed and not finding.is_ok:
@@ -104,29 +104,29 @@ def require(findings: Sequence[Finding]) -> None:
             raise AuthError(f"{finding.name}: {finding.note}", hints=(hint,))
 
 
-def judge_permissions(allowed: frozenset[str], project: str) -> Finding:
+def judge_permissions(allowed: frozenset[str], project: str) -> CheckResult:
     missing = [name for name in PERMISSIONS if name not in allowed]
     if not missing:
-        return Finding(name="permissions", is_ok=True, note=f"all {len(PERMISSIONS)} that are needed")
+        return CheckResult(name="permissions", is_ok=True, note=f"all {len(PERMISSIONS)} that are needed")
     named = ", ".join(missing[:NAMED_MAX]) + (f" and {len(missing) - NAMED_MAX} more" if missing[NAMED_MAX:] else "")
     command = (
         f"broker check --policy gcp > broker-role.yaml && gcloud iam roles create {ROLE} --project={project} "
         f"--file=broker-role.yaml && gcloud projects add-iam-policy-binding {project} --member=user:EMAIL "
         f"--role=projects/{project}/roles/{ROLE}"
     )
-    return Finding(name="permissions", is_ok=False, note=f"missing: {named}", command=command)
+    return CheckResult(name="permissions", is_ok=False, note=f"missing: {named}", command=command)
 
 
-def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> Finding:
+def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> CheckResult:
     """The limit that new projects run into first, whatever their regions would give."""
     quota = quotas.get(ALL_REGIONS)
     limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
     note = f"{used:g} of {limit:g} in use" if limit else "none: on-demand GPUs cannot be had in any region"
     name, command = "quota of all GPUs", "" if limit else ask_for_more(project, ALL_REGIONS, "", ASKED_GPUS)
-    return Finding(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
+    return CheckResult(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
 
 
-def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> list[Finding]:
+def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> list[CheckResult]:
     """One line an accelerator. Wanting quotas do not stand in the way: there are other accelerators and clouds."""
     findings = []
     for accelerator, metric in GPU_METRICS.items():
@@ -140,7 +140,7 @@ def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> lis
         region = next((region for region, found in quotas.items() if metric in found), HOME_REGION)
         command = ask_for_more(project, metric, region, ASKED_GPUS)
         findings.append(
-            Finding(
+            CheckResult(
                 name=f"quota {accelerator}",
                 is_ok=bool(best),
                 note=f"{note}{more}" if best else "none in any region",

@@ -12,14 +12,14 @@ from broker.clock import Clock
 from broker.clouds.gcp import firewall, instances
 from broker.clouds.gcp.callers import find_callers
 from broker.clouds.gcp.check import inspect_project, require
-from broker.clouds.gcp.launching import Launcher
+from broker.clouds.gcp.launching import NodeLauncher
 from broker.clouds.gcp.login import Login, find_login, is_sdk_installed
 from broker.clouds.gcp.machine import check_request
-from broker.clouds.gcp.memory import KEEP_ENDED_S, Memory
 from broker.clouds.gcp.names import NodeId
 from broker.clouds.gcp.operations import Ending, read_endings
 from broker.clouds.gcp.sdk import Clients, Sdk
 from broker.clouds.gcp.settings import load_settings
+from broker.clouds.gcp.state_file import KEEP_ENDED_S, GcpStateFile
 from broker.clouds.tape import Listener
 from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
@@ -36,7 +36,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
     login = find_login(load_settings(config.home))
     if login is None or not is_sdk_installed():
         return None
-    return GcpCloud(login, memory=Memory(config.home / "gcp"), clock=clock)
+    return GcpCloud(login, state_file=GcpStateFile(config.home / "gcp"), clock=clock)
 
 
 class GcpCloud:
@@ -53,16 +53,16 @@ class GcpCloud:
         self,
         login: Login,
         *,
-        memory: Memory,
+        state_file: GcpStateFile,
         clock: Clock,
         callers: Callable[[Login], Sequence[str]] = find_callers,
     ) -> None:
         self._login = login
-        self._memory = memory
+        self._state_file = state_file
         self._clock = clock
         self._sdk = Sdk(login)
         self._unseen: frozenset[str] | None = None  # regions that the newest list left out; None: there was none yet
-        self._launcher = Launcher(self._sdk, clock=clock, find_callers=callers)
+        self._launcher = NodeLauncher(self._sdk, clock=clock, find_callers=callers)
 
     @property
     def user(self) -> str:
@@ -97,7 +97,7 @@ class GcpCloud:
         nodes = await self._launcher.launch(request)
         if any(node.cluster != request.cluster for node in nodes):
             raise InvalidRequestError(f"token {request.token} was used for another request")
-        self._memory.note(nodes, now_s=self._clock.now_s())
+        self._state_file.note(nodes, now_s=self._clock.now_s())
         return nodes
 
     async def find_account(self) -> str:
@@ -112,7 +112,7 @@ class GcpCloud:
         project = await self.find_account()
         found_by_google, unseen_zones = await self._list_all(owner)
         listed = {node.id: node for node in found_by_google}
-        known = {node_id: node for node_id, node in self._memory.read().items() if node.owner == owner}
+        known = {node_id: node for node_id, node in self._state_file.read().items() if node.owner == owner}
         missing = [node for node in known.values() if node.id not in listed and node.state is not NodeState.TERMINATED]
         unseen: dict[str, CloudError] = {
             zone.rpartition("-")[0]: TransientError(f"Google could not look into {zone}") for zone in unseen_zones
@@ -123,7 +123,7 @@ class GcpCloud:
         now_s = self._clock.now_s()
         nodes = {**known, **found, **listed}
         changed = [node for node in nodes.values() if known.get(node.id) != node]
-        self._memory.note(changed, now_s=now_s)
+        self._state_file.note(changed, now_s=now_s)
         await self._tidy(list(nodes.values()), changed)
         kept = [node for node in nodes.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or node.id in listed]
         return NodeList(nodes=tuple(kept), account=project, unseen=unseen)
@@ -179,7 +179,7 @@ class GcpCloud:
 
     def _find_dead(self, request: NodeRequest) -> Sequence[Node]:
         """The nodes of a token that was used up: Google has forgotten them, and would make them anew after an hour."""
-        nodes = [node for node in self._memory.read().values() if node.token == request.token]
+        nodes = [node for node in self._state_file.read().values() if node.token == request.token]
         is_dead = nodes and all(node.state is NodeState.TERMINATED for node in nodes)
         return sorted(nodes, key=lambda node: node.rank) if is_dead else ()
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from broker.clouds.gcp.faults import BusyError, ExistsError, MissingError
+from broker.clouds.gcp.errors import BusyError, ExistsError, NotFoundError
 from broker.clouds.gcp.instances import as_cloud_error
 from broker.clouds.gcp.machine import network_path
 from broker.clouds.gcp.names import gang_name, owner_prefix, peers_tag, read_description
@@ -134,5 +134,5 @@ def _delete(clients: Clients, project: str, name: str) -> None:
     try:
         clients.get("Firewalls").delete_unary(project=project, firewall=name, timeout=TIMEOUT_S)
     except Exception as error:
-        if not isinstance(as_cloud_error(error), MissingError | BusyError):
+        if not isinstance(as_cloud_error(error), NotFoundError | BusyError):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from broker.clouds.gcp.faults import MissingError
+from broker.clouds.gcp.errors import NotFoundError
 from broker.clouds.gcp.sdk import Clients
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest
@@ -50,7 +50,7 @@ def find_image(clients: Clients, request: NodeRequest) -> str:
             return path
     names = ", ".join(f"`{family}`" for _, family in list_families(request))
     hint = "Name one in the task: `image_id: projects/PROJECT/global/images/IMAGE`."
-    raise MissingError(f"Google has retired the images that broker starts from: {names}", hints=(hint,))
+    raise NotFoundError(f"Google has retired the images that broker starts from: {names}", hints=(hint,))
 
 
 def _find_newest(clients: Clients, project: str, family: str) -> str:

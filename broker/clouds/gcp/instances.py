@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.clouds.gcp.faults import BusyError, ExistsError, MissingError, translate
+from broker.clouds.gcp.errors import BusyError, ExistsError, NotFoundError, translate
 from broker.clouds.gcp.machine import make_gang, make_instance
 from broker.clouds.gcp.names import (
     STOP_LABEL,
     NodeId,
-    instance_names,
     label_value,
     read_description,
     request_id,
@@ -59,14 +58,6 @@ def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> Non
     except Exception as error:
         if not isinstance(as_cloud_error(error), ExistsError):
             raise
-
-
-def find_gang(clients: Clients, request: NodeRequest, zone: str) -> list[Node]:
-    """The nodes of this request that stand in `zone`, by rank: asked for by name, which is never behind the times."""
-    found = [
-        fetch(clients, NodeId(project=clients.login.project, zone=zone, name=each)) for each in instance_names(request)
-    ]
-    return [node for node in found if node is not None]
 
 
 def fetch(clients: Clients, where: NodeId) -> Node | None:
@@ -145,7 +136,7 @@ def delete(clients: Clients, where: NodeId) -> None:
             project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
         )
     except Exception as error:
-        if not isinstance(as_cloud_error(error), MissingError):
+        if not isinstance(as_cloud_error(error), NotFoundError):
             raise
 
 

@@ -29,7 +29,7 @@ CALLERS_KNOWN_S = 60.0  # one gang after another asks once
 log = logging.getLogger(__name__)
 
 
-class Launcher:
+class NodeLauncher:
     def __init__(self, sdk: Sdk, *, clock: Clock, find_callers: Callable[[Login], Sequence[str]]) -> None:
         self._sdk = sdk
         self._login = sdk.login

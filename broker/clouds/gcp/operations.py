@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from broker.clouds.gcp.faults import read_operation_error
+from broker.clouds.gcp.errors import read_operation_error
 from broker.clouds.gcp.names import NodeId, owner_prefix
 from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
 from broker.errors import UnknownOutcomeError

@@ -49,7 +49,7 @@ class Quota:
 
 
 @noun
-class Need:
+class QuotaNeed:
     """So much of one quota; `metrics` in the order in which Google draws on them."""
 
     what: str
@@ -57,7 +57,7 @@ class Need:
     amount: float
 
 
-def list_needs(request: NodeRequest) -> list[Need]:
+def list_needs(request: NodeRequest) -> list[QuotaNeed]:
     """What a gang takes of a region's quotas. A spot machine draws on the preemptible quota where there is one, else
     on the ordinary one; cores of accelerator machines are not counted."""
     offer, is_spot, count = request.placement.offer, request.placement.is_spot, request.placement.node_count
@@ -65,11 +65,13 @@ def list_needs(request: NodeRequest) -> list[Need]:
     metric = GPU_METRICS.get(offer.accelerator or "")
     if metric:
         metrics = (f"PREEMPTIBLE_{metric}", metric) if is_spot else (metric, f"PREEMPTIBLE_{metric}")
-        needs.append(Need(what=f"{offer.accelerator} GPUs", metrics=metrics, amount=offer.accelerator_count * count))
+        needs.append(
+            QuotaNeed(what=f"{offer.accelerator} GPUs", metrics=metrics, amount=offer.accelerator_count * count)
+        )
     if not offer.accelerator or "+" in offer.instance_type:
         own = _cpu_metric(offer)
         drawn = ("PREEMPTIBLE_CPUS", own) if is_spot else (own,)
-        needs.append(Need(what="vCPUs", metrics=drawn, amount=offer.vcpus * count))
+        needs.append(QuotaNeed(what="vCPUs", metrics=drawn, amount=offer.vcpus * count))
     return needs
 
 
@@ -89,15 +91,15 @@ def read_project_quotas(clients: Clients) -> Mapping[str, Quota]:
     return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
 
 
-def list_project_needs(request: NodeRequest) -> list[Need]:
+def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
     """On-demand GPUs of any kind count against one limit; what spot machines count against, Google does not say."""
     offer, count = request.placement.offer, request.placement.node_count
     if not offer.accelerator or request.placement.is_spot:
         return []
-    return [Need(what="GPUs of any kind", metrics=(ALL_REGIONS,), amount=offer.accelerator_count * count)]
+    return [QuotaNeed(what="GPUs of any kind", metrics=(ALL_REGIONS,), amount=offer.accelerator_count * count)]
 
 
-def check_quotas(needs: Sequence[Need], quotas: Mapping[str, Quota], *, project: str, region: str = "") -> None:
+def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, project: str, region: str = "") -> None:
     """Raises QuotaError with the figures where no quota that may be drawn on has enough left."""
     for need in needs:
         known = [quotas[each] for each in need.metrics if each in quotas]

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from broker.clouds.gcp.faults import translate
+from broker.clouds.gcp.errors import translate
 from broker.clouds.gcp.login import Login
 from broker.clouds.tape import Exchange, Listener
 

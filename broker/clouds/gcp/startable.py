@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from broker.clouds.findings import TypeFinding, group_offers
+from broker.clouds.findings import TypeCheckResult, group_offers
 from broker.clouds.gcp.images import find_image, image_kind
 from broker.clouds.gcp.instances import as_cloud_error
 from broker.clouds.gcp.machine import HYPERDISK_MACHINES, RDMA_MACHINES, check_request
@@ -16,7 +16,7 @@ from broker.types import MachineSpec, NodeRequest, Offer, Placement
 Quotas = Mapping[str, Quota]
 
 
-async def judge_types(sdk: Sdk, offers: Sequence[Offer]) -> Sequence[TypeFinding]:
+async def judge_types(sdk: Sdk, offers: Sequence[Offer]) -> Sequence[TypeCheckResult]:
     """One for each accelerator and count. Raises CloudError where the project cannot be asked."""
     regions = await sdk.call(_read_all_quotas)
     everywhere = await sdk.call(read_project_quotas)
@@ -49,11 +49,11 @@ def _judge_in(
     regions: Mapping[str, Quotas],
     everywhere: Quotas,
     images: dict[str, str],
-) -> TypeFinding:
+) -> TypeCheckResult:
     """`images`: what was found out about each kind of image, for the next machine."""
 
-    def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeFinding:
-        return TypeFinding(
+    def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
+        return TypeCheckResult(
             accelerator=name,
             instance_type=offer.instance_type,
             ways=ways,

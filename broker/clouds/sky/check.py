@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from broker.clock import Clock
-from broker.clouds.findings import Finding
+from broker.clouds.findings import CheckResult
 from broker.clouds.sky.engine import Engine
-from broker.clouds.sky.faults import COLORS, NotInstalledError
+from broker.clouds.sky.errors import COLORS, NotInstalledError
 from broker.clouds.sky.login import find_python
 from broker.clouds.sky.makers import make_engine
-from broker.clouds.sky.memory import Memory
-from broker.clouds.sky.orders import NO_AUTODOWN
+from broker.clouds.sky.state_file import SkyStateFile
+from broker.clouds.sky.task_spec import NO_AUTODOWN
 from broker.config import Config
 from broker.errors import CloudError, TransientError
 from broker.nouns import noun
@@ -26,7 +26,7 @@ COMMANDS: dict[type[CloudError], str] = {NotInstalledError: INSTALL, TransientEr
 class Survey:
     """What SkyPilot said about all clouds together; `fault` stands where it could not be asked."""
 
-    server: Finding
+    server: CheckResult
     enabled: tuple[str, ...] = ()
 
 
@@ -39,32 +39,32 @@ class SkyInspector:
         self._cloud = cloud
         self._engine = engine
 
-    async def glance(self, config: Config, *, clock: Clock) -> Sequence[Finding]:
+    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """As of SkyPilot's last check. What it has enabled is remembered: these can be launched on from now on."""
         engine = self._find_engine()
         if engine is None:
-            return [Finding(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
+            return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
         key = str(config.home)
         if key not in self._surveys:
-            self._surveys[key] = await survey(engine, Memory(config.home / "sky"))
+            self._surveys[key] = await survey(engine, SkyStateFile(config.home / "sky"))
         found = self._surveys[key]
         return [found.server, self._judge(found.enabled)] if found.server.is_ok else [found.server]
 
-    async def inspect(self, config: Config, *, clock: Clock) -> Sequence[Finding]:
+    async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
         """Has SkyPilot ask the cloud itself, and shows what it says about it."""
         engine = self._find_engine()
         if engine is None:
-            return [Finding(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
-        memory = Memory(config.home / "sky")
-        found = await survey(engine, memory)
+            return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
+        state_file = SkyStateFile(config.home / "sky")
+        found = await survey(engine, state_file)
         if not found.server.is_ok:
             return [found.server]
         is_enabled, text = await engine.check(self._cloud)
-        memory.note_enabled(await engine.list_enabled())
+        state_file.note_enabled(await engine.list_enabled())
         findings = [found.server, self._judge([self._cloud] if is_enabled else [], read_reason(text))]
         if is_enabled and self._cloud in NO_AUTODOWN:
             note = "its machines cannot end themselves: what broker loses sight of runs until `broker gc`"
-            findings.append(Finding(name="lease", is_ok=False, note=note, is_needed=False))
+            findings.append(CheckResult(name="lease", is_ok=False, note=note, is_needed=False))
         return findings
 
     def write_policy(self, config: Config) -> str:
@@ -75,27 +75,27 @@ class SkyInspector:
         python = find_python() if self._engine is None else None
         return make_engine(python) if python else self._engine
 
-    def _judge(self, enabled: Sequence[str], reason: str = "") -> Finding:
+    def _judge(self, enabled: Sequence[str], reason: str = "") -> CheckResult:
         if self._cloud in enabled:
-            return Finding(name="login", is_ok=True, note="enabled in SkyPilot")
+            return CheckResult(name="login", is_ok=True, note="enabled in SkyPilot")
         note = reason or "not enabled in SkyPilot"
-        return Finding(name="login", is_ok=False, note=note, command=f"sky check {self._cloud}")
+        return CheckResult(name="login", is_ok=False, note=note, command=f"sky check {self._cloud}")
 
 
 PERMISSIONS = "# https://docs.skypilot.co/en/latest/cloud-setup/cloud-permissions/index.html"
 
 
-async def survey(engine: Engine, memory: Memory) -> Survey:
+async def survey(engine: Engine, state_file: SkyStateFile) -> Survey:
     """Starts no server. Where none answers, what was remembered stays as it is."""
     try:
         server = await engine.hello()
         enabled = await engine.list_enabled()
     except CloudError as error:
         command = next((command for kind, command in COMMANDS.items() if isinstance(error, kind)), LOOK)
-        return Survey(server=Finding(name="skypilot", is_ok=False, note=error.message, command=command))
-    memory.note_enabled(enabled)
+        return Survey(server=CheckResult(name="skypilot", is_ok=False, note=error.message, command=command))
+    state_file.note_enabled(enabled)
     note = f"SkyPilot {server['version']} at {server['url']}"
-    return Survey(server=Finding(name="skypilot", is_ok=True, note=note), enabled=tuple(enabled))
+    return Survey(server=CheckResult(name="skypilot", is_ok=True, note=note), enabled=tuple(enabled))
 
 
 def read_reason(text: str) -> str:

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from broker.clock import Clock
 from broker.clouds.sky.engine import Engine, WorkerEngine
-from broker.clouds.sky.faults import CHECK_HINT, MissingError
+from broker.clouds.sky.errors import CHECK_HINT, ClusterNotFoundError
 from broker.clouds.sky.gangs import (
     FAILED,
     NAME,
-    Gang,
     Look,
+    SkyGang,
     adopt,
     is_broken,
     judge,
@@ -24,8 +24,8 @@ from broker.clouds.sky.gangs import (
     make_prefix,
     read_name,
 )
-from broker.clouds.sky.memory import Memory
-from broker.clouds.sky.orders import make_task
+from broker.clouds.sky.state_file import SkyStateFile
+from broker.clouds.sky.task_spec import make_task
 from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, TransientError
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
@@ -43,10 +43,10 @@ class SkyCloud:
     settle_s: ClassVar[float] = 10.0
     name: str  # one class for all clouds behind SkyPilot
 
-    def __init__(self, name: str, *, engine: Engine, memory: Memory, clock: Clock) -> None:
+    def __init__(self, name: str, *, engine: Engine, state_file: SkyStateFile, clock: Clock) -> None:
         self.name = name
         self._engine = engine
-        self._memory = memory
+        self._state_file = state_file
         self._clock = clock
         self._refreshed_s = float("-inf")
 
@@ -57,7 +57,7 @@ class SkyCloud:
 
     async def check(self) -> None:
         enabled = await self._engine.list_enabled()
-        self._memory.note_enabled(enabled)
+        self._state_file.note_enabled(enabled)
         if self.name not in enabled:
             raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"Run `sky check {self.name}`.",))
 
@@ -65,7 +65,7 @@ class SkyCloud:
         """Waits `VERDICT_S` for a refusal; machines that are still on their way by then are PENDING."""
         task = make_task(request)
         name = make_name(request)
-        gang = self._memory.read().get(name)
+        gang = self._state_file.read().get(name)
         if gang is not None and (gang.cluster, gang.attempt) != (request.cluster, request.attempt):
             raise InvalidRequestError(f"token {request.token} was used for another request")
         if gang is None:
@@ -81,7 +81,9 @@ class SkyCloud:
     async def list_nodes(self, owner: str) -> NodeList:
         """Ends on the way what a failed launch left behind."""
         known = {
-            name: gang for name, gang in self._memory.read().items() if (gang.owner, gang.cloud) == (owner, self.name)
+            name: gang
+            for name, gang in self._state_file.read().items()
+            if (gang.owner, gang.cloud) == (owner, self.name)
         }
         waiting = [
             gang.request_id for gang in known.values() if gang.request_id and not gang.was_up and not gang.ended_s
@@ -89,7 +91,7 @@ class SkyCloud:
         look = await self._engine.look(make_prefix(owner), waiting)
         gangs = {**self._adopt_strangers(owner, look), **known}
         nodes: list[Node] = []
-        changed: list[Gang] = []
+        changed: list[SkyGang] = []
         for before in gangs.values():
             gang, state = judge(before, look, now_s=self._clock.now_s())
             gang, state = await self._reach(gang, state, look)
@@ -100,7 +102,7 @@ class SkyCloud:
             if is_broken(gang, look):
                 await self._engine.end(gang.name)
             nodes.extend(list_nodes_of(gang, state))
-        self._memory.note(changed, now_s=self._clock.now_s())
+        self._state_file.note(changed, now_s=self._clock.now_s())
         await self._refresh([node for node in nodes if node.is_spot and node.state is NodeState.RUNNING])
         return NodeList(nodes=tuple(nodes))
 
@@ -108,12 +110,12 @@ class SkyCloud:
         """A node is ended with its whole gang: SkyPilot knows no part of a cluster."""
         failures: list[CloudError] = []
         for name in self._list_names([node.id for node in nodes]):
-            gang = self._memory.read().get(name)
+            gang = self._state_file.read().get(name)
             if gang is not None and gang.ended_s is None:
-                self._memory.note([replace(gang, is_down_asked=True)], now_s=self._clock.now_s())
+                self._state_file.note([replace(gang, is_down_asked=True)], now_s=self._clock.now_s())
             try:
                 await self._engine.end(name)
-            except MissingError:
+            except ClusterNotFoundError:
                 continue
             except CloudError as error:
                 failures.append(error)
@@ -129,7 +131,7 @@ class SkyCloud:
     async def start_nodes(self, ids: Sequence[str]) -> None:
         """By launching again, which also starts the keeper; SkyPilot's own start would leave nobody to end it."""
         for name in self._list_names(ids):
-            gang = self._memory.read().get(name)
+            gang = self._state_file.read().get(name)
             look = await self._engine.look(name, [])
             seen = look.find(name)
             if seen is None:
@@ -141,26 +143,26 @@ class SkyCloud:
                     f"how {name} was launched is not in this state folder", hints=(f"Run `sky start {name}`.",)
                 )
             request_id = await self._engine.launch(name, gang.task)
-            self._memory.note([replace(gang, request_id=request_id)], now_s=self._clock.now_s())
+            self._state_file.note([replace(gang, request_id=request_id)], now_s=self._clock.now_s())
 
     def _list_names(self, ids: Sequence[str]) -> Sequence[str]:
         return list(dict.fromkeys(read_name(node_id) for node_id in ids))
 
-    async def _launch(self, gang: Gang) -> Gang:
+    async def _launch(self, gang: SkyGang) -> SkyGang:
         """Once: what SkyPilot has or is making already is taken over."""
         look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
         if look.find(gang.name) is None and not look.is_launching(gang.name) and not gang.was_seen:
             if look.read_status(gang.request_id) in FAILED:
                 return gang
-            self._memory.note([gang], now_s=self._clock.now_s())
+            self._state_file.note([gang], now_s=self._clock.now_s())
             gang = replace(gang, request_id=await self._engine.launch(gang.name, gang.task))
         elif not gang.request_id:
             request_id = next((each.id for each in look.requests if each.cluster == gang.name), "")
             gang = replace(gang, request_id=request_id)
-        self._memory.note([gang], now_s=self._clock.now_s())
+        self._state_file.note([gang], now_s=self._clock.now_s())
         return gang
 
-    async def _wait_for_verdict(self, gang: Gang) -> tuple[Look, Gang, NodeState | None]:
+    async def _wait_for_verdict(self, gang: SkyGang) -> tuple[Look, SkyGang, NodeState | None]:
         start_s, look_s = self._clock.now_s(), LOOK_S
         while True:
             look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
@@ -168,12 +170,12 @@ class SkyCloud:
             gang, state = await self._reach(gang, state, look)
             is_late = self._clock.now_s() - start_s >= VERDICT_S
             if state not in (None, NodeState.PENDING) or is_broken(gang, look) or is_late:
-                self._memory.note([gang], now_s=self._clock.now_s())
+                self._state_file.note([gang], now_s=self._clock.now_s())
                 return look, gang, state
             await self._clock.sleep(look_s)
             look_s = min(LOOK_S_MAX, look_s * 1.5)
 
-    async def _reach(self, gang: Gang, state: NodeState | None, look: Look) -> tuple[Gang, NodeState | None]:
+    async def _reach(self, gang: SkyGang, state: NodeState | None, look: Look) -> tuple[SkyGang, NodeState | None]:
         """A gang that is up counts as RUNNING once we know how to reach it; after each start that is elsewhere."""
         seen = look.find(gang.name)
         if state is not NodeState.RUNNING or seen is None or seen.launched_at == gang.reached_at:
@@ -181,10 +183,10 @@ class SkyCloud:
         path = await self._engine.write_ssh(gang.name)
         if path is None:
             return gang, NodeState.PENDING
-        self._memory.keep_ssh(gang.name, path)
+        self._state_file.keep_ssh(gang.name, path)
         return replace(gang, reached_at=seen.launched_at), state
 
-    async def _read_refusal(self, gang: Gang, look: Look) -> CloudError:
+    async def _read_refusal(self, gang: SkyGang, look: Look) -> CloudError:
         """Why the launch failed, once nothing is left of it; TransientError where that cannot be told yet."""
         try:
             await self._engine.fetch(gang.request_id)
@@ -198,12 +200,12 @@ class SkyCloud:
             await self._engine.end(gang.name)
             await self._clock.sleep(LOOK_S_MAX)
             look = await self._engine.look(gang.name, [])
-        self._memory.forget(gang.name)
+        self._state_file.forget(gang.name)
         if isinstance(reason, CapacityError) and self.name not in await self._engine.list_enabled():
             return AuthError(f"SkyPilot has not enabled {self.name}", hints=(CHECK_HINT,))
         return reason
 
-    def _adopt_strangers(self, owner: str, look: Look) -> dict[str, Gang]:
+    def _adopt_strangers(self, owner: str, look: Look) -> dict[str, SkyGang]:
         """Ours by name, and not in the memory: the state folder was lost, or a command died at the wrong moment."""
         names = {each.name for each in look.clusters}
         names |= {each.cluster for each in look.requests if look.is_launching(each.cluster)}

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from broker.clouds.sky.faults import Fault, translate
+from broker.clouds.sky.errors import SkyError, translate
 from broker.clouds.sky.gangs import Look, Request, Seen
 from broker.errors import AuthError, TransientError, UnknownOutcomeError
 
@@ -138,7 +138,7 @@ class WorkerEngine:
             with self._lock:
                 self._waiting.pop(call_id, None)
         if "fault" in reply:
-            raise translate(Fault.parse(reply["fault"]), does_change=does_change)
+            raise translate(SkyError.parse(reply["fault"]), does_change=does_change)
         return reply["value"]
 
     def _send(self, verb: str, arguments: Mapping[str, Any]) -> tuple[int, Future[Any]]:

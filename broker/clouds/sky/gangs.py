@@ -26,7 +26,7 @@ STATES = {
 
 
 @noun
-class Gang:
+class SkyGang:
     """What we remember of one launch. `task` is what SkyPilot was given; `ended_s` is None while it lives."""
 
     name: str
@@ -101,9 +101,9 @@ def make_name(request: NodeRequest) -> str:
     return f"{make_prefix(request.owner)}{request.placement.offer.cloud}-{request.token}"
 
 
-def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> Gang:
+def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> SkyGang:
     placement = request.placement
-    return Gang(
+    return SkyGang(
         name=make_name(request),
         cloud=placement.offer.cloud,
         owner=request.owner,
@@ -120,14 +120,14 @@ def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> Ga
     )
 
 
-def adopt(name: str, owner: str, seen: Seen | None) -> Gang | None:
+def adopt(name: str, owner: str, seen: Seen | None) -> SkyGang | None:
     """A gang of ours that we do not remember: what its name and labels tell."""
     found = NAME.fullmatch(name)
     if found is None:
         return None
     labels = seen.labels if seen else {}
     attempt = labels.get(ATTEMPT_LABEL, "")
-    return Gang(
+    return SkyGang(
         name=name,
         cloud=found["cloud"],
         owner=owner,
@@ -140,7 +140,7 @@ def adopt(name: str, owner: str, seen: Seen | None) -> Gang | None:
     )
 
 
-def judge(gang: Gang, look: Look, *, now_s: float) -> tuple[Gang, NodeState | None]:
+def judge(gang: SkyGang, look: Look, *, now_s: float) -> tuple[SkyGang, NodeState | None]:
     """How a gang stands; None where nothing proves that SkyPilot ever heard of it.
 
     It has ended when its cluster has left SkyPilot's table, where it stays until it is confirmed gone, and nothing is
@@ -162,7 +162,7 @@ def judge(gang: Gang, look: Look, *, now_s: float) -> tuple[Gang, NodeState | No
     return replace(gang, ended_s=now_s, reason=_tell_end(gang, status)), NodeState.TERMINATED
 
 
-def _tell_end(gang: Gang, status: str) -> str:
+def _tell_end(gang: SkyGang, status: str) -> str:
     if gang.is_down_asked:
         return NodeEnd.TERMINATED
     if gang.was_up or status == "SUCCEEDED":
@@ -170,7 +170,7 @@ def _tell_end(gang: Gang, status: str) -> str:
     return "refused"
 
 
-def is_broken(gang: Gang, look: Look) -> bool:
+def is_broken(gang: SkyGang, look: Look) -> bool:
     """Whether a launch failed half-way and left something behind."""
     return (
         look.find(gang.name) is not None
@@ -180,7 +180,7 @@ def is_broken(gang: Gang, look: Look) -> bool:
     )
 
 
-def list_nodes_of(gang: Gang, state: NodeState) -> Sequence[Node]:
+def list_nodes_of(gang: SkyGang, state: NodeState) -> Sequence[Node]:
     return [
         Node(
             id=f"{gang.name}/{rank}",

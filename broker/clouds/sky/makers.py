@@ -20,15 +20,15 @@ def make_cloud(name: str, config: Config, *, clock: Clock) -> SkyCloud | None:
     """None without a file that names the cloud, so that who has no SkyPilot pays for one look at the disk."""
     if not (config.home / "sky" / ENABLED).is_file():
         return None
-    from broker.clouds.sky.memory import Memory
+    from broker.clouds.sky.state_file import SkyStateFile
 
-    memory = Memory(config.home / "sky")
-    python = find_python() if name in memory.read_enabled() else None
+    state_file = SkyStateFile(config.home / "sky")
+    python = find_python() if name in state_file.read_enabled() else None
     if python is None:
         return None
     from broker.clouds.sky.cloud import SkyCloud
 
-    return SkyCloud(name, engine=make_engine(python), memory=memory, clock=clock)
+    return SkyCloud(name, engine=make_engine(python), state_file=state_file, clock=clock)
 
 
 @cache

@@ -11,7 +11,7 @@ from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.gcp.cloud import make_cloud as make_own
 from broker.clouds.sky.gangs import NAME
 from broker.clouds.sky.makers import make_cloud as make_behind
-from broker.clouds.sky.orders import is_tpu
+from broker.clouds.sky.task_spec import is_tpu
 from broker.config import Config
 from broker.types import Node, NodeList, NodeRequest
 

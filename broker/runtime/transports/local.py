@@ -14,7 +14,7 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Completed, Shell
-from broker.runtime.ignoring import walk
+from broker.runtime.skyignore import walk
 from broker.runtime.streams import LINE_BYTES_MAX, Stream
 from broker.types import Node
 
@@ -99,7 +99,7 @@ async def connect(folder: Path, header: Mapping[str, object]) -> tuple[asyncio.S
 
 
 def copy(source: Path, target: Path) -> None:
-    """As rsync: what has the same size and time stays, nothing is deleted; `ignoring` says what stays behind."""
+    """As rsync: what has the same size and time stays, nothing is deleted; `skyignore` decides what is excluded."""
     if not source.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         copy_file(source, target / source.name if target.is_dir() else target)

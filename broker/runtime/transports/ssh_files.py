@@ -13,7 +13,7 @@ from typing import IO, Protocol
 
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.base import Completed
-from broker.runtime.ignoring import walk
+from broker.runtime.skyignore import walk
 from broker.runtime.transports.ssh_call import call, explain, find_program
 from broker.types import Node
 
@@ -50,7 +50,7 @@ class Remote:
 async def put_files(
     streams: Streams, node: Node, source: Path, target: str, *, remote_shell: str, destination: str
 ) -> None:
-    """As rsync: what has the same size and time stays, nothing is deleted; `ignoring` says what stays behind."""
+    """As rsync: what has the same size and time stays, nothing is deleted; `skyignore` decides what is excluded."""
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
     if not source.is_dir():

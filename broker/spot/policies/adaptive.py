@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from broker.spot.durations import class_of
-from broker.spot.forecast import Market, expect_second_chance, read_market
+from broker.spot.forecast import SpotMarket, expect_second_chance, read_market
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -83,16 +83,16 @@ class _Scale:
 
     view: JobView
     refuge: Candidate
-    markets: Sequence[Market]
+    markets: Sequence[SpotMarket]
     prior: Prior
-    best: Market  # the open market that is best to be in, else the one that is best to wait for
+    best: SpotMarket  # the open market that is best to be in, else the one that is best to wait for
     outlook: ValueFunction  # by the terms of `basis`
-    basis: Market
+    basis: SpotMarket
     spare: float
     work: float
 
     @classmethod
-    def of(cls, view: JobView, refuge: Candidate, markets: Sequence[Market], prior: Prior) -> _Scale:
+    def of(cls, view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = refuge.start_hours
         work = view.work_left_hours / refuge.speed
@@ -207,7 +207,7 @@ class _Scale:
             return Move(target=best.candidate, reason="another place is cheaper, the move included")
         return stay
 
-    def loss_of(self, market: Market) -> float:
+    def loss_of(self, market: SpotMarket) -> float:
         """What being lost there now costs."""
         here = self.outlook.locate(self.work, self.spare)
         on = self.outlook.run.read(class_of(market.candidate.age_hours), here)
@@ -228,7 +228,7 @@ class _Scale:
         return min(each.candidate.age_hours for each in self.markets)
 
     @cached_property
-    def _awaited(self) -> tuple[Market, ValueFunction] | None:
+    def _awaited(self) -> tuple[SpotMarket, ValueFunction] | None:
         """The cheapest place that is closed, if cheaper than the best open one, and its table."""
         closed = [each for each in self.markets if not each.candidate.is_open and each.price < self.best.price]
         if not closed or not self.best.candidate.is_open:
@@ -246,7 +246,7 @@ class _Scale:
         )
 
 
-def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[Market]) -> Decision:
+def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[SpotMarket]) -> Decision:
     """Time is free: the place with the least price of work, losses included."""
     opened = [each for each in markets if each.candidate.is_open and each.outlives_start]
     if current is not None and not current.is_spot:
@@ -266,7 +266,7 @@ def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: S
 
 
 def _find_outlook(
-    view: JobView, refuge: Candidate, markets: Sequence[Market], best: Market, prior: Prior
+    view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], best: SpotMarket, prior: Prior
 ) -> ValueFunction:
     assert view.time_left_hours is not None
     chance = expect_second_chance(markets, best)

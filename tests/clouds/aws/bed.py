@@ -15,8 +15,8 @@ from broker.clouds.aws.settings import Settings
 from broker.clouds.aws.tags import CLUSTER, OWNER, TAGGED_AT_LAUNCH, read_tags
 from broker.clouds.base import Cloud
 from broker.types import Node, Offer
+from tests.clouds.clock_jumps import JumpingClock
 from tests.clouds.contract import Bed
-from tests.clouds.jumping import JumpingClock
 from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 

@@ -15,7 +15,7 @@ from broker.clouds.aws.check import inspect_account
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.policy import make_policy
 from broker.clouds.aws.settings import Settings
-from broker.clouds.findings import Finding
+from broker.clouds.findings import CheckResult
 from tests.cli.conftest import Shell
 from tests.clouds.aws.bed import AwsBed, open_session
 from tests.clouds.contract import OWNER
@@ -23,8 +23,8 @@ from tests.testbed.ec2 import FakeAws
 from tests.testbed.ec2_account import Account
 
 
-def inspect(bed: AwsBed, settings: Settings | None = None) -> dict[str, Finding]:
-    found: Sequence[Finding] = asyncio.run(inspect_account(Clients(open_session), settings or bed.settings, OWNER))
+def inspect(bed: AwsBed, settings: Settings | None = None) -> dict[str, CheckResult]:
+    found: Sequence[CheckResult] = asyncio.run(inspect_account(Clients(open_session), settings or bed.settings, OWNER))
     return {each.name: each for each in found}
 
 

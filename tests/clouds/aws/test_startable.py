@@ -12,7 +12,7 @@ import pytest
 from broker.clock import SystemClock
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.startable import judge_types
-from broker.clouds.findings import TypeFinding, group_offers
+from broker.clouds.findings import TypeCheckResult, group_offers
 from broker.types import Offer
 from tests.cli.conftest import Shell
 from tests.clouds.aws.bed import OFFER, AwsBed, open_session
@@ -25,7 +25,7 @@ def make_offer(instance_type: str, accelerator: str, count: int, *, vcpus: int =
     return replace(OFFER, spot_usd_hour=0.5, ondemand_usd_hour=1.0, **{**fields, **changes})  # type: ignore[arg-type]
 
 
-def judge(bed: AwsBed, *offers: Offer) -> dict[str, TypeFinding]:
+def judge(bed: AwsBed, *offers: Offer) -> dict[str, TypeCheckResult]:
     found = asyncio.run(judge_types(Clients(open_session), bed.settings, offers, clock=SystemClock()))
     assert not bed.account.find_actions() & {"ec2:RunInstances", "ec2:CreateSecurityGroup", "ec2:CreateFleet"}
     return {each.accelerator: each for each in found}

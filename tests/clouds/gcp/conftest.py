@@ -12,10 +12,10 @@ from broker.clock import SystemClock
 from broker.clouds.gcp import login
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.gcp.login import Login
-from broker.clouds.gcp.memory import Memory
+from broker.clouds.gcp.state_file import GcpStateFile
 from broker.types import Node, NodeRequest, Offer, Placement
+from tests.clouds.clock_jumps import JumpingClock
 from tests.clouds.contract import Bed
-from tests.clouds.jumping import JumpingClock
 from tests.testbed.gce import FakeGce
 from tests.testbed.gce_server import serve
 
@@ -33,7 +33,7 @@ class Bench:
     def make_cloud(self, **changes: Any) -> GcpCloud:
         """Another process would make its own, over the same state folder."""
         mine = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
-        return GcpCloud(mine, memory=Memory(self.folder), clock=SystemClock())
+        return GcpCloud(mine, state_file=GcpStateFile(self.folder), clock=SystemClock())
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
@@ -49,7 +49,7 @@ class GcpBed(Bed):
         self.cloud = self.reopen()
 
     def reopen(self) -> GcpCloud:
-        return GcpCloud(self.login, memory=Memory(self.folder), clock=self.clock)
+        return GcpCloud(self.login, state_file=GcpStateFile(self.folder), clock=self.clock)
 
     def fill(self) -> None:
         self.gce.capacity["us-central1-a", "n1-standard-4"] = 0

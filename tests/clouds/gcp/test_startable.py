@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from google.cloud import compute_v1
 
-from broker.clouds.findings import TypeFinding
+from broker.clouds.findings import TypeCheckResult
 from broker.clouds.gcp import images, machine, quotas
 from broker.clouds.gcp.sdk import Sdk
 from broker.clouds.gcp.settings import Settings
@@ -18,7 +18,7 @@ from broker.types import NodeRequest, Offer
 MakeOffer = Callable[..., Offer]
 
 
-def judge(bench: Any, *offers: Offer) -> dict[str, TypeFinding]:
+def judge(bench: Any, *offers: Offer) -> dict[str, TypeCheckResult]:
     found = bench.run(judge_types(Sdk(bench.make_cloud()._login), offers))
     assert bench.gce.list_names() == [] and not bench.gce.firewalls
     return {each.accelerator: each for each in found}

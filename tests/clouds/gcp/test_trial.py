@@ -7,7 +7,7 @@ import pytest
 
 from broker.clouds.base import Cloud
 from broker.clouds.gcp.cloud import GcpCloud
-from broker.clouds.gcp.memory import Memory
+from broker.clouds.gcp.state_file import GcpStateFile
 from tests.clouds.beds import Bed
 from tests.clouds.gcp.conftest import GcpBed
 from tests.clouds.trial import TrialSuite
@@ -18,4 +18,4 @@ class TestTrial(TrialSuite):
 
     def reopen_at(self, bed: Bed, url: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Cloud:
         assert isinstance(bed, GcpBed)
-        return GcpCloud(replace(bed.login, endpoint=url), memory=Memory(folder), clock=bed.clock)
+        return GcpCloud(replace(bed.login, endpoint=url), state_file=GcpStateFile(folder), clock=bed.clock)

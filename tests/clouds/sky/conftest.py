@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from broker.clouds.sky.cloud import SkyCloud
-from broker.clouds.sky.faults import Fault, translate
+from broker.clouds.sky.errors import SkyError, translate
 from broker.clouds.sky.gangs import Look, Request, Seen
-from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.state_file import SkyStateFile
 from broker.errors import UnknownOutcomeError
 from broker.types import Node, Offer
+from tests.clouds.clock_jumps import JumpingClock
 from tests.clouds.contract import Bed
-from tests.clouds.jumping import JumpingClock
 
 ACCEPT_S, BOOT_S, DOWN_S = 2.0, 180.0, 30.0  # a request waits for a worker; a cluster comes up; it goes
 IDS = itertools.count(1)
@@ -34,7 +34,7 @@ class Job:
     begun_s: float
     end_s: float
     task: Mapping[str, Any] = field(default_factory=dict)
-    fault: Fault | None = None
+    fault: SkyError | None = None
     status: str = "RUNNING"
 
 
@@ -48,7 +48,7 @@ class FakeEngine:
         self.clusters: dict[str, Seen] = {}
         self.launched: list[tuple[str, Mapping[str, Any]]] = []
         self.refreshed: list[Sequence[str]] = []
-        self.refusal: Fault | None = None  # of every launch from now on
+        self.refusal: SkyError | None = None  # of every launch from now on
         self.refuses_late = False  # once machines have been made
         self.loses_next_answer = False
 
@@ -174,15 +174,15 @@ class SkyBed(Bed):
         self.cloud = self.reopen()
 
     def reopen(self) -> SkyCloud:
-        return SkyCloud("lambda", engine=self.engine, memory=Memory(self.folder / "sky"), clock=self.clock)
+        return SkyCloud("lambda", engine=self.engine, state_file=SkyStateFile(self.folder / "sky"), clock=self.clock)
 
     def fill(self) -> None:
-        history = (Fault(type="CloudError", codes=("instance-operations/launch/insufficient-capacity",)),)
-        self.engine.refusal = Fault(type="ResourcesUnavailableError", message="Failed", history=history)
+        history = (SkyError(type="CloudError", codes=("instance-operations/launch/insufficient-capacity",)),)
+        self.engine.refusal = SkyError(type="ResourcesUnavailableError", message="Failed", history=history)
 
     def exhaust_quota(self) -> None:
-        history = (Fault(type="ProvisionerError", message="CPUS: 8 of 8", codes=("QUOTA_EXCEEDED",)),)
-        self.engine.refusal = Fault(type="ResourcesUnavailableError", message="Failed", history=history)
+        history = (SkyError(type="ProvisionerError", message="CPUS: 8 of 8", codes=("QUOTA_EXCEEDED",)),)
+        self.engine.refusal = SkyError(type="ResourcesUnavailableError", message="Failed", history=history)
 
     def log_out(self) -> None:
         self.engine.enabled = []

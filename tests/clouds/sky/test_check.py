@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.findings import CanGlance, Finding
+from broker.clouds.findings import CanGlance, CheckResult
 from broker.clouds.sky import check
 from broker.clouds.sky.check import SkyInspector
-from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.state_file import SkyStateFile
 from broker.config import Config
 from broker.errors import TransientError
 
@@ -21,7 +21,7 @@ def config(bed: Any) -> Config:
     return Config(home=bed.folder, owner="me")
 
 
-def find(findings: Sequence[Finding], name: str) -> Finding:
+def find(findings: Sequence[CheckResult], name: str) -> CheckResult:
     return next(each for each in findings if each.name == name)
 
 
@@ -32,7 +32,7 @@ def test_a_cloud_that_is_enabled(bed: Any, config: Config, verb: str) -> None:
     findings = asyncio.run(getattr(inspector, verb)(config, clock=bed.clock))
     assert all(each.is_ok for each in findings)
     assert find(findings, "skypilot").note == "SkyPilot 0.14.1 at http://127.0.0.1:46580"
-    assert Memory(config.home / "sky").read_enabled() == ["lambda"]
+    assert SkyStateFile(config.home / "sky").read_enabled() == ["lambda"]
 
 
 def test_a_cloud_that_is_not_says_why_in_skypilots_words(bed: Any, config: Config) -> None:
@@ -62,7 +62,7 @@ def test_a_server_that_does_not_answer_takes_nothing_back(
     bed: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its clouds are down for a minute, not disabled."""
-    Memory(config.home / "sky").note_enabled(["lambda"])
+    SkyStateFile(config.home / "sky").note_enabled(["lambda"])
 
     async def fail() -> None:
         raise TransientError("SkyPilot: no answer (ApiServerConnectionError)")
@@ -71,7 +71,7 @@ def test_a_server_that_does_not_answer_takes_nothing_back(
     for verb in ("glance", "inspect"):
         (finding,) = asyncio.run(getattr(SkyInspector("lambda", bed.engine), verb)(config, clock=bed.clock))
         assert (finding.name, finding.is_ok, finding.command) == ("skypilot", False, "sky api start")
-    assert Memory(config.home / "sky").read_enabled() == ["lambda"]
+    assert SkyStateFile(config.home / "sky").read_enabled() == ["lambda"]
 
 
 def test_without_skypilot_its_installation_is_what_is_missing(

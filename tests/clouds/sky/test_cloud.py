@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.sky.faults import Fault
-from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.errors import SkyError
+from broker.clouds.sky.state_file import SkyStateFile
 from broker.errors import AuthError, CapacityError, InvalidRequestError
 from broker.types import Node, NodeState
 from tests.clouds.beds import make_node
@@ -18,7 +18,9 @@ from tests.clouds.contract import OWNER, list_of, make_request, wait_state
 PENDING, RUNNING, STOPPED, TERMINATED = (
     NodeState.PENDING, NodeState.RUNNING, NodeState.STOPPED, NodeState.TERMINATED,
 )  # fmt: skip
-NO_ROOM = Fault(type="ResourcesUnavailableError", message="Failed to provision", history=(Fault(type="CloudError"),))
+NO_ROOM = SkyError(
+    type="ResourcesUnavailableError", message="Failed to provision", history=(SkyError(type="CloudError"),)
+)
 
 
 def list_states(nodes: Sequence[Node]) -> list[tuple[int, NodeState, str]]:
@@ -102,7 +104,7 @@ def test_a_launch_that_fails_early_with_machines_is_refused_once_they_are_gone(b
 
 
 def test_refusals_of_a_cloud_that_is_not_enabled_end_the_search(bed: Any) -> None:
-    bed.engine.refusal, bed.engine.enabled = Fault(type="ResourcesUnavailableError", message="No launchable"), []
+    bed.engine.refusal, bed.engine.enabled = SkyError(type="ResourcesUnavailableError", message="No launchable"), []
 
     async def act() -> None:
         with pytest.raises(AuthError) as caught:
@@ -165,7 +167,7 @@ def test_a_cloud_does_not_list_its_neighbours(bed: Any) -> None:
         await bed.cloud.create_nodes(request)
         await wait_state(bed, request.token, RUNNING)
         for folder in (bed.folder / "sky", bed.folder / "none"):
-            other = SkyCloud("nebius", engine=bed.engine, memory=Memory(folder), clock=bed.clock)
+            other = SkyCloud("nebius", engine=bed.engine, state_file=SkyStateFile(folder), clock=bed.clock)
             assert not (await other.list_nodes(OWNER)).nodes
 
     asyncio.run(act())
@@ -233,8 +235,8 @@ def test_ids_of_another_cloud_are_refused(bed: Any) -> None:
 
 def test_check_remembers_what_skypilot_has_enabled(bed: Any) -> None:
     asyncio.run(bed.cloud.check())
-    assert Memory(bed.folder / "sky").read_enabled() == ["lambda"]
+    assert SkyStateFile(bed.folder / "sky").read_enabled() == ["lambda"]
     bed.engine.enabled = ["nebius"]
     with pytest.raises(AuthError, match="has not enabled lambda"):
         asyncio.run(bed.cloud.check())
-    assert Memory(bed.folder / "sky").read_enabled() == ["nebius"]
+    assert SkyStateFile(bed.folder / "sky").read_enabled() == ["nebius"]

@@ -13,7 +13,7 @@ from broker.clock import SystemClock
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.sky import makers
 from broker.clouds.sky.login import find_python
-from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.state_file import SkyStateFile
 from broker.config import Config
 
 
@@ -67,7 +67,7 @@ def test_a_cloud_is_usable_when_skypilot_said_so_last(no_skypilot: Path, tmp_pat
     config = Config(home=tmp_path / "home", owner="me")
     write_program(no_skypilot / "sky", f"#!{sys.executable}")
     assert makers.make_azure(config, clock=SystemClock()) is None
-    Memory(config.home / "sky").note_enabled(["azure"])
+    SkyStateFile(config.home / "sky").note_enabled(["azure"])
     cloud = makers.make_azure(config, clock=SystemClock())
     assert cloud is not None and cloud.name == "azure"
     assert makers.make_lambda(config, clock=SystemClock()) is None

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from broker.clouds import CLOUDS
-from broker.clouds.base import CanExtend, CanPrepare, CanStop, CanSweep, HandsOutHosts
+from broker.clouds.base import CanExtend, CanPrepare, CanStop, CanSweep, ProvidesSshHosts
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.clouds.sky import tpus
 from broker.clouds.sky.cloud import SkyCloud
-from broker.clouds.sky.memory import Memory
+from broker.clouds.sky.state_file import SkyStateFile
 from broker.clouds.sky.tpus import TpuCloud
 from broker.config import Config
 from broker.errors import TransientError
@@ -50,7 +50,7 @@ def own() -> Own:
 
 @pytest.fixture
 def cloud(bed: Any, own: Any) -> TpuCloud:
-    behind = SkyCloud("gcp", engine=bed.engine, memory=Memory(bed.folder / "sky"), clock=bed.clock)
+    behind = SkyCloud("gcp", engine=bed.engine, state_file=SkyStateFile(bed.folder / "sky"), clock=bed.clock)
     return TpuCloud(own, behind)
 
 
@@ -85,7 +85,7 @@ def test_half_a_list_is_no_list(cloud: TpuCloud, own: Own) -> None:
 
 def test_it_can_what_googles_adapter_can(cloud: TpuCloud) -> None:
     """With SkyPilot beside it, Google's machines still boot with our script and are reached by ssh."""
-    for ability in (CanExtend, CanPrepare, CanStop, CanSweep, HandsOutHosts):
+    for ability in (CanExtend, CanPrepare, CanStop, CanSweep, ProvidesSshHosts):
         assert isinstance(cloud, ability), ability.__name__
     assert cloud.settle_s == max(GcpCloud.settle_s, SkyCloud.settle_s)
     assert CLOUDS["gcp"] == "broker.clouds.sky.tpus:make_cloud"

@@ -1,0 +1,60 @@
+"""Exchanges clouds of the live book: a copy is written aside and renamed, one writer at a time."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+from broker.catalog.book import Book
+from broker.catalog.bundle import locate_live_book, open_live_book
+from broker.catalog.schema import INDEXES
+from broker.catalog.staleness import CloudFacts
+from broker.catalog.writer import BookWriter
+from broker.errors import StateError
+from broker.locks import hold_lock
+from broker.types import Offer
+
+
+def replace_clouds(
+    cache: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool = False
+) -> None:
+    """Put the clouds' new offers in place of what the live book has of them; `book` where there is no live one yet.
+
+    `is_alone` leaves no other cloud. Readers see the old book or the new one, never a part. Of two writers the second
+    waits and adds to what the first wrote. Raises StateError; then the old book stands.
+    """
+    target = locate_live_book(cache)
+    aside = target.with_suffix(f".{os.urandom(8).hex()}.tmp")
+    try:
+        with hold_lock(cache / "prices.lock"):
+            try:
+                _write_aside(aside, open_live_book(cache) or book, clouds, is_alone=is_alone)
+                aside.replace(target)
+            finally:
+                aside.unlink(missing_ok=True)
+    except (sqlite3.Error, OSError) as error:
+        raise StateError(f"the new prices cannot be written to {cache}: {error}", hints=["is the disk full?"]) from None
+
+
+def _write_aside(
+    aside: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool
+) -> None:
+    os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with closing(sqlite3.connect(aside)) as database:
+        book.copy_to(database)
+        if is_alone:
+            database.executescript("DELETE FROM offers; DELETE FROM types; DELETE FROM clouds")
+        writer = BookWriter(database)
+        for facts, offers in clouds:
+            writer.replace_cloud(facts, offers)
+        database.commit()
+        database.executescript(INDEXES)
+        database.execute("VACUUM")
+    descriptor = os.open(aside, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # a rename may outlive a power cut that its bytes don't
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""How old prices may grow before a plan says so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, date, datetime
+
+from broker.nouns import noun
+from broker.types import Placement
+
+# Spot prices move within days; list prices change a few times a year.
+SPOT_DAYS_MAX = 7
+ONDEMAND_DAYS_MAX = 90
+
+
+@noun
+class CloudFacts:
+    """Of one cloud: the ISO dates of its on-demand and spot prices, where an offer has none of its own, and the
+    source."""
+
+    cloud: str
+    ondemand_as_of: str
+    spot_as_of: str
+    source: str
+
+
+@noun
+class PriceAge:
+    """Of one cloud: ISO dates of its prices, whole days since, and whether they are older than they should be."""
+
+    ondemand_as_of: str
+    spot_as_of: str
+    ondemand_days: int
+    spot_days: int
+    is_ondemand_stale: bool
+    is_spot_stale: bool
+
+
+def describe_age(ondemand_as_of: str, spot_as_of: str, now_s: float) -> PriceAge:
+    """How old two ISO dates are at `now_s`."""
+    return PriceAge(
+        ondemand_as_of=ondemand_as_of,
+        spot_as_of=spot_as_of,
+        ondemand_days=measure_age_days(ondemand_as_of, now_s),
+        spot_days=measure_age_days(spot_as_of, now_s),
+        is_ondemand_stale=is_stale(ondemand_as_of, now_s, is_spot=False),
+        is_spot_stale=is_stale(spot_as_of, now_s, is_spot=True),
+    )
+
+
+def warn_if_stale(placement: Placement, now_s: float) -> str | None:
+    """One line where the price that would be paid is older than it should be; None where it is not, or is pretended."""
+    as_of, cloud = placement.as_of, placement.offer.cloud
+    if not as_of or cloud == "local" or not is_stale(as_of, now_s, is_spot=placement.is_spot):
+        return None
+    model = "spot" if placement.is_spot else "on-demand"
+    days = measure_age_days(as_of, now_s)
+    return f"{cloud}'s {model} prices are {days} days old; update them with `broker catalog update --cloud {cloud}`"
+
+
+def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
+    """Two lines for a list of prices, (cloud, is spot, ISO date) of each: which are old, and the remedy. None if none
+    is old."""
+    days: dict[tuple[bool, str], int] = {}
+    for cloud, is_spot, as_of in dates:
+        if as_of and cloud != "local" and is_stale(as_of, now_s, is_spot=is_spot):
+            days[is_spot, cloud] = max(days.get((is_spot, cloud), 0), measure_age_days(as_of, now_s))
+    parts = []
+    for is_spot, model in ((False, "on-demand"), (True, "spot")):
+        if found := [f"{cloud} ({days[kind, cloud]} days)" for kind, cloud in sorted(days) if kind is is_spot]:
+            parts.append(f"{model} of {', '.join(found)}")
+    clouds = sorted({cloud for _, cloud in days})
+    only = f" --cloud {clouds[0]}" if len(clouds) == 1 else ""
+    return f"old prices: {'; '.join(parts)}\nupdate them with `broker catalog update{only}`" if parts else None
+
+
+def measure_age_days(as_of: str, now_s: float) -> int:
+    """Whole days since an ISO date; a date to come counts as today."""
+    return max(0, (datetime.fromtimestamp(now_s, UTC).date() - date.fromisoformat(as_of)).days)
+
+
+def is_stale(as_of: str, now_s: float, *, is_spot: bool) -> bool:
+    return measure_age_days(as_of, now_s) > (SPOT_DAYS_MAX if is_spot else ONDEMAND_DAYS_MAX)

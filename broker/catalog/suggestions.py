@@ -1,0 +1,101 @@
+"""Explains names that the book doesn't have: clouds, regions, zones, instance types, accelerators."""
+
+from __future__ import annotations
+
+import difflib
+import sqlite3
+from collections.abc import Iterable, Sequence
+
+from broker.errors import UnknownNameError
+from broker.types import Resources
+
+NEAR_COUNT = 3
+PLACES = "offers o JOIN types t ON t.id = o.type JOIN texts x ON x.id = o."
+
+
+class Suggestions:
+    """Looks only where an answer is needed: each check reads whole columns."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def check(self, resources: Resources) -> None:
+        """Raises UnknownNameError for the first name that is sold nowhere, or not where it is asked for."""
+        cloud = resources.cloud.lower() if resources.cloud else None
+        if cloud and cloud not in (clouds := self._list("SELECT cloud FROM clouds")):
+            raise _explain("cloud", cloud, clouds, _hint_cloud(cloud))
+        of_cloud = f" of {cloud}" if cloud else ""
+        for kind, name in (("region", resources.region), ("zone", resources.zone)):
+            if not name:
+                continue
+            known = self._list(f"SELECT DISTINCT x.text FROM {PLACES}{kind} WHERE ?1 IS NULL OR t.cloud = ?1", cloud)
+            if not _has(known, name):
+                raise _explain(f"{kind}{of_cloud}", name, known, self._locate(name))
+        if resources.region and resources.zone:
+            inside = (
+                f"SELECT DISTINCT x.text FROM {PLACES}zone JOIN texts r ON r.id = o.region "
+                "WHERE (?1 IS NULL OR t.cloud = ?1) AND r.text = ?2 COLLATE NOCASE"
+            )
+            known = self._list(inside, cloud, resources.region)
+            if not _has(known, resources.zone):
+                raise _explain(f"zone of {resources.region}", resources.zone, known, self._locate(resources.zone))
+        if resources.instance_type:
+            types = "SELECT DISTINCT instance_type FROM types WHERE ?1 IS NULL OR cloud = ?1"
+            self.check_instance_type(resources.instance_type, self._list(types, cloud), of_cloud)
+
+    def check_instance_type(self, name: str, known: Iterable[str] | None = None, of_cloud: str = "") -> None:
+        """Raises UnknownNameError for a machine that none of `known`, or of all there are, is called like."""
+        known = self._list("SELECT DISTINCT instance_type FROM types") if known is None else known
+        if not _has(known, name):
+            rows = self._list("SELECT DISTINCT cloud FROM types WHERE instance_type = ?1 COLLATE NOCASE", name)
+            raise _explain(f"instance type{of_cloud}", name, known, [f"available on {cloud}" for cloud in sorted(rows)])
+
+    def check_cloud(self, name: str) -> None:
+        """Raises UnknownNameError for a cloud without prices."""
+        self.check(Resources(cloud=name))
+
+    def explain_accelerator(self, name: str) -> UnknownNameError:
+        """Make the error for an unknown accelerator."""
+        known = self._list("SELECT name FROM accelerators UNION SELECT accelerator FROM types WHERE accelerator != ''")
+        return _explain("accelerator", name, known, ["list all with `broker gpus`"])
+
+    def _locate(self, name: str) -> Sequence[str]:
+        """Where a region or zone of this name is, and how to write it."""
+        hints = []
+        for kind in ("region", "zone"):
+            rows = self._database.execute(
+                f"SELECT DISTINCT t.cloud, r.text, x.text FROM {PLACES}{kind} JOIN texts r ON r.id = o.region "
+                "WHERE x.text = ? COLLATE NOCASE ORDER BY 1, 2, 3",
+                (name,),
+            )
+            for cloud, region, text in rows:
+                path = f"{cloud}/{region}" if kind == "region" else f"{cloud}/{region}/{text}"
+                hints.append(f"`{text}` is a {kind} of {cloud}: `infra: {path}`")
+        return hints[:NEAR_COUNT]
+
+    def _list(self, query: str, *values: object) -> frozenset[str]:
+        return frozenset(str(row[0]) for row in self._database.execute(query, values))
+
+
+def _has(known: Iterable[str], name: str) -> bool:
+    return name.lower() in {each.lower() for each in known}
+
+
+def _explain(word: str, name: str, known: Iterable[str], more: Sequence[str] = ()) -> UnknownNameError:
+    by_lower = {each.lower(): each for each in sorted(known)}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=20, cutoff=0.6)
+    # Of names that are as near, as zones of a region are, those that come first in the alphabet.
+    near = sorted(close, key=lambda each: (-difflib.SequenceMatcher(None, each, name.lower()).ratio(), each))
+    near = near[:NEAR_COUNT]
+    hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
+    kind, _, place = word.partition(" of ")
+    where = f" in {place}" if place else ""
+    return UnknownNameError(f"unknown {kind} `{name}`{where}", hints=[*hints, *more])
+
+
+def _hint_cloud(cloud: str) -> Sequence[str]:
+    from broker.catalog.sources.skypilot import SkyPilotSource
+
+    if cloud in SkyPilotSource.clouds:
+        return [f"add its prices with `broker catalog update --cloud {cloud}`"]
+    return ["`broker catalog info` lists the clouds with prices"]

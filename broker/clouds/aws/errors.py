@@ -1,0 +1,198 @@
+"""From AWS's error codes to our classes: one table, no look at message texts.
+
+Codes: EC2 API reference, "Error codes"; Service Quotas, SSM and STS references, "Common errors"; names that end in
+`Error` are botocore's own exceptions, for answers that never came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    DeniedError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+
+Kind = Literal["capacity", "quota", "login", "forbidden", "throttled", "invalid", "transient", "unknown"]
+
+CODES: dict[Kind, tuple[str, ...]] = {
+    "capacity": (
+        *("InsufficientInstanceCapacity", "InsufficientCapacity", "InsufficientHostCapacity"),
+        *("InsufficientReservedInstanceCapacity", "UnfulfillableCapacity", "SpotMaxPriceTooLow"),
+        *("InsufficientFreeAddressesInSubnet", "InsufficientAddressCapacity", "InsufficientVolumeCapacity"),
+        *("InsufficientCapacityOnOutpost", "InsufficientCapacityOnHost", "ReservationCapacityExceeded"),
+        *("InsufficientReservedInstancesCapacity", "IncompatibleHostRequirements"),
+        # The zone does not have this machine at all; and an account's first use of a region, which Amazon looks into.
+        *("Unsupported", "PendingVerification"),
+    ),
+    "quota": (
+        *("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "VolumeLimitExceeded"),
+        *("MaxIOPSLimitExceeded", "SecurityGroupLimitExceeded", "RulesPerSecurityGroupLimitExceeded"),
+        *("NetworkInterfaceLimitExceeded", "MaxTemplateLimitExceeded", "MaxTemplateVersionLimitExceeded"),
+        *("PlacementGroupLimitExceeded", "MaxSpotFleetRequestCountExceeded", "MaxScheduledInstanceCapacityExceeded"),
+        *("QuotaExceededException", "ResourceLimitExceeded", "TagLimitExceeded", "HostLimitExceeded"),
+        "AddressLimitExceeded",
+    ),
+    "login": (
+        *("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch"),
+        *("IncompleteSignature", "IncompleteSignatureException", "MissingAuthenticationToken", "ExpiredToken"),
+        *("MissingAuthenticationTokenException", "ExpiredTokenException", "RequestExpired", "NotAuthorized"),
+        *("Blocked", "OptInRequired", "NoCredentialsError", "PartialCredentialsError", "AccountProblem"),
+        *("CredentialRetrievalError", "TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError"),
+        *("ProfileNotFound", "ConfigParseError", "LoginRefreshRequired", "SSOError", "MetadataRetrievalError"),
+        *("InvalidSignatureException", "RequestTimeTooSkewed", "InvalidConfigError", "LoginTokenLoadError"),
+    ),
+    "forbidden": (
+        *("UnauthorizedOperation", "AccessDenied", "AccessDeniedException", "DependencyAccessDeniedException"),
+        *("RegionDisabledException", "TagPolicyViolation", "TagPolicyViolationException", "InvalidKeyId"),
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+    ),
+    "throttled": (
+        *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
+        "ThrottledException",
+        *("RequestThrottled", "RequestThrottledException", "PriorRequestNotComplete", "EC2ThrottledException"),
+        *("ProvisionedThroughputExceededException", "SlowDown", "BandwidthLimitExceeded"),
+    ),
+    "invalid": (
+        *("UnsupportedOperation", "UnsupportedTenancy", "UnsupportedHibernationConfiguration"),
+        *("InvalidParameter", "InvalidParameterValue", "InvalidParameterCombination", "InvalidParameterDependency"),
+        *("MissingParameter", "UnknownParameter", "ValidationError", "ValidationException", "MalformedQueryString"),
+        *("InvalidAMIID.Malformed", "InvalidAMIID.NotFound", "InvalidAMIID.Unavailable", "InvalidAction"),
+        *("InvalidSubnetID.NotFound", "InvalidSubnetID.Malformed", "InvalidVpcID.NotFound", "InvalidVpcID.Malformed"),
+        *("VPCIdNotSpecified", "DefaultVpcDoesNotExist", "MissingInput", "InvalidInput", "InvalidCharacter"),
+        *("InvalidUserData.Malformed", "InvalidBlockDeviceMapping", "InvalidTagKey.Malformed", "InvalidTag"),
+        *("InvalidZone.NotFound", "InvalidAvailabilityZone", "InvalidInstanceType", "InvalidInput.InstanceType"),
+        *("IdempotentParameterMismatch", "IdempotentInstanceTerminated", "InvalidFleetConfiguration"),
+        *("InvalidLaunchTemplateName.AlreadyExistsException", "InvalidLaunchTemplateName.MalformedException"),
+        *("InvalidLaunchTemplateId.Malformed", "InvalidLaunchTemplateId.VersionNotFound", "InvalidState"),
+        *("InvalidGroup.Duplicate", "InvalidGroup.InUse", "InvalidGroup.Reserved", "InvalidGroupId.Malformed"),
+        *("InvalidPermission.Duplicate", "InvalidPermission.Malformed", "InvalidPermission.NotFound"),
+        *("InvalidPlacementGroup.Duplicate", "InvalidPlacementGroup.InUse", "InvalidSecurity.RequestHasExpired"),
+        *("IncorrectInstanceState", "IncorrectState", "IncorrectSpotRequestState", "InvalidInstanceID.Malformed"),
+        *("InvalidInstanceID.NotLinkable", "InvalidID", "OperationNotPermitted", "InvalidNetworkInterface.InUse"),
+        *("InvalidIamInstanceProfileName.NotFound", "InvalidKeyPair.NotFound", "InvalidPaginationToken"),
+        "InvalidPaginationTokenException",
+        *("ParameterNotFound", "ParameterVersionNotFound", "NoSuchResourceException", "ParamValidationError"),
+        *("IllegalArgumentException", "InvalidResourceStateException", "UnknownOperationException"),
+        *("ResourceAlreadyExists", "EncryptedVolumesNotSupported", "InvalidOptionException", "InvalidRequest"),
+        *("MissingAction", "InvalidQueryParameter", "UnsupportedInstanceAttribute", "UnsupportedProtocol"),
+        *("FilterLimitExceeded", "BootForVolumeTypeUnsupported", "CustomerKeyHasBeenRevoked", "InvalidHostState"),
+        *("InvalidSpotMaxPrice", "InvalidInterface.IpAddressLimitExceeded", "NoRegionError", "InvalidRegionError"),
+    ),
+    "transient": (
+        *("Unavailable", "ServiceUnavailable", "ServiceUnavailableException", "ServerInternal", "ServiceException"),
+        *("InvalidGroup.NotFound", "InvalidPlacementGroup.Unknown", "InvalidInstanceID.NotFound"),
+        *("InvalidLaunchTemplateId.NotFound", "InvalidLaunchTemplateName.NotFoundException", "InvalidVolume.NotFound"),
+        *("DependencyViolation", "EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError"),
+        *("InternalServerError", "ConnectionError", "ConcurrentTagAccess"),
+    ),
+    "unknown": (
+        *("InternalError", "InternalFailure", "RequestAborted", "ReadTimeoutError", "ConnectionClosedError"),
+        *("IncompleteReadError", "ResponseParserError", "HTTPClientError", "ResponseStreamingError"),
+    ),
+}  # fmt: skip
+KINDS: dict[str, Kind] = {code: kind for kind, codes in CODES.items() for code in codes}
+CLASSES: dict[Kind, type[CloudError]] = {
+    "capacity": CapacityError,
+    "quota": QuotaError,
+    "login": AuthError,
+    "forbidden": DeniedError,  # in that region: service control policies commonly allow some regions only
+    "throttled": ThrottledError,
+    "invalid": InvalidRequestError,
+    "transient": TransientError,
+    "unknown": UnknownOutcomeError,
+}
+HINTS: dict[Kind, tuple[str, ...]] = {
+    "capacity": (),  # whoever asked goes on elsewhere
+    "quota": ("`broker check` shows the quotas and the command that asks for more.",),
+    "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
+    "forbidden": (
+        "`broker check --policy aws` prints the permissions that are needed.",
+        "Where an organisation's policy allows some regions only, name those in `aws.toml`: `regions = [...]`.",
+    ),
+    "throttled": ("AWS asks to be asked less often; broker tries again by itself.",),
+    "invalid": (),
+    "transient": (),
+    "unknown": ("`broker status` shows what was made.",),
+}
+
+
+REGION_WIDE = frozenset({"PendingVerification"})  # all other lacks are of one zone
+SET_CLOCK = ("Set this machine's clock: AWS refuses what is signed with a time that is minutes off.",)
+OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would send somebody the wrong way
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": (
+        "Have somebody who may run `aws iam create-service-linked-role --aws-service-name spot.amazonaws.com`, once.",
+    ),
+    "Blocked": ("Amazon has closed this account to new machines: https://console.aws.amazon.com/support tells why.",),
+    "AccountProblem": ("Amazon has closed this account to new machines: https://console.aws.amazon.com/support.",),
+    "InsufficientFreeAddressesInSubnet": (
+        "Name a VPC with larger subnets in `aws.toml`, or end machines that are not used.",
+    ),
+    "InvalidAMIID.NotFound": (
+        "An image belongs to one region: write `image_id: {us-east-1: ami-...}`, or leave it out.",
+    ),
+    "OptInRequired": (
+        "Sign the account up for EC2, or accept the terms of a Marketplace image: "
+        "https://console.aws.amazon.com/marketplace.",
+    ),
+    "PendingVerification": ("Wait for Amazon's mail, up to four hours; other regions may be open already.",),
+    "RequestExpired": SET_CLOCK,
+    "RequestTimeTooSkewed": SET_CLOCK,
+    "Unsupported": ("`aws ec2 describe-instance-type-offerings --location-type availability-zone` lists who has it.",),
+}
+MESSAGE_MAX = 300  # characters; a refusal by IAM brings a thousand that are encoded
+
+
+class ApiError(Exception):
+    """An answer that was no: `code` is AWS's, or the name of botocore's exception where none came."""
+
+    def __init__(self, code: str, message: str, *, operation: str, region: str, status: int = 0) -> None:
+        super().__init__(f"{operation}: {code}")
+        self.code = code
+        self.message = message
+        self.operation = operation
+        self.region = region
+        self.status = status
+
+
+def find_kind(code: str, status: int = 0) -> Kind:
+    """What a code means; one that nobody wrote down goes by its ending and its HTTP status."""
+    known = KINDS.get(code)
+    if known is not None:
+        return known
+    if code.endswith("LimitExceeded"):
+        return "quota"  # as all of EC2's quotas end; its two exceptions are in the table
+    if status == 429:
+        return "throttled"
+    return "unknown" if status >= 500 or status == 0 else "invalid"
+
+
+def translate(refusal: ApiError, *, is_create: bool = False) -> CloudError:
+    """Where nothing can have been made, an answer that never came is merely transient."""
+    kind = find_kind(refusal.code, refusal.status)
+    if kind == "unknown" and not is_create:
+        kind = "transient"
+    text = refusal.message if len(refusal.message) <= MESSAGE_MAX else f"{refusal.message[:MESSAGE_MAX]}..."
+    message = f"{refusal.code}: {text.rstrip('.')} ({refusal.operation}, {refusal.region})"
+    hints = OWN_HINTS.get(refusal.code, HINTS[kind])
+    if kind == "capacity":
+        return CapacityError(message, scope="region" if refusal.code in REGION_WIDE else "zone", hints=hints)
+    return CLASSES[kind](message, hints=hints)
+
+
+@contextmanager
+def translated(*, is_create: bool = False) -> Iterator[None]:
+    """What leaves the adapter is one of our classes."""
+    try:
+        yield
+    except ApiError as refusal:
+        raise translate(refusal, is_create=is_create) from refusal

@@ -1,0 +1,51 @@
+"""Nodes that this installation has seen at Google, which forgets a deleted instance at once.
+
+A file beside the state, so that the next command knows them too. It is a help, not a record: without it, a node that
+is gone is only believed gone when it has been missing for long.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from broker.locks import hold_lock
+from broker.types import Node, NodeState
+
+KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
+
+
+class GcpStateFile:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / "nodes.json"
+
+    def read(self) -> Mapping[str, Node]:
+        """By id; empty where the file is not there or cannot be understood."""
+        try:
+            return {node.id: node for node in msgspec.json.decode(self._path.read_bytes(), type=list[Node])}
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            return {}
+
+    def note(self, nodes: Sequence[Node], *, now_s: float) -> None:
+        """Take over what these nodes look like now; an end is never taken back, and forgotten after an hour."""
+        if not nodes:
+            return
+        with hold_lock(self._folder / "lock"):
+            known = dict(self.read())
+            for node in nodes:
+                before = known.get(node.id)
+                if before is None or before.state is not NodeState.TERMINATED:
+                    known[node.id] = node
+            kept = [node for node in known.values() if now_s - (node.ended_s or now_s) < KEEP_ENDED_S or _lives(node)]
+            aside = self._path.with_suffix(f".{os.getpid()}")
+            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(kept))
+            aside.replace(self._path)
+
+
+def _lives(node: Node) -> bool:
+    return node.state is not NodeState.TERMINATED

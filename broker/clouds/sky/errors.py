@@ -1,0 +1,216 @@
+"""What SkyPilot raises, in our words: one table from the name of its exception to our class. No text is matched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    DeniedError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+from broker.nouns import noun
+
+CHECK_HINT = "Run `sky check` to see which clouds SkyPilot can use, and how to enable the others."
+SERVER_HINT = "Start SkyPilot's API server with `sky api start`, or look at it with `sky api info`."
+POLICY_HINT = (
+    "A policy or a missing permission forbids it there: ask who administers the account, or choose with `--infra`."
+)
+QUOTA_HINT = "Ask the cloud for more in its console, or choose another place with `--infra`."
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
+MESSAGE_MAX = 400
+
+
+class ClusterNotFoundError(InvalidRequestError):
+    """There is no such cluster."""
+
+
+class NotInstalledError(AuthError):
+    """The interpreter has no SkyPilot, or SkyPilot not the part that a cloud needs."""
+
+
+# `sky.exceptions` of 0.14.1, whole; and from `sky.provision.common` what a failover history may hold. Parents stand for
+# themselves only: what SkyPilot names, we name.
+KINDS: dict[str, type[CloudError]] = {
+    "APINotSupportedError": InvalidRequestError,
+    "APIVersionMismatchError": AuthError,
+    "AWSAzFetchingError": AuthError,
+    "ApiServerAuthenticationError": AuthError,
+    "ApiServerConnectionError": TransientError,
+    "CachedClusterUnavailable": TransientError,
+    "ClientError": InvalidRequestError,
+    "CloudError": TransientError,
+    "CloudUserIdentityError": AuthError,
+    "ClusterDoesNotExist": ClusterNotFoundError,
+    "ClusterNotUpError": TransientError,
+    "ClusterOwnerIdentityMismatchError": AuthError,
+    "ClusterSetUpError": TransientError,
+    "ClusterStatusFetchingError": TransientError,
+    "CommandError": TransientError,
+    "CommandFailureException": TransientError,
+    "ConcurrentWorkerExhaustedError": ThrottledError,
+    "ExecutionPausedError": TransientError,
+    "ExecutionPoolFullError": ThrottledError,
+    "ExecutionRetryableError": TransientError,
+    "FetchClusterInfoError": TransientError,
+    "GitError": InvalidRequestError,
+    "InconsistentHighAvailabilityError": InvalidRequestError,
+    "InvalidCloudConfigs": InvalidRequestError,
+    "InvalidCloudCredentials": AuthError,
+    "InvalidClusterNameError": InvalidRequestError,
+    "InvalidRecipeNameError": InvalidRequestError,
+    "InvalidSkyPilotConfigError": InvalidRequestError,
+    "InvalidWorkspaceNameError": InvalidRequestError,
+    "KubeAPIUnreachableError": TransientError,
+    "KubernetesValidationError": InvalidRequestError,
+    "ManagedJobReachedMaxRetriesError": TransientError,
+    "ManagedJobStatusError": TransientError,
+    "ManagedJobUserCancelledError": TransientError,
+    "NetworkError": TransientError,
+    "NoCloudAccessError": AuthError,
+    "NoClusterLaunchedError": TransientError,
+    "NoWorkspaceAccessError": AuthError,
+    "NonExistentStorageAccountError": InvalidRequestError,
+    "NotSupportedError": InvalidRequestError,
+    "PermissionDeniedError": AuthError,
+    "PoolDoesNotExistError": InvalidRequestError,
+    "PortDoesNotExistError": InvalidRequestError,
+    "ProvisionPrechecksError": InvalidRequestError,
+    "ProvisionUnsupportedError": InvalidRequestError,
+    "ProvisionerError": CapacityError,
+    "RecipeAlreadyExistsError": InvalidRequestError,
+    "RequestAlreadyExistsError": TransientError,
+    "RequestCancelled": TransientError,
+    "RequestInterruptedError": TransientError,
+    "ResourcesMismatchError": InvalidRequestError,
+    "ResourcesUnavailableError": CapacityError,
+    "RestfulPolicyError": TransientError,
+    "ServeUserTerminatedError": TransientError,
+    "ServerTemporarilyUnavailableError": ThrottledError,
+    "SkyPilotExcludeArgsBaseException": TransientError,
+    "SkyletInternalError": TransientError,
+    "SkyletMethodNotImplementedError": TransientError,
+    "SkyletUnavailableError": TransientError,
+    "StopFailoverError": TransientError,
+    "StorageBucketCreateError": InvalidRequestError,
+    "StorageBucketDeleteError": TransientError,
+    "StorageBucketGetError": InvalidRequestError,
+    "StorageError": InvalidRequestError,
+    "StorageExternalDeletionError": InvalidRequestError,
+    "StorageInitError": InvalidRequestError,
+    "StorageModeError": InvalidRequestError,
+    "StorageNameError": InvalidRequestError,
+    "StorageSourceError": InvalidRequestError,
+    "StorageSpecError": InvalidRequestError,
+    "StorageUploadError": TransientError,
+    "UserRequestRejectedByPolicy": InvalidRequestError,
+    "VolumeNotFoundError": InvalidRequestError,
+    "VolumeNotReadyError": TransientError,
+    "VolumeTopologyConflictError": InvalidRequestError,
+    "WorkspaceAmbiguousError": InvalidRequestError,
+    "NotForSaleError": CapacityError,  # our worker's: the price book has what SkyPilot's catalog has not
+    # Python's own, as SkyPilot raises them
+    "AssertionError": InvalidRequestError,
+    "ImportError": NotInstalledError,
+    "KeyError": InvalidRequestError,
+    "ModuleNotFoundError": NotInstalledError,
+    "NotImplementedError": InvalidRequestError,
+    "TypeError": InvalidRequestError,
+    "ValueError": InvalidRequestError,
+}
+# What a place itself said, where SkyPilot passes it on: `ProvisionerError.errors[].code`, `CloudError.error_type`.
+CODES: dict[str, type[CloudError]] = {
+    "QUOTA_EXCEEDED": QuotaError,
+    "quotaExceeded": QuotaError,
+    "QuotaExceeded": QuotaError,
+    "LimitExceeded": QuotaError,
+    "OperationNotAllowed": QuotaError,  # Azure's word for a quota of cores
+    "global-soft-quota-exceeded": QuotaError,  # as Lambda puts it
+    "instance-operations/launch/insufficient-capacity": CapacityError,
+    "SkuNotAvailable": CapacityError,
+    "AllocationFailed": CapacityError,
+    "ZonalAllocationFailed": CapacityError,
+    "NotAuthenticated": AuthError,
+    "InvalidAuthenticationToken": AuthError,
+    "ClientAuthenticationError": AuthError,
+    "ReadOnlyDisabledSubscription": AuthError,
+    "SubscriptionNotFound": AuthError,
+    # Policies and missing permissions: https://learn.microsoft.com/azure/azure-resource-manager/troubleshooting/
+    # common-deployment-errors (read 2026-11-22), AWS's and Google's as in the tables of their own adapters.
+    "RequestDisallowedByPolicy": DeniedError,
+    "RequestDisallowedByAzure": DeniedError,
+    "AuthorizationFailed": DeniedError,
+    "LinkedAuthorizationFailed": DeniedError,
+    "ScopeLocked": DeniedError,
+    "UnauthorizedOperation": DeniedError,
+    "AccessDenied": DeniedError,
+    "AccessDeniedException": DeniedError,
+    "CONDITION_NOT_MET": DeniedError,
+    "conditionNotMet": DeniedError,
+}
+
+CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)  # what says more than that a place could not serve
+
+
+@noun
+class SkyError:
+    """An exception of SkyPilot's as its worker describes it. `history`: what each place said that was tried."""
+
+    type: str
+    message: str = ""
+    module: str = ""
+    codes: tuple[str, ...] = ()
+    history: tuple[SkyError, ...] = ()
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any]) -> SkyError:
+        return cls(
+            type=str(found["type"]),
+            message=str(found.get("message", "")),
+            module=str(found.get("module", "")),
+            codes=tuple(str(code) for code in found.get("codes", ())),
+            history=tuple(cls.parse(each) for each in found.get("history", ())),
+        )
+
+
+def translate(fault: SkyError, *, does_change: bool = False) -> CloudError:
+    """By what the place itself said, else by the table; what is in neither may pass, and may have had its effect."""
+    kind = _find_kind(fault)
+    said = [each for each in fault.history if each.message or each.codes]
+    told = next((each for each in said if _find_kind(each) in CLEAR), said[-1] if said else None)
+    if kind is CapacityError and told is not None and _find_kind(told) in CLEAR:
+        kind = _find_kind(told)
+    message = shorten(told.message if told and told.message else fault.message) or fault.type
+    text = f"SkyPilot: {message} ({fault.type})"
+    if kind is None:
+        return (UnknownOutcomeError if does_change else TransientError)(text)
+    if kind is CapacityError:
+        return CapacityError(text, scope="zone")
+    if kind is QuotaError:
+        return QuotaError(text, hints=(QUOTA_HINT,))
+    if kind is DeniedError:
+        return DeniedError(text, hints=(POLICY_HINT,))
+    if issubclass(kind, AuthError):
+        return kind(text, hints=(CHECK_HINT,))
+    if fault.type == "ApiServerConnectionError":
+        return TransientError(text, hints=(SERVER_HINT,))
+    return kind(text)
+
+
+def _find_kind(fault: SkyError) -> type[CloudError] | None:
+    coded = next((CODES[code] for code in fault.codes if code in CODES), None)
+    return coded or KINDS.get(fault.type)
+
+
+def shorten(message: str) -> str:
+    """The first paragraph without colours, on one line."""
+    lines = [line.strip() for line in COLORS.sub("", message).strip().split("\n\n")[0].splitlines()]
+    return " ".join(line for line in lines if line).rstrip(".")[:MESSAGE_MAX]

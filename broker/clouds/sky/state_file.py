@@ -1,0 +1,72 @@
+"""Gangs that this installation asked SkyPilot for, and the clouds that it said it can use: files beside the state.
+
+SkyPilot forgets a cluster the moment it is gone. Without these files its table, names and labels tell nearly the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from broker.clouds.sky.gangs import SkyGang
+from broker.locks import hold_lock
+
+KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
+
+
+class SkyStateFile:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self) -> Mapping[str, SkyGang]:
+        """By name; empty where the file is not there or cannot be understood."""
+        try:
+            found = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[SkyGang])
+        except (OSError, msgspec.DecodeError):
+            return {}
+        return {gang.name: gang for gang in found}
+
+    def note(self, gangs: Sequence[SkyGang], *, now_s: float) -> None:
+        """Take over what these look like now; an end is never taken back, and forgotten after an hour."""
+        if not gangs:
+            return
+        with hold_lock(self._folder / "lock"):
+            known = dict(self.read())
+            for gang in gangs:
+                before = known.get(gang.name)
+                if before is None or before.ended_s is None:
+                    known[gang.name] = gang
+            kept = [gang for gang in known.values() if now_s - (gang.ended_s or now_s) < KEEP_ENDED_S]
+            for gang in gangs:
+                if gang.ended_s is not None:
+                    (self._folder / "ssh" / gang.name).unlink(missing_ok=True)
+            self._write("gangs.json", msgspec.json.encode(kept))
+
+    def forget(self, name: str) -> None:
+        with hold_lock(self._folder / "lock"):
+            self._write("gangs.json", msgspec.json.encode([g for g in self.read().values() if g.name != name]))
+
+    def keep_ssh(self, name: str, file: Path) -> None:
+        """Take over SkyPilot's file that says how to reach a cluster, for the transport."""
+        (self._folder / "ssh").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write(f"ssh/{name}", file.read_bytes())
+
+    def read_enabled(self) -> Sequence[str]:
+        """The clouds that SkyPilot said it can use when it was last asked."""
+        try:
+            return msgspec.json.decode((self._folder / "enabled.json").read_bytes(), type=list[str])
+        except (OSError, msgspec.DecodeError):
+            return ()
+
+    def note_enabled(self, clouds: Sequence[str]) -> None:
+        with hold_lock(self._folder / "lock"):
+            self._write("enabled.json", msgspec.json.encode(sorted(clouds)))
+
+    def _write(self, name: str, content: bytes) -> None:
+        aside = self._folder / f"{name}.{os.getpid()}"
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+        aside.replace(self._folder / name)

@@ -1,0 +1,59 @@
+"""Locks between processes, on files: the kernel releases them with the process, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Wait for the exclusive lock and hold it. Raises OSError where the file cannot be opened."""
+    with _open(path) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Yield True with the exclusive lock held, False if another process (or another call in this one) holds it.
+
+    Raises OSError where the file cannot be opened.
+    """
+    with _open(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_held = False
+        else:
+            is_held = True
+        yield is_held
+
+
+def is_locked(path: Path) -> bool:
+    """Look without taking the lock from anyone who tries: two who look do not see each other."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[int]:
+    """Open the lock file, private, and its folder. Child processes do not inherit the descriptor, nor the lock."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

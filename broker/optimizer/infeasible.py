@@ -1,0 +1,176 @@
+"""Nothing fits: which filter took what, and the smallest changes that would make something fit, each tried out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from broker.errors import NoOfferError
+from broker.nouns import noun
+from broker.types import Estimate, Goal, Plan, Quantity, Resources, Task
+
+HINTS_MAX = 3
+PAIRS_MAX = 40
+DOUBLINGS_MAX = 12
+HALVINGS_MAX = 12
+
+Planner = Callable[[Task], Plan]  # raises NoOfferError
+
+
+@noun
+class Relaxation:
+    """One change of a task. `words` end a sentence that begins with "drop" or the like; fields are what it touches."""
+
+    words: str
+    change: Callable[[Task], Task]
+
+
+def loosen_places(task: Task) -> Task:
+    """The same machines anywhere, in any size and number: what the nearest misses are looked for in."""
+    loose = []
+    for each in task.resources:
+        if each.accelerator:
+            loose.append(Resources(accelerator=each.accelerator))
+        elif each.instance_type:
+            loose.append(Resources(instance_type=each.instance_type))
+        else:
+            loose.append(Resources(cpus=_at_least(each.cpus), memory_gib=_at_least(each.memory_gib)))
+    return replace(task, resources=tuple(loose))
+
+
+def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> NoOfferError:
+    """The error with hints: single changes that help, the cheapest outcome first, else a pair of them.
+
+    `make_plan` is asked with changed tasks, on the widest set of offers that there is.
+    """
+    goal, changes = task.goal, list(_list_relaxations(task))
+    hints = sorted(_try_all([(each,) for each in changes], task, make_plan))
+    if not hints:
+        if goal and goal.deadline_hours is not None:
+            changes.append(Relaxation(words="extend `deadline`", change=_set_goal(deadline_hours=None)))
+        pairs = list(combinations(changes, 2))[:PAIRS_MAX]
+        hints = sorted(_try_all(pairs, task, make_plan))
+    if goal and goal.deadline_hours is not None and goal.work_hours is not None:
+        least = _find_deadline(task, goal, make_plan)
+        if least is not None:
+            hints.insert(0, (0.0, f"extend the deadline: `deadline: {least:g}h` can be met"))
+    found = [text for _, text in hints[:HINTS_MAX]]
+    return NoOfferError(error.message, hints=found or ["list accelerators and prices with `broker gpus`"])
+
+
+def _try_all(groups: Sequence[tuple[Relaxation, ...]], task: Task, make_plan: Planner) -> Iterator[tuple[float, str]]:
+    """(cost, hint) of each group of changes that makes something fit."""
+    for group in groups:
+        changed = task
+        for each in group:
+            changed = each.change(changed)
+        try:
+            plan = make_plan(changed)
+        except NoOfferError:
+            continue
+        best = plan.choice
+        count = len(plan.estimates)
+        words = " and ".join(each.words for each in group)
+        fits = f"{count} placement{'s' if count > 1 else ''} fit{'' if count > 1 else 's'}"
+        yield _cost(best), f"{words}: {fits}, cheapest {_show(best, task.num_nodes)}"
+
+
+def _cost(best: Estimate) -> float:
+    return best.placement.usd_hour if best.expected_usd is None else best.expected_usd
+
+
+def _show(best: Estimate, node_count: int) -> str:
+    offer = best.placement.offer
+    price = f"{best.placement.usd_hour / node_count:.2f} USD/h per node"
+    total = "" if best.expected_usd is None else f", {best.expected_usd:.2f} USD expected"
+    return f"{offer.cloud} {offer.region} {offer.instance_type} at {price}{total}"
+
+
+def _list_relaxations(task: Task) -> Iterator[Relaxation]:
+    """What was asked, each thing taken back in every alternative; a broader place takes the finer ones with it."""
+    for field, also in (("zone", ()), ("region", ("zone",)), ("cloud", ("region", "zone"))):
+        value = _ask(task, field)
+        if value is not None:
+            yield Relaxation(words=f"drop `{field}: {value}`", change=_drop(field, *also))
+    for field, name in (("instance_type", "instance_type"), ("cpus", "cpus"), ("memory_gib", "memory")):
+        value = _ask(task, field)
+        is_named = any(each.accelerator for each in task.resources) or field != "instance_type"
+        if value is not None and is_named:
+            yield Relaxation(words=f"drop `{name}: {value}`", change=_drop(field))
+    if any(each.accelerator for each in task.resources):
+        for count in (1.0, 2.0, 4.0, 8.0, 16.0):
+            if all(each.accelerator_count != count for each in task.resources):
+                yield Relaxation(
+                    words=f"request {count:g} of the accelerator per node", change=_set(accelerator_count=count)
+                )
+    use_spot = _ask(task, "use_spot")
+    if use_spot is not None:
+        yield Relaxation(words=f"set `use_spot: {str(not use_spot).lower()}`", change=_set(use_spot=not use_spot))
+    if _ask(task, "usd_hour_max") is not None:
+        yield Relaxation(words="raise the price limit (`max_hourly_cost`, `--max-price`)", change=_drop("usd_hour_max"))
+    if task.goal and task.goal.budget_usd is not None:
+        yield Relaxation(words="raise `budget`", change=_set_goal(budget_usd=None))
+    if task.goal and task.goal.confidence > 0.5 and task.goal.deadline_hours is not None:
+        yield Relaxation(words="lower `confidence` to 0.5", change=_set_goal(confidence=0.5))
+
+
+def _at_least(size: Quantity | None) -> Quantity | None:
+    return None if size is None else replace(size, is_minimum=True)
+
+
+def _ask(task: Task, field: str) -> object:
+    """What the first alternative that says anything about a field says."""
+    return next((value for each in task.resources if (value := getattr(each, field)) is not None), None)
+
+
+def drop_fields(task: Task, *fields: str) -> Task:
+    """The task without what its alternatives ask for in these fields of Resources."""
+    return _drop(*fields)(task)
+
+
+def _drop(*fields: str) -> Callable[[Task], Task]:
+    return _set(**dict.fromkeys(fields))
+
+
+def _set(**values: object) -> Callable[[Task], Task]:
+    def change(task: Task) -> Task:
+        return replace(task, resources=tuple(replace(each, **values) for each in task.resources))  # type: ignore[arg-type]
+
+    return change
+
+
+def _set_goal(**values: object) -> Callable[[Task], Task]:
+    def change(task: Task) -> Task:
+        return replace(task, goal=replace(task.goal or Goal(), **values))  # type: ignore[arg-type]
+
+    return change
+
+
+def _find_deadline(task: Task, goal: Goal, make_plan: Planner) -> float | None:
+    """The least deadline in hours, to a tenth, that can be met with everything else as it is; None where time does not
+    help or is not what lacks."""
+
+    def fits(hours: float) -> bool:
+        try:
+            make_plan(_set_goal(deadline_hours=hours)(task))
+        except NoOfferError:
+            return False
+        return True
+
+    low = goal.deadline_hours or 0.1
+    high = low
+    for _ in range(DOUBLINGS_MAX):
+        high *= 2
+        if fits(high):
+            break
+    else:
+        return None
+    for _ in range(HALVINGS_MAX):
+        if high - low <= 0.1:
+            break
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    rounded = math.ceil(high * 10) / 10
+    return rounded if rounded > (goal.deadline_hours or 0) else None

@@ -1,0 +1,85 @@
+"""Puts local files into a bucket that a task names, and makes the bucket where there is none yet."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from broker.errors import InvalidRequestError
+from broker.nouns import noun
+from broker.storage import open_bucket
+from broker.storage.base import Bucket, StoredKey
+
+WORKERS = 16
+# scheme -> what makes an empty bucket by its name. Elsewhere a bucket wants a project or an account: that is said.
+CREATORS: dict[str, str] = {
+    "s3": "broker.storage.s3:create_bucket",
+    "r2": "broker.storage.r2:create_bucket",
+}
+BY_HAND = {
+    "gs": "gcloud storage buckets create gs://{name}",
+    "az": "az storage container create --name {name}",
+}
+
+
+@noun
+class UploadResult:
+    """What was there to send, and how much of it went."""
+
+    files: int
+    sent_files: int
+    sent_bytes: int
+    is_new_bucket: bool
+
+
+def ensure_bucket(url: str) -> bool:
+    """True where the bucket of the URL had to be made. Raises InvalidRequestError, AuthError."""
+    scheme, _, rest = url.partition("://")
+    name = rest.partition("/")[0]
+    try:
+        open_bucket(f"{scheme}://{name}").read("broker-is-it-there")
+        return False
+    except InvalidRequestError as error:
+        if scheme not in CREATORS:
+            command = BY_HAND.get(scheme, "").format(name=name)
+            raise InvalidRequestError(
+                f"bucket `{scheme}://{name}` does not exist, or is not readable: {error.message}",
+                hints=(f"create it with `{command}`",) if command else (),
+            ) from error
+    module, _, function = CREATORS[scheme].partition(":")
+    create: Callable[[str], None] = getattr(importlib.import_module(module), function)
+    create(name)
+    return True
+
+
+def send_files(
+    url: str, files: Mapping[str, Path], *, on_sent: Callable[[int, int], None] = lambda sent, total: None
+) -> UploadResult:
+    """Key below the URL -> file. What has the same size there and is no older stays; nothing is deleted.
+
+    `on_sent` is told after each file how many bytes of how many have gone.
+
+    Safe to run again: a file appears whole or not at all, and one that is there is not sent twice.
+    """
+    is_new = ensure_bucket(url)
+    bucket = open_bucket(url)
+    there = {each.key: each for each in bucket.list_keys()}
+    changed = {key: file for key, file in files.items() if is_changed(file, there.get(key))}
+    total, sent = sum(file.stat().st_size for file in changed.values()), 0
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for done in as_completed([pool.submit(_send, bucket, key, file) for key, file in changed.items()]):
+            sent += done.result()
+            on_sent(sent, total)
+    return UploadResult(files=len(files), sent_files=len(changed), sent_bytes=sent, is_new_bucket=is_new)
+
+
+def is_changed(file: Path, there: StoredKey | None) -> bool:
+    status = file.stat()
+    return there is None or there.size_bytes != status.st_size or there.modified_s < status.st_mtime
+
+
+def _send(bucket: Bucket, key: str, file: Path) -> int:
+    bucket.upload(file, key)
+    return file.stat().st_size

@@ -1,0 +1,58 @@
+"""Nodes are remembered across processes, for as long as anybody may ask after them."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from broker.clouds.gcp.state_file import KEEP_ENDED_S, GcpStateFile
+from broker.types import Node, NodeState
+
+NODE = Node(id="p/z/b-me-0-0", cloud="gcp", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
+
+
+def test_what_one_process_notes_another_reads(tmp_path: Path) -> None:
+    GcpStateFile(tmp_path / "gcp").note([NODE], now_s=0)
+    assert GcpStateFile(tmp_path / "gcp").read() == {NODE.id: NODE}
+    assert stat.S_IMODE((tmp_path / "gcp").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "gcp/nodes.json").stat().st_mode) == 0o600
+
+
+def test_an_end_is_never_taken_back_and_forgotten_in_time(tmp_path: Path) -> None:
+    state_file = GcpStateFile(tmp_path)
+    ended = replace(NODE, state=NodeState.TERMINATED, ended_s=100.0, reason="preempted")
+    state_file.note([ended], now_s=100)
+    state_file.note([NODE], now_s=101)
+    assert state_file.read()[NODE.id] == ended
+    state_file.note([replace(NODE, id="p/z/b-me-1-0")], now_s=100 + KEEP_ENDED_S)
+    assert NODE.id not in state_file.read()
+
+
+def test_living_nodes_are_kept_however_old(tmp_path: Path) -> None:
+    state_file = GcpStateFile(tmp_path)
+    state_file.note([NODE], now_s=0)
+    state_file.note([replace(NODE, id="p/z/b-me-1-0")], now_s=10**9)
+    assert len(state_file.read()) == 2
+
+
+def test_a_file_that_cannot_be_read_is_no_memory_and_is_written_anew(tmp_path: Path) -> None:
+    state_file = GcpStateFile(tmp_path)
+    (tmp_path / "nodes.json").write_text('[{"id": ')
+    assert state_file.read() == {}
+    state_file.note([NODE], now_s=0)
+    assert state_file.read() == {NODE.id: NODE}
+
+
+def test_two_at_once_lose_nothing(tmp_path: Path) -> None:
+    def note(number: int) -> None:
+        for count in range(20):
+            GcpStateFile(tmp_path).note([replace(NODE, id=f"p/z/b-me-{number}-{count}")], now_s=0)
+
+    threads = [threading.Thread(target=note, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(GcpStateFile(tmp_path).read()) == 80

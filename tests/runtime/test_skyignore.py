@@ -1,0 +1,138 @@
+"""`.skyignore` and `.gitignore`: the files of a folder that are sent."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from broker.cli.uploads import collect_files
+from broker.runtime.skyignore import walk
+from broker.runtime.transports.local import copy
+from broker.runtime.transports.ssh_files import list_entries
+
+
+def list_sent(source: Path) -> set[str]:
+    return {str((folder / name).relative_to(source)) for folder, names in walk(source) for name in names}
+
+
+def make(source: Path, *names: str) -> None:
+    for name in names:
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "ignored", "sent"),
+    [
+        ("*.log", {"a.log", "deep/a.log"}, {"a.txt", "A.LOG"}),
+        ("data/", {"data/x", "deep/data/x"}, {"datax"}),
+        ("/data", {"data/x"}, {"deep/data/x"}),
+        ("deep/data", {"deep/data/x"}, {"other/deep/data/x"}),
+        ("*.ckpt\n!best.ckpt", {"a.ckpt"}, {"best.ckpt", "deep/best.ckpt"}),
+        ("logs/**/*.txt", {"logs/a.txt", "logs/1/2/b.txt"}, {"logs/1/c.md", "deep/logs/d.txt"}),
+        ("**/tmp", {"tmp/x", "a/b/tmp/x"}, {"tmpx"}),
+        ("a/**", {"a/b", "a/c/d"}, {"ab"}),
+        ("*\n!*/\n!*.py", {"x.txt", "deep/x.txt"}, {"x.py", "deep/deeper/y.py"}),
+        ("out\n!out/keep", {"out/keep", "out/x"}, {"x"}),  # git: nothing below an excluded folder comes back
+        ("# words\n\n\\#odd\n!\n", {"#odd"}, {"words"}),
+        ("trail \nspace\\ ", {"trail", "space "}, {"trail x"}),
+    ],
+)
+@pytest.mark.parametrize("file", [".skyignore", ".gitignore"])
+def test_patterns_mean_what_they_mean_to_git(
+    file: str, patterns: str, ignored: set[str], sent: set[str], tmp_path: Path
+) -> None:
+    make(tmp_path, *ignored, *sent)
+    (tmp_path / file).write_text(patterns)
+    assert list_sent(tmp_path) - {file} == sent
+
+
+def test_file_in_a_subfolder_counts_below_it_and_over_those_above(tmp_path: Path) -> None:
+    make(tmp_path, "a.log", "deep/a.log", "deep/keep.log", "deep/local", "deep/er/a.log", "local")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    (tmp_path / "deep/.gitignore").write_text("!keep.log\n/local\n!er/*\n")
+    sent = {".gitignore", "deep/.gitignore", "deep/keep.log", "deep/er/a.log", "local"}
+    assert list_sent(tmp_path) == sent
+
+
+def test_skyignore_takes_the_place_of_gitignore(tmp_path: Path) -> None:
+    make(tmp_path, "a.log", "b.txt", "deep/c.txt")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    (tmp_path / "deep/.gitignore").write_text("*\n")
+    assert list_sent(tmp_path) == {".gitignore", "b.txt"}
+    (tmp_path / ".skyignore").write_text("b.txt\n")
+    assert list_sent(tmp_path) == {".gitignore", ".skyignore", "a.log", "deep/.gitignore", "deep/c.txt"}
+
+
+def test_rules_of_one_clone_that_are_not_committed_count(tmp_path: Path) -> None:
+    make(tmp_path, ".git/info/exclude", "secret", "shown")
+    (tmp_path / ".git/info/exclude").write_text("secret\n")
+    assert list_sent(tmp_path) == {"shown"}
+
+
+def test_hidden_folder_has_rules_of_its_own(tmp_path: Path) -> None:
+    make(tmp_path, ".config/x", "config/x", ".config/y")
+    (tmp_path / ".config/.gitignore").write_text("x\n")
+    assert list_sent(tmp_path) == {".config/.gitignore", ".config/y", "config/x"}
+
+
+def test_all_is_sent_but_what_is_named_and_what_is_never_wanted(tmp_path: Path) -> None:
+    kept = {"a.py", "deep/b.py", "deep/data/c", "git/x"}
+    make(tmp_path, *kept, "a.log", "deep/a.log", "data/x", ".git/x", ".venv/x", "deep/__pycache__/x")
+    (tmp_path / ".skyignore").write_text("*.log\n/data/\n")
+    assert list_sent(tmp_path) == {*kept, ".skyignore"}
+
+
+def test_links_are_sent_as_links_and_not_entered(tmp_path: Path) -> None:
+    make(tmp_path, "real/x")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.log").symlink_to(tmp_path / "nothing")
+    assert list_sent(tmp_path) == {"real/x", "link", "loop", "gone.log"}
+    (tmp_path / ".skyignore").write_text("link\n*.log")
+    assert list_sent(tmp_path) == {"real/x", "loop", ".skyignore"}
+
+
+def test_every_sender_sends_the_same_files(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    make(source, "a.py", "b.log", "deep/keep.log", "deep/c.py", "out/x")
+    (source / ".gitignore").write_text("*.log\nout\n")
+    (source / "deep/.gitignore").write_text("!keep.log\n")
+    sent = {".gitignore", "a.py", "deep/.gitignore", "deep/c.py", "deep/keep.log"}
+    copy(source, target)
+    assert {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()} == sent
+    assert {name for name, file in list_entries(source) if file.is_file()} == sent
+    assert set(collect_files((str(source),))) == sent
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@pytest.mark.parametrize("seed", [10, 30, 86, 143, 150, 151])
+def test_random_trees_and_rules_agree_with_git(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    words = ["a", "b", "c.log", "d.py", "e"]
+    for _ in range(30):
+        make(
+            tmp_path, "/".join(draw.choices(words[:2], k=draw.randrange(3))) + f"/{draw.choice(words[2:])}".lstrip("/")
+        )
+    parts = ["*", "**", "a", "b", "*.log", "?.py", "e", "[a-b]"]
+    folders = [tmp_path, *(path for path in sorted(tmp_path.rglob("*")) if path.is_dir() and draw.random() < 0.3)]
+    for folder in folders:
+        lines = []
+        for _ in range(draw.randrange(1, 4)):
+            body = "/".join(draw.choices(parts, k=draw.randrange(1, 3)))
+            lines.append(draw.choice(["", "", "!"]) + draw.choice(["", "/"]) + body + draw.choice(["", "", "/"]))
+        (folder / ".gitignore").write_text("\n".join(lines) + "\n")
+    git = ["git", "-c", "core.excludesFile=/dev/null"]
+    alone = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True, env=alone)
+    listed = subprocess.run(
+        [*git, "ls-files", "--others", "--exclude-standard"], cwd=tmp_path, check=True, env=alone,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert list_sent(tmp_path) == set(listed.stdout.split())

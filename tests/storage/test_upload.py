@@ -1,0 +1,77 @@
+"""Local files into buckets: made where they are missing, sent once, and again only where they changed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.errors import AuthError, InvalidRequestError
+from broker.storage import open_bucket
+from broker.storage.r2 import find_login
+from broker.storage.upload import ensure_bucket, send_files
+from tests.testbed.s3 import S3Server, serve_s3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "r2"])
+def url(request: pytest.FixtureRequest, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket that nobody has made. R2 is moto's server too, reached by R2's variables alone."""
+    keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ENDPOINT_URL": server.url}
+    for name, value in (server.variables if request.param == "s3" else keys).items():
+        monkeypatch.setenv(name, value)
+    return f"{request.param}://made-{uuid.uuid4().hex}"
+
+
+def test_files_are_sent_once_and_those_that_changed_again(url: str, tmp_path: Path) -> None:
+    files = {"a": tmp_path / "a", "deep/b": tmp_path / "b"}
+    for name, file in files.items():
+        file.write_text(name)
+        os.utime(file, (1e9, 1e9))  # S3 tells whole seconds: what is as new as that is sent again
+    told: list[tuple[int, int]] = []
+    first = send_files(url, files, on_sent=lambda sent, total: told.append((sent, total)))
+    assert told in ([(1, 7), (7, 7)], [(6, 7), (7, 7)]), "how many bytes of all have gone, after each file"
+    assert (first.files, first.sent_files, first.sent_bytes, first.is_new_bucket) == (2, 2, 7, True)
+    again = send_files(url, files)
+    assert (again.sent_files, again.is_new_bucket) == (0, False)
+    files["a"].write_text("A")  # as long as before, and newer
+    future_s = files["a"].stat().st_mtime + 60
+    os.utime(files["a"], (future_s, future_s))
+    assert send_files(url, files).sent_files == 1
+    assert (open_bucket(url).read("a"), open_bucket(url).read("deep/b")) == (b"A", b"deep/b")
+
+
+def test_bucket_that_is_there_is_left_alone(url: str) -> None:
+    assert [ensure_bucket(url), ensure_bucket(url)] == [True, False]
+    assert open_bucket(url).list_keys() == []
+
+
+def test_bucket_elsewhere_is_made_by_hand_with_the_command_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from broker.storage import upload
+
+    class Missing:
+        def read(self, key: str) -> bytes:
+            raise InvalidRequestError("NoSuchBucket")
+
+    monkeypatch.setattr(upload, "open_bucket", lambda url: Missing())
+    with pytest.raises(InvalidRequestError, match="bucket `gs://b` does not exist") as caught:
+        ensure_bucket("gs://b/x")
+    assert "gcloud storage buckets create gs://b" in caught.value.hints[0]
+
+
+def test_r2_login_comes_from_variables_then_from_skypilots_files(tmp_path: Path) -> None:
+    with pytest.raises(AuthError, match="no login for r2://"):
+        find_login({}, tmp_path)
+    (tmp_path / "accountid").write_text("acc\n")
+    (tmp_path / "r2.credentials").write_text("[r2]\naws_access_key_id = k\naws_secret_access_key = s\n")
+    expected = {"endpoint": "https://acc.r2.cloudflarestorage.com", "access_key_id": "k", "secret_access_key": "s"}
+    assert find_login({}, tmp_path) == expected
+    assert find_login({"R2_ACCOUNT_ID": "other"}, tmp_path)["endpoint"] == "https://other.r2.cloudflarestorage.com"

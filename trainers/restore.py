@@ -1,0 +1,202 @@
+"""Restores the newest checkpoint that is whole, which all ranks read and judge together.
+
+The first rank reads what is small (names, manifest, index) for all; every rank verifies the files that it needs itself.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from trainers.errors import CheckpointError
+from trainers.manifest import (
+    INDEX,
+    CheckpointName,
+    Contents,
+    Damage,
+    divide,
+    list_checkpoints,
+    read_index,
+    read_manifest,
+    warn,
+    warn_skipped,
+)
+from trainers.optimizer import local
+from trainers.ranks import Ranks
+from trainers.restore_progress import RestoreProgress
+from trainers.snapshot import copy_state
+from trainers.storage import Storage
+
+if TYPE_CHECKING:
+    from trainers.verified_reader import VerifiedReader
+
+Decision = TypeVar("Decision")
+
+
+class Stateful(Protocol):
+    """An object that must survive. Tensors in its state are the live ones, so a checkpoint can be read into them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs, in nested dicts."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take over a saved state."""
+        ...
+
+
+class Restorer:
+    """Fills the objects of one rank. All ranks call the same verbs in the same order."""
+
+    def __init__(
+        self, storage: Storage, ranks: Ranks, *, shared: Mapping[str, Stateful], own: Mapping[str, Stateful]
+    ) -> None:
+        """Fill `shared` state, one for all ranks, and this rank's `own`."""
+        self._storage, self._ranks = storage, ranks
+        self._shared, self._own = shared, own
+        self._own_name = name_own(ranks)
+
+    def restore(self, progress: RestoreProgress) -> CheckpointName | None:
+        """Load the newest complete checkpoint into the objects and return its name; None where there is none.
+
+        Torn and corrupt ones are passed over with a warning, by all ranks alike. Each rank verifies what it reads, on a
+        copy of the state, so that a damaged checkpoint leaves no trace. That takes as much memory as a save. How far
+        the ranks are is told by `progress`.
+        """
+        names = decide(self._ranks, lambda: list_checkpoints(self._storage))
+        live: dict[str, Any] | None = None
+        for name in names:
+            found = decide(self._ranks, lambda name=name: self._read_index(name))  # type: ignore[misc]
+            if isinstance(found, Damage):
+                self._warn_skipped(name, found)
+                continue
+            contents, index = found
+            live = live or self._find_live()
+            chosen = {key: state for key, state in live.items() if self._is_in(key, contents)}
+            with progress.follow(name.step, str(name)):
+                staged, damage = self._stage(name, contents, index, chosen, progress)
+            if damage is not None:
+                self._warn_skipped(name, damage)
+                continue
+            self._take_over(chosen, staged)
+            if contents.world_size != self._ranks.world_size and self._ranks.is_first:
+                warn(
+                    f"`{name}` was written by {contents.world_size} ranks, not {self._ranks.world_size}; "
+                    "random numbers start again"
+                )
+            return name
+        return None
+
+    def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | Damage:
+        """What is in a checkpoint and where, read by the first rank for all: both are small."""
+        try:
+            contents = read_manifest(self._storage, name)
+            return contents, read_index(self._storage, name, contents)
+        except Damage as damage:
+            return damage
+
+    def _find_live(self) -> dict[str, Any]:
+        """The state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
+        live = {key: each.state_dict() for key, each in self._shared.items()}
+        live[self._own_name] = {key: each.state_dict() for key, each in self._own.items()}
+        return live
+
+    def _is_in(self, key: str, contents: Contents) -> bool:
+        """Another strategy may have left out what this one keeps besides; that begins as it was made."""
+        if key != self._own_name:
+            return key in contents.shared
+        return contents.world_size == self._ranks.world_size
+
+    def _stage(
+        self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], progress: RestoreProgress
+    ) -> tuple[dict[str, Any], Damage | None]:
+        """Read a checkpoint into a copy of the state, and agree with the other ranks on whether it is whole."""
+        import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from trainers.verified_reader import VerifiedReader
+
+        ranks, staged = self._ranks, copy_state(chosen)
+        if self._own_name in staged:
+            own = {key: state for key, state in staged.pop(self._own_name).items() if key in contents.own}
+            staged |= {self._own_name: own} if own else {}
+        reader = VerifiedReader(
+            self._storage, name, contents, index, note_wanted=progress.note_wanted, note_read=progress.note_read
+        )
+        alone = ranks.world_size == 1
+        try:
+            dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=alone)
+        except CheckpointException as error:  # all ranks get it: planning found what does not fit
+            reasons = [str(failure) for failure, _ in error.failures.values()]
+            raise CheckpointError(
+                f"`{name}` does not fit this model: {reasons[0] if reasons else error}\n\n"
+                "hint: use the `--model.*` flags of the run that wrote it, and if that was before vocabularies were "
+                "rounded up, `--model.vocabulary_multiple 1`"
+            ) from None
+        damage, verified = self._agree(reader)
+        if damage is None:
+            # What no rank needs, such as random numbers of ranks that are gone, must be whole all the same.
+            rest = contents.files.keys() - verified - {INDEX}
+            reader.verify_files(divide(rest, rank=ranks.rank, world_size=ranks.world_size))
+            damage, _ = self._agree(reader)
+        return staged, damage
+
+    def _agree(self, reader: "VerifiedReader") -> tuple[Damage | None, set[str]]:
+        """What is wrong with a checkpoint as any rank sees it, and what the ranks have verified. Raises on every rank
+        where one could not read at all: then the checkpoint may well be whole."""
+        problem = reader.problem
+        if isinstance(problem, OSError):
+            problem = CheckpointError(f"checkpoints cannot be reached: {problem}")
+        elif problem is not None and not isinstance(problem, Damage):
+            problem = CheckpointError(f"the checkpoint cannot be loaded: {problem}")
+        parts = self._ranks.collect((problem, reader.verified))
+        problems = [each for each, _ in parts if each is not None]
+        for each in problems:
+            if isinstance(each, CheckpointError):
+                raise each from reader.problem
+        return next(iter(problems), None), {file for _, files in parts for file in files}
+
+    def _take_over(self, live: dict[str, Any], staged: dict[str, Any]) -> None:
+        # One after the other: both may be about the same tensors, and a rank's own values are to stay.
+        for key, each in self._shared.items():
+            if key in staged:
+                each.load_state_dict(_fill(live[key], staged[key]))
+        for key, state in staged.get(self._own_name, {}).items():
+            self._own[key].load_state_dict(_fill(live[self._own_name][key], state))
+
+    def _warn_skipped(self, name: CheckpointName, damage: Damage) -> None:
+        if self._ranks.is_first:
+            warn_skipped(name, damage)
+
+
+def name_own(ranks: Ranks) -> str:
+    """What a checkpoint calls the state of this rank alone."""
+    return f"rank-{ranks.rank}"
+
+
+def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
+    """Let the first rank look, and every rank have its answer, or raise its error."""
+    answer: tuple[Any, CheckpointError | None] = None, None
+    if ranks.is_first:
+        try:
+            answer = look(), None
+        except CheckpointError as error:
+            answer = None, error
+        except OSError as error:
+            answer = None, CheckpointError(f"checkpoints cannot be reached: {error}")
+    value, problem = ranks.share(answer, is_background=True)
+    if problem is not None:
+        raise problem
+    decision: Decision = value
+    return decision
+
+
+def _fill(live: Any, staged: Any) -> Any:
+    """The live state with the staged values; tensors are filled where they lie."""
+    if isinstance(live, dict):
+        return {key: _fill(each, staged[key]) for key, each in live.items()}
+    if not isinstance(live, torch.Tensor):
+        return staged
+    with torch.no_grad():
+        local(live).copy_(local(staged))
+    return live

@@ -1,0 +1,111 @@
+"""Progress of a restore, for the watchdog of every rank and for the progress file of the first.
+
+A rank that has read its part waits for the others and makes no progress of its own. So the ranks add up the bytes that
+all of them have read: while that sum grows, no rank hangs, however long the restore takes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+LOOK_S = 2.0
+REPORT_S = 10.0  # between two lines in the progress file; a shorter restore reports its result only
+
+
+class Counter(Protocol):
+    """A number that all ranks add to."""
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to the number of this name, which starts at 0, and return it."""
+        ...
+
+
+class LocalCounter:
+    """The numbers of a process that trains alone."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self._values: dict[str, int] = {}
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to the number of this name and return it."""
+        self._values[name] = self._values.get(name, 0) + amount
+        return self._values[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreStatus:
+    """How far the ranks are with one checkpoint."""
+
+    step: int
+    read_bytes: int
+    wanted_bytes: int  # of all ranks; grows until each has found out what it needs
+
+
+class RestoreProgress:
+    """One rank's view of the bytes that all ranks have read."""
+
+    def __init__(
+        self,
+        counter: Counter,
+        *,
+        beat: Callable[[str], None],
+        report: Callable[[RestoreStatus], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Call `beat` whenever the sum has grown, and `report` at most every REPORT_S."""
+        self._counter, self._beat, self._report, self._now_s = counter, beat, report, now_s
+        self._lock = threading.Lock()
+        self._step, self._name = 0, ""
+        self._read, self._wanted = 0, 0  # not yet added to the shared numbers
+        self._last = -1
+        self._reported_s = now_s()
+
+    @contextmanager
+    def follow(self, step: int, name: str) -> Iterator[None]:
+        """Follow the restore of one checkpoint while the body runs. A new name starts at 0."""
+        self._step, self._name, self._last, self._reported_s = step, name, -1, self._now_s()
+        self.look()
+        is_over = threading.Event()
+
+        def look_again() -> None:
+            while not is_over.wait(LOOK_S):
+                try:
+                    self.look()
+                except RuntimeError:  # the store ended with the first rank; the main thread's own call raises too
+                    return
+
+        thread = threading.Thread(target=look_again, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def note_wanted(self, count: int) -> None:
+        """Count bytes that this rank is going to read."""
+        with self._lock:
+            self._wanted += count
+
+    def note_read(self, count: int) -> None:
+        """Count bytes that this rank has read. Called by any thread."""
+        with self._lock:
+            self._read += count
+
+    def look(self) -> None:
+        """Add what is new to the shared numbers; beat and report if they grew."""
+        with self._lock:
+            read, wanted, self._read, self._wanted = self._read, self._wanted, 0, 0
+        total = self._counter.add(f"restore/{self._name}/read", read)
+        total_wanted = self._counter.add(f"restore/{self._name}/wanted", wanted)
+        if total == self._last:
+            return
+        self._last = total
+        self._beat(f"restoring step {self._step}")
+        if self._now_s() - self._reported_s >= REPORT_S:
+            self._reported_s = self._now_s()
+            self._report(RestoreStatus(step=self._step, read_bytes=total, wanted_bytes=total_wanted))

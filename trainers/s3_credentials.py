@@ -1,0 +1,53 @@
+"""Logins for S3 that obstore does not find by itself: those the broker grants, and AWS's own files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+AGE_S_MAX = 600.0  # after which the file is read again: the broker replaces it while a program runs
+FILES = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+
+
+class GrantedCredentials:
+    """A session that the broker keeps renewed in a file; obstore asks again when the last answer is out of date."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: a file in the form of AWS's `credential_process`."""
+        self._path = path
+
+    def __call__(self) -> dict[str, Any]:
+        """Read the file, which is replaced whole."""
+        found = json.loads(self._path.read_text(encoding="utf-8"))
+        again = datetime.now(timezone.utc) + timedelta(seconds=AGE_S_MAX)  # nodes may have Python 3.9
+        end = str(found.get("Expiration") or "9999-01-01T00:00:00+00:00").replace("Z", "+00:00")
+        return {
+            "access_key_id": found["AccessKeyId"],
+            "secret_access_key": found["SecretAccessKey"],
+            "token": found.get("SessionToken"),
+            "expires_at": min(again, datetime.fromisoformat(end)),
+        }
+
+
+def find_s3_provider() -> Callable[[], Any] | None:
+    """None where variables hold keys, which obstore reads itself, or nothing but the machine's role is left."""
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return None
+    granted = Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
+    if granted.exists():
+        return GrantedCredentials(granted)
+    if (Path.home() / ".aws").is_dir() or any(name in os.environ for name in FILES):
+        with contextlib.suppress(ImportError):
+            import boto3
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            session = boto3.Session()
+            if session.get_credentials() is not None:
+                provider: Callable[[], Any] = Boto3CredentialProvider(session)
+                return provider
+    return None

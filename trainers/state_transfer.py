@@ -1,0 +1,142 @@
+"""Hands an elastic run's state on to the ranks of its next world, out of the memory of those that outlived the last.
+
+Ranks kept what lay on them and no more, so the whole is there where every part is: held by somebody, at one step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainers.optimizer import local
+from trainers.ranks import Ranks
+from trainers.strategies.grid import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a rank kept of the world before: a part, as it was after a step."""
+
+    step: int  # -1 for nothing
+    part: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One rank gives another a part that it holds by then."""
+
+    source: int
+    target: int
+    index: int
+
+
+def transfer_state(
+    ranks: Ranks, part: Part, holdings: Sequence[Holding], kept: Callable[[], Any], shared: Mapping[str, Any]
+) -> int | None:
+    """Fill the objects with the newest state that is whole; its step, or None where none is. A collective call.
+
+    `holdings` are those of all ranks, `kept` reads this rank's own, `part` is what this one is to hold from now on.
+    """
+    step = find_step(holdings, part.count)
+    if step is None:
+        return None
+    live = {key: each.state_dict() for key, each in shared.items()}
+    held: dict[int, Any] = {}  # by index of the part
+    mine = holdings[ranks.rank]
+    if mine.step == step:
+        held[mine.part.index] = kept()
+    if part.index in held:
+        held[part.index] = fill(live, held[part.index])
+    for each in plan_transfers(holdings, step, ranks.collect(part.index)):
+        if ranks.rank == each.source:
+            send(held[each.index], each.target, ranks)
+        elif ranks.rank == each.target:
+            held[each.index] = receive(live, each.source, ranks)
+    for key, state in held[part.index].items():
+        shared[key].load_state_dict(state)
+    return step
+
+
+def find_step(holdings: Sequence[Holding], count: int) -> int | None:
+    """The newest step of which all `count` parts are held; None where there is none."""
+    found: dict[int, set[int]] = {}
+    for each in holdings:
+        if each.step >= 0 and each.part.count == count:
+            found.setdefault(each.step, set()).add(each.part.index)
+    return max((step for step, indexes in found.items() if len(indexes) == count), default=None)
+
+
+def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]) -> list[Transfer]:
+    """Who gives what to whom, in an order in which all can wait for each other. `wanted` is the index for each rank.
+
+    Whoever has been given a part gives it on, so that one that only one rank holds comes to n others in log2(n) rounds.
+    """
+    transfers = []
+    for index in sorted(set(wanted)):
+        holders = [rank for rank, each in enumerate(holdings) if each.step == step and each.part.index == index]
+        waiting = [rank for rank, each in enumerate(wanted) if each == index and rank not in holders]
+        while waiting:
+            pairs = [
+                Transfer(source=source, target=target, index=index)
+                for source, target in zip(holders, waiting, strict=False)
+            ]
+            transfers += pairs
+            holders, waiting = holders + waiting[: len(pairs)], waiting[len(pairs) :]
+    return transfers
+
+
+def keep(state: Any) -> Any:
+    """A state as this rank can keep it alone: of what is spread over ranks, what lies here."""
+    if isinstance(state, dict):
+        return {key: keep(each) for key, each in state.items()}
+    return local(state).detach() if isinstance(state, Tensor) else state
+
+
+def fill(live: Any, kept: Any) -> Any:
+    """The live state with a kept one's values; tensors are filled where they lie."""
+    if isinstance(live, dict):
+        return {key: fill(each, kept[key]) for key, each in live.items()}
+    if not isinstance(live, Tensor):
+        return kept
+    with torch.no_grad():
+        local(live).copy_(kept)
+    return live
+
+
+def send(state: Any, target: int, ranks: Ranks) -> None:
+    """Give another rank a state; numbers and text first and at once, then the tensors."""
+    tensors, others = flatten(state)
+    dist.send_object_list([others], dst=target, group=ranks.background_group)
+    for tensor in tensors:
+        dist.send(local(tensor).detach().to(ranks.device).contiguous(), dst=target)
+
+
+def receive(live: Any, source: int, ranks: Ranks) -> Any:
+    """The live state with another rank's values."""
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=source, group=ranks.background_group)
+    others = iter(box[0])
+
+    def take(place: Any) -> Any:
+        if isinstance(place, dict):
+            return {key: take(each) for key, each in place.items()}
+        if not isinstance(place, Tensor):
+            return next(others)
+        arrived = torch.empty_like(local(place), memory_format=torch.contiguous_format)
+        dist.recv(arrived, src=source)
+        return fill(place, arrived)
+
+    return take(live)
+
+
+def flatten(state: Any) -> tuple[list[Tensor], list[Any]]:
+    """Tensors and all else, each in the order in which they stand in the nested dicts."""
+    if isinstance(state, Tensor):
+        return [state], []
+    if not isinstance(state, dict):
+        return [], [state]
+    parts = [flatten(each) for each in state.values()]
+    return [each for tensors, _ in parts for each in tensors], [each for _, others in parts for each in others]
