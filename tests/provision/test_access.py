@@ -48,8 +48,8 @@ def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(capl
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 3
 
     clock.run(act)
-    told = [record.message for record in caplog.records if "is allowed from this machine" in record.message]
-    assert told == ["ssh to c is allowed from this machine's present address"], "told when a rule has changed"
+    told = [record.message for record in caplog.records if "is now allowed from this machine" in record.message]
+    assert told == ["ssh to c is now allowed from this machine's current address"], "told when a rule has changed"
 
 
 def test_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall_change_nothing() -> None:

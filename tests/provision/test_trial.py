@@ -144,7 +144,7 @@ def test_a_node_that_ends_while_it_boots_is_not_waited_for(stage: Stage) -> None
     [
         ({"status": RunStatus.FAILED}, "the command ended FAILED: (node 0) Python 3.12.3"),
         ({"status": RunStatus.FAILED, "log": ""}, "the command ended FAILED"),
-        ({"log": "(node 0) Linux\n"}, "the command ran, and its output did not arrive"),
+        ({"log": "(node 0) Linux\n"}, "the command ran, but its output did not arrive"),
         ({"ends_after_s": 1e9}, f"the command has not ended after {RUN_S_MAX:g} s"),
     ],
 )
@@ -162,7 +162,7 @@ def test_the_limit_ends_the_trial_within_a_look_and_the_end_is_tried_all_the_sam
     gang.ends_after_s = 1e9
     found = play(stage, gang, spend_usd_max=0.05)
     assert found["run"] == ("failed", "the spending limit of 0.05 USD is reached")
-    assert found["terminate"] == ("ok", "the cloud confirms that the node is gone")
+    assert found["terminate"] == ("ok", "the cloud confirmed that the node is gone")
     assert 0.05 <= stage.world.store.spend_usd(now_s=stage.world.clock.now_s()) < 0.06
 
 
@@ -180,7 +180,7 @@ def test_a_node_that_is_not_confirmed_gone_is_told_as_a_leak(stage: Stage) -> No
     stage.cloud.timings = CloudTimings(terminate_s=1e6)
     steps = {step.name: step for step in stage.run(make_trial(stage, PaperGang(stage)).run)}
     assert steps["terminate"].outcome is steps["leaks"].outcome is StepOutcome.FAILED
-    assert f"`broker down {NAME}` tries again" in steps["terminate"].hints[0]
+    assert f"try again with `broker down {NAME}`" in steps["terminate"].hints[0]
     (node,) = stage.world.list_live_nodes()
     assert steps["leaks"].note == f"still there: {node.id}" and node.state is NodeState.RUNNING
 
