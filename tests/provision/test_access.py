@@ -33,7 +33,7 @@ class Fortress(SimulatedCloud):
         return answer
 
 
-def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_of_a_gang_that_fail_together_share_one_renewal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = VirtualClock()
     cloud = Fortress(clock, True, False, False)
@@ -52,7 +52,7 @@ def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(capl
     assert told == ["ssh to c is now allowed from this machine's current address"], "told when a rule has changed"
 
 
-def test_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall_change_nothing() -> None:
+def test_renewal_survives_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall() -> None:
     clock = VirtualClock()
     refusing = Fortress(clock, AuthError("no"))
     hanging = Fortress(clock, True, takes_s=1000.0)

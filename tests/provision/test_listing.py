@@ -40,7 +40,7 @@ def clock() -> VirtualClock:
     return VirtualClock()
 
 
-def test_a_thousand_askers_at_once_make_two_calls_and_none_gets_an_old_answer(clock: VirtualClock) -> None:
+def test_a_thousand_concurrent_callers_make_two_calls_and_none_gets_an_old_list(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def ask(delay_s: float) -> None:
@@ -56,7 +56,7 @@ def test_a_thousand_askers_at_once_make_two_calls_and_none_gets_an_old_answer(cl
     assert cloud.calls == 2
 
 
-def test_a_steady_stream_of_askers_makes_a_call_after_the_other(clock: VirtualClock) -> None:
+def test_a_steady_stream_of_callers_makes_one_call_at_a_time(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def ask(delay_s: float) -> None:
@@ -72,7 +72,7 @@ def test_a_steady_stream_of_askers_makes_a_call_after_the_other(clock: VirtualCl
     assert cloud.calls <= 12
 
 
-def test_a_list_of_lately_will_do_for_those_who_say_so(clock: VirtualClock) -> None:
+def test_a_recent_list_is_shared_within_age_s_max(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def work() -> None:
@@ -91,7 +91,7 @@ class Instant(SlowCloud):
         return NodeList(nodes=())
 
 
-def test_a_list_of_the_same_instant_is_too_old_for_those_who_want_one_from_now_on() -> None:
+def test_a_list_of_the_same_instant_is_too_old_without_age_s_max() -> None:
     """It may not show what its asker has just done."""
     hands = Hands()
     cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
@@ -100,7 +100,7 @@ def test_a_list_of_the_same_instant_is_too_old_for_those_who_want_one_from_now_o
         assert cloud.calls == calls
 
 
-def test_a_list_from_the_future_of_a_clock_that_was_set_back_will_do_for_nobody() -> None:
+def test_a_list_from_before_the_clock_was_set_back_is_not_shared() -> None:
     """For an hour it would hide every loss."""
     hands = Hands()
     cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
@@ -110,7 +110,7 @@ def test_a_list_from_the_future_of_a_clock_that_was_set_back_will_do_for_nobody(
     assert cloud.calls == 2
 
 
-def test_a_call_that_fails_is_made_again_and_given_up_at_its_limit(clock: VirtualClock) -> None:
+def test_a_failed_list_is_retried_up_to_a_limit(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
     cloud.failures = 3
     clock.run(lambda: lister.list(cloud))  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_call_that_fails_is_made_again_and_given_up_at_its_limit(clock: Virtua
         clock.run(lambda: lister.list(cloud, tries_max=3))  # type: ignore[arg-type]
 
 
-def test_an_asker_who_leaves_takes_the_answer_from_nobody(clock: VirtualClock) -> None:
+def test_a_cancelled_caller_does_not_cancel_the_list_for_others(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def work() -> None:
