@@ -68,8 +68,13 @@ class CheckpointManager:
         keep: int,
         shared: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Register the attempt. `shared` state is one for all ranks; `own` differs from rank to rank."""
+        """Register the attempt. `shared` state is one for all ranks; `own` differs from rank to rank.
+
+        `about` is JSON to keep with each checkpoint.
+        """
+        self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
         self._attempt, self._keep = attempt, keep
         self._shared, self._own = shared, own
@@ -205,6 +210,7 @@ class CheckpointManager:
             "world_size": self._ranks.world_size,
             "shared": sorted(self._shared),
             "own": sorted(self._own),
+            "about": self._about,
             "files": files,
         }
         content = json.dumps({**manifest, "seal": seal_manifest(manifest)}, indent=1).encode()

@@ -38,7 +38,7 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
     ("MI250X", 383.0, 95.7),
 )
 # Weight, gradient and two moments, all float32.
-BYTES_A_PARAMETER = 16
+BYTES_A_PARAMETER, BYTES_FROZEN = 16, 4
 
 
 def configure_arithmetic(config: RunConfig) -> None:
@@ -79,8 +79,12 @@ def measure_memory_gib(device: torch.device) -> float:
 
 def check_memory(parameters: Iterable[Tensor], device: torch.device, config: RunConfig) -> None:
     """Raise a TrainerError where what every step needs, activations aside, is more than the device has."""
-    count = sum((each.to_local() if hasattr(each, "to_local") else each).numel() for each in parameters)
-    needed, present = count * BYTES_A_PARAMETER, find_memory(device)
+    count = needed = 0
+    for parameter in parameters:
+        size = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
+        count += size
+        needed += size * (BYTES_A_PARAMETER if parameter.requires_grad else BYTES_FROZEN)
+    present = find_memory(device)
     if present is not None and needed > present:
         raise TrainerError(
             f"weights, gradients and moments of {count / 1e6:,.0f} million parameters take {needed / 2**30:.1f} GiB a "

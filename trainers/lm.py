@@ -7,10 +7,12 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainers.config import Config, parse_config
+from trainers.config import Config, ModelConfig, parse_config
 from trainers.errors import TrainerError
+from trainers.hugging_face import adopt_shape, load_weights
 from trainers.launch import end_process, launch_if_needed
 from trainers.recipe import Recipe
 from trainers.session import run_session
@@ -18,12 +20,17 @@ from trainers.session import run_session
 if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
     import torch
 
+    from trainers.models.decoder import Decoder
     from trainers.tokens import Tokens
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
-    config = parse_config(arguments)
+    try:
+        config = adopt_shape(parse_config(arguments))  # of `--init-from`
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     # Start one process per GPU, unless this process is one of them.
     exit_code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
     if exit_code is not None:
@@ -36,6 +43,7 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     """Build the data, the model and the loss. `is_spread`: the strategy accepts a model without memory."""
     import torch
 
+    from trainers.lora import add_adapters, check_strategy
     from trainers.losses import next_token_loss
     from trainers.models import create_language_model
     from trainers.tokens import open_corpora, open_tokens
@@ -53,8 +61,14 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         )
     vocabulary = -(-vocabulary // config.model.vocabulary_multiple) * config.model.vocabulary_multiple
     is_empty = not (is_spread and config.model.tie_embeddings)
+    shape = dataclasses.replace(config.model, vocabulary=vocabulary)
+    check_strategy(config.lora, config.strategy)
     with torch.device("meta") if is_empty else device:
-        model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))
+        model = create_language_model(shape.kind, shape)
+        add_adapters(model, config.lora)
+    initialize = partial(initialize_weights, config, shape, model)
+    if not is_empty:
+        initialize(device, is_allocated=True)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
 
     return Recipe(
@@ -65,9 +79,31 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         unit="tokens",
         units_per_sample=config.model.context,
         flops_per_sample=count_flops(config, parameter_count, vocabulary),
-        fill=model.fill if is_empty else None,
+        fill=initialize if is_empty else None,
         demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
+        about=describe(config, shape),
     )
+
+
+def initialize_weights(
+    config: Config, shape: ModelConfig, model: "Decoder", device: "torch.device", is_allocated: bool = False
+) -> None:
+    """Draw all weights, then read those of `--init-from` over them."""
+    if not is_allocated:
+        model.fill(device)
+    elif config.lora.rank:
+        model.draw_weights()  # the adapters were added later
+    if config.init_from:
+        load_weights(model, shape, Path(config.init_from))
+
+
+def describe(config: Config, shape: ModelConfig) -> dict[str, Any]:
+    """Return what `trainers.export` needs to know about a checkpoint."""
+    return {
+        "model": dataclasses.asdict(shape),
+        "lora": dataclasses.asdict(config.lora),
+        "init_from": str(Path(config.init_from).resolve()) if config.init_from else "",
+    }
 
 
 def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:

@@ -106,6 +106,7 @@ class Session:
             keep=config.checkpoint.keep,
             shared=state.shared,
             own=state.own,
+            about=state.recipe.about,
         )
         progress = Progress(
             self.environment.progress_file,

@@ -19,21 +19,20 @@ from broker.errors import (
     AuthError,
     CloudError,
     InvalidRequestError,
-    UnreachedError,
 )
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
+from broker.jobs.booting import StartVerdict, judge_start
 from broker.jobs.budget import find_overspending
 from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
-from broker.jobs.health import Verdict, classify, list_lost_ranks
+from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering
 from broker.jobs.node_replacement import NodeReplacer
-from broker.jobs.order import get_recovery
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.run_end import RunEnd, read_run_end
@@ -60,7 +59,6 @@ NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone chan
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
-BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until somebody answers
 GRACE_S = 30.0  # for a program that is stopped at its budget
 T = TypeVar("T")
 
@@ -208,16 +206,13 @@ class JobController:
     ) -> float:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
-        if list_lost_ranks(cluster.nodes):
+        verdict = judge_start(error, cluster, monitor, self._clock.now_s())
+        if verdict is StartVerdict.LOST:
             wait_s = await self._lost_gang.conclude_success(job, attempt, cluster)
             if wait_s is not None:  # a process that died had started it
                 return wait_s
             return self._endings.lose(attempt, describe_lost_start(error.message))
-        now_s = self._clock.now_s()
-        is_silent = monitor.note_silence(now_s)
-        # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
-        is_booting = isinstance(error, UnreachedError) and monitor.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
-        if is_booting or not is_silent:
+        if verdict is StartVerdict.WAIT:
             return POLL_S
         return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
@@ -242,7 +237,7 @@ class JobController:
             return POLL_S
         cluster = refreshed
         await self._teardown.copy_log(attempt, cluster)
-        nodes_min = get_recovery(job.task).nodes_min
+        nodes_min = job.task.recovery.nodes_min
         signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
@@ -302,7 +297,7 @@ class JobController:
             return self._endings.exceed_budget(job, attempt, failure)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
-        recovery = get_recovery(job.task)
+        recovery = job.task.recovery
         timeout_s = None if report.flush else recovery.stall_timeout_s
         if timeout_s is None or monitor.measure_stall_s(report, now_s) < timeout_s:
             # A gang that is being mended, or whose signs are not clear, is looked at closely.

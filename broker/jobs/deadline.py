@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
-from broker.jobs.order import get_recovery
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
@@ -45,7 +44,7 @@ class Situation:
 
 def follows_deadline(task: Task) -> bool:
     """A goal with work and deadline, some spot, and no other strategy asked for."""
-    goal, strategy = task.goal, get_recovery(task).strategy
+    goal, strategy = task.goal, task.recovery.strategy
     if goal is None or goal.work_hours is None or goal.deadline_hours is None:
         return False
     return strategy in (None, STRATEGY) and any(each.use_spot is not False for each in task.resources)

@@ -15,7 +15,6 @@ from broker.jobs.deaths import (
     measure_headway,
 )
 from broker.jobs.health import Verdict
-from broker.jobs.order import get_recovery
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
 from broker.types import Attempt, Event, EventKind, Job, JobStatus, Outcome, OutcomeKind, make_event
@@ -102,7 +101,7 @@ class Endings:
         if run.unflushed:  # it succeeded: nothing is gained by running it again
             outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
             return self.end(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
-        recovery, steps = get_recovery(job.task), self._store.list_steps(job.id)
+        recovery, steps = job.task.recovery, self._store.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
         is_due = is_restart_due(

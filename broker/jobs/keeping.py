@@ -7,7 +7,6 @@ from broker.errors import NoOfferError
 from broker.jobs.acquisition import Acquisition
 from broker.jobs.gang import GangReport
 from broker.jobs.health import list_lost_ranks
-from broker.jobs.order import get_recovery
 from broker.nouns import noun
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -58,7 +57,7 @@ class Keeping:
             and all(node.state is NodeState.TERMINATED for node in cluster.nodes if node.rank in lost)
             and all(node.state is NodeState.RUNNING and node.rank not in report.unreachable for node in others)
             and attempt.started_s > self._store.restored_s  # else a later attempt may run there
-            and get_recovery(job.task).strategy != LEAVES_AT_ONCE
+            and job.task.recovery.strategy != LEAVES_AT_ONCE
         )
         if not is_safe or not self._provisioner.can_replace_node(cluster):
             return None

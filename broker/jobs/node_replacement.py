@@ -11,7 +11,6 @@ from broker.jobs.budget import Overspent, check_budget
 from broker.jobs.gang import Gang, GangReport
 from broker.jobs.health import list_lost_ranks
 from broker.jobs.monitor import is_due
-from broker.jobs.order import get_recovery
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
@@ -53,7 +52,7 @@ class NodeReplacer:
 
         Returns soon; a node takes minutes to come.
         """
-        if get_recovery(job.task).nodes_min is None:
+        if job.task.recovery.nodes_min is None:
             return
         await self._take_in(job, cluster, run_id, make_envs, find_lease_s)
         await self._end_unfit(job, cluster, report)

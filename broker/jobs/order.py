@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from broker.types import Attempt, Estimate, Job, JobRecovery, Placement, Plan, Task
+from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 
 
 def order_plan(plan: Plan, attempts: Sequence[Attempt]) -> Plan:
@@ -13,7 +13,7 @@ def order_plan(plan: Plan, attempts: Sequence[Attempt]) -> Plan:
     if not attempts:
         return plan
     last = attempts[-1].placement
-    strategy = get_recovery(plan.task).strategy
+    strategy = plan.task.recovery.strategy
 
     def rank(estimate: Estimate) -> int:
         """Stable: equal ranks keep the plan's order, cheapest first."""
@@ -36,12 +36,6 @@ def _count_differences(one: Placement, other: Placement) -> int:
     if not _is_region(one, other) or kind != (other.offer.instance_type, other.is_spot, other.node_count):
         return 2
     return int(one.offer.zone != other.offer.zone)
-
-
-def get_recovery(task: Task) -> JobRecovery:
-    """The first alternative that asks for anything speaks for the task."""
-    asked = (resources.job_recovery for resources in task.resources)
-    return next((recovery for recovery in asked if recovery != JobRecovery()), JobRecovery())
 
 
 def cut_to_rest(job: Job, *, now_s: float, spent_usd: float) -> Task:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import filterfalse
 
 from broker.nouns import noun
-from broker.types import Offer, Rejection, Resources
+from broker.types import Offer, Placement, Rejection, Resources, Task
 
 Test = Callable[[Offer], bool]
 
@@ -149,6 +149,17 @@ def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[O
             rejections.append(Rejection(filter=each.name, count=len(kept) - len(passed), nearest=each.show(nearest)))
         kept = passed
     return kept, rejections
+
+
+def find_alternative(task: Task, placement: Placement) -> int:
+    """Return the index of the first alternative that admits a placement of another task's plan.
+
+    0 where none does: a task may run on a cluster of another shape.
+    """
+    for index, resources in enumerate(task.resources):
+        if resources.use_spot in (None, placement.is_spot) and apply_filters(resources, [placement.offer])[0]:
+            return index
+    return 0
 
 
 def find_least_usd(offer: Offer) -> float:

@@ -34,8 +34,8 @@ def make_plan(
     ranked = list[RankedOffer]()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
-    for resources in task.resources:
-        candidates, rejected = _plan_alternative(task, resources, index.pick(resources), rater, usable_clouds, avoid)
+    for number, resources in enumerate(task.resources):
+        candidates, rejected = _plan_alternative(task, number, index.pick(resources), rater, usable_clouds, avoid)
         rejections += [each for each in rejected if each not in rejections]
         if len(task.resources) > 1:
             candidates = [each for each in candidates if IDENTITY(each) not in seen]
@@ -56,13 +56,14 @@ def make_plan(
 
 def _plan_alternative(
     task: Task,
-    resources: Resources,
+    alternative: int,
     offers: Sequence[Offer],
     rater: CostModel,
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
 ) -> tuple[list[RankedOffer], list[Rejection]]:
     """All candidates of one alternative, ranked; filters go from what is asked to what is reached."""
+    resources = task.resources[alternative]
     kept, rejections = apply_filters(resources, offers)
     if usable_clouds is not None:
         reached = [offer for offer in kept if offer.cloud in usable_clouds]
@@ -70,7 +71,7 @@ def _plan_alternative(
             lost = next(offer for offer in kept if offer.cloud not in usable_clouds)
             rejections.append(Rejection(filter="cloud not set up", count=len(kept) - len(reached), nearest=lost.cloud))
         kept = reached
-    candidates = rater.rate(resources, kept)
+    candidates = rater.rate(alternative, kept)
     if kept and not candidates:
         pricing = " or ".join("spot" if each else "on-demand" for each in list_pricing_models(task, resources))
         rejections.append(Rejection(filter=f"no {pricing} price", count=len(kept), nearest=kept[0].instance_type))

@@ -28,6 +28,7 @@ class RankedOffer(NamedTuple):
     forecast: RunForecast | None
     data: DataCost
     hazard: float
+    alternative: int = 0  # of the task: the first one that the offer fits
 
 
 RANK = itemgetter(slice(0, 7))
@@ -41,6 +42,11 @@ class LazyEstimates(Sequence[Estimate]):
         self._candidates = candidates
         self._make = make
         self._made = dict[int, Estimate]()
+
+    @property
+    def candidates(self) -> Sequence[RankedOffer]:
+        """The same placements as plain numbers, in the same order."""
+        return self._candidates
 
     def __len__(self) -> int:
         return len(self._candidates)

@@ -47,10 +47,10 @@ class CostModel:
         self._forecasts = dict[tuple[float, float, str, bool], RunForecast]()
         self._data = dict[tuple[str, str], DataCost]()
 
-    def rate(self, resources: Resources, offers: Iterable[Offer]) -> list[RankedOffer]:
+    def rate(self, alternative: int, offers: Iterable[Offer]) -> list[RankedOffer]:
         """Every offer at each pricing model that it has a price for, in no order."""
         task, nodes = self._task, self._task.num_nodes
-        models = list_pricing_models(task, resources)
+        models = list_pricing_models(task, task.resources[alternative])
         may_switch = len(models) == 2
         candidates = list[RankedOffer]()
         for offer in offers:
@@ -72,7 +72,7 @@ class CostModel:
                 candidates.append(
                     RankedOffer(
                         usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
-                        offer, forecast, data, hazard,
+                        offer, forecast, data, hazard, alternative,
                     )
                 )  # fmt: skip
         return candidates
@@ -143,4 +143,6 @@ def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
 
 
 def place(candidate: RankedOffer, node_count: int) -> Placement:
-    return Placement(offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count)
+    return Placement(
+        offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count, alternative=candidate.alternative
+    )

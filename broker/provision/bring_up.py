@@ -13,7 +13,6 @@ from broker.clock import Clock
 from broker.clouds.base import Cloud, ProvidesSshHosts
 from broker.errors import CapacityError, UsageError
 from broker.locks import try_lock
-from broker.optimizer.asked import CONTAINER, find_asked
 from broker.provision.failover import Failover
 from broker.provision.launch import LaunchSpec, make_down_error
 from broker.provision.launcher import SurplusReleaser
@@ -76,16 +75,15 @@ class ClusterBuilder:
 
         Where nodes are hosts that the agent runs on, the agent starts containers: the machine boots its default image.
         """
-        requirements = find_asked(task, placement)
+        resources = placement.get_resources(task)
         is_host = isinstance(self._clouds[placement.offer.cloud], ProvidesSshHosts)
-        is_container = (requirements.image_id or "").startswith(CONTAINER)
         return MachineSpec(
-            disk_size_gib=requirements.disk_size_gib,
-            disk_tier=requirements.disk_tier,
-            network_tier=requirements.network_tier,
-            image_id=None if is_container and is_host else requirements.image_id,
-            ports=requirements.ports,
-            labels=requirements.labels,
+            disk_size_gib=resources.disk_size_gib,
+            disk_tier=resources.disk_tier,
+            network_tier=resources.network_tier,
+            image_id=None if resources.container is not None and is_host else resources.image_id,
+            ports=resources.ports,
+            labels=resources.labels,
         )
 
     async def make_room(self, name: str, attempt: int) -> float:
@@ -153,9 +151,10 @@ class ClusterBuilder:
     async def _search(self, spec: LaunchSpec, plan: Plan) -> Cluster:
         name = spec.cluster.name
         resumed = [intent.request.placement for intent in self._store.list_open_intents(name)]
-        zones = [zone for placement in resumed for zone in split_zones(placement)]
-        others = (estimate for estimate in plan.estimates if estimate.placement not in zones)
-        ordered = join_zones(others, plan.task, self._clouds, spec.make_spec)
+        zones = [replace(zone, alternative=0) for placement in resumed for zone in split_zones(placement)]
+        # A zone is requested once, even if it stands for another alternative since the task file was changed.
+        others = (estimate for estimate in plan.estimates if replace(estimate.placement, alternative=0) not in zones)
+        ordered = join_zones(others, self._clouds, spec.make_spec)
         try:
             result = await self._failover.acquire(spec, ordered, resumed=resumed)
         except Exception:

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from broker.clouds.base import Cloud, SupportsZoneSearch
-from broker.optimizer.asked import find_asked
-from broker.types import Estimate, MachineSpec, Node, Placement, Task
+from broker.types import Estimate, MachineSpec, Node, Placement
 
 
 def join_zones(
     estimates: Iterable[Estimate],
-    task: Task,
     clouds: Mapping[str, Cloud],
     make_spec: Callable[[Placement], MachineSpec],
 ) -> Iterator[Placement]:
@@ -23,11 +21,11 @@ def join_zones(
     group: list[Estimate] = []
     for estimate in estimates:
         if group and not _is_twin(group[0], estimate):
-            yield from _fuse([estimate.placement for estimate in group], task, clouds, make_spec)
+            yield from _fuse([estimate.placement for estimate in group], clouds, make_spec)
             group = []
         group.append(estimate)
     if group:
-        yield from _fuse([estimate.placement for estimate in group], task, clouds, make_spec)
+        yield from _fuse([estimate.placement for estimate in group], clouds, make_spec)
 
 
 def split_zones(placement: Placement) -> Sequence[Placement]:
@@ -50,7 +48,10 @@ def find_actual_placement(placement: Placement, nodes: Sequence[Node]) -> Placem
 
 
 def _is_twin(first: Estimate, second: Estimate) -> bool:
-    """Return whether both have a zone and equal price, hazard and everything else that the plan estimates."""
+    """Return whether both have a zone, and are equal in alternative, price, hazard and all other estimates.
+
+    Zones that a user lists as alternatives are not twins: they are requested in the user's order.
+    """
     offer, other = first.placement.offer, second.placement.offer
     if offer.zone is None or other.zone is None or offer.region != other.region:
         return False
@@ -60,17 +61,13 @@ def _is_twin(first: Estimate, second: Estimate) -> bool:
 
 def _fuse(
     placements: Sequence[Placement],
-    task: Task,
     clouds: Mapping[str, Cloud],
     make_spec: Callable[[Placement], MachineSpec],
 ) -> Sequence[Placement]:
     if len(placements) == 1:
         return placements
     cloud = clouds.get(placements[0].offer.cloud)
-    # A user who lists zones as alternatives wants them in that order.
-    requirements = [find_asked(task, placement) for placement in placements]
-    is_one_alternative = all(other is requirements[0] for other in requirements[1:])
-    if not isinstance(cloud, SupportsZoneSearch) or not is_one_alternative:
+    if not isinstance(cloud, SupportsZoneSearch):
         return placements
     if not cloud.is_search_worth(make_spec(placements[0]), zone_count=len(placements)):
         return placements

@@ -66,7 +66,7 @@ class RehearsedGang:
         source = Path(head.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
         self.attempts.setdefault(number, Watched(number, self._real.now_s(), source, file))
         offer = replace(cluster.placement.offer, accelerator=None, accelerator_count=0)
-        bare = replace(cluster, placement=replace(cluster.placement, offer=offer))
+        bare = replace(cluster, placement=replace(cluster.placement, offer=offer, alternative=0))
         lease_s = max(lease_s or 0.0, LEASE_REAL_S)
         await self._gang.start(bare, replace(task, resources=(Resources(),)), run_id=run_id, envs=envs, lease_s=lease_s)
         self._leased_s = self._real.now_s()

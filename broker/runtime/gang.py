@@ -17,7 +17,6 @@ from broker import agent
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.nouns import noun
-from broker.optimizer.asked import find_container
 from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
@@ -105,11 +104,10 @@ class Gang:
         The credential of the first call counts: the head keeps it, and answers with it ever after.
         """
         nodes = sort_nodes(cluster)
-        recovery = next((each.job_recovery for each in task.resources if each.job_recovery.nodes_min), None)
         is_managed = "BROKER_JOB_ID" in envs
         reserved = None if is_managed else find_reservation(task, cluster)  # a managed job has its cluster to itself
         # What SkyPilot has put up is in the container already.
-        image = None if nodes[0].handle.startswith("sky://") else find_container(task, cluster.placement)
+        image = None if nodes[0].handle.startswith("sky://") else cluster.placement.get_resources(task).container
         spec: dict[str, Any] = {
             "run_id": run_id,
             "name": task.name or "",
@@ -130,7 +128,7 @@ class Gang:
             "lease_s": lease_s,
             # SkyPilot takes a whole cluster down when one of its nodes ends itself.
             "ends_together": nodes[0].handle.startswith("sky://"),
-            "nodes_min": recovery.nodes_min if recovery else None,
+            "nodes_min": task.recovery.nodes_min,
             "head": {
                 "address": nodes[0].address,
                 "credential": make_credential(f"broker {cluster.name} run {run_id}").value,

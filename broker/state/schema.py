@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 
-from broker.state import sentences
+from broker.state import alternatives, sentences
 
 Step = str | Callable[[sqlite3.Connection], None]
 
@@ -118,4 +118,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _MADE_NODES,
     _IDENTITY,
     _KINDS,
+    (alternatives.convert,),
 )

@@ -15,7 +15,7 @@ from broker.task.measures import UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
-from broker.task.resources import read_resources
+from broker.task.resources import read_autostop, read_recovery, read_resources
 from broker.task.tables import Section
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
 from broker.types import CheckpointSpec, DataSet, Goal, Origin, Secret, Task
@@ -111,6 +111,8 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         setup=section.get("setup"),
         run=section.get("run"),
         goal=_read_goal(reader, section.get("goal")),
+        recovery=read_recovery(section.get("resources")),
+        autostop=read_autostop(section.get("resources")),
         checkpoint=_read_checkpoint(section.get("checkpoint")),
         unattended_s=_read_unattended(reader, section),
         inputs=_read_data(section, "inputs"),

@@ -13,10 +13,11 @@ from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section
 from broker.types import Autostop, JobRecovery, Quantity, Resources
+from broker.types.task import CONTAINER
 
 IDLE_MINUTES = 5  # SkyPilot's, for `autostop: true`
 ALTERNATIVES_MAX = 1_000  # each is planned by itself
-DOCKER, SKYPILOT = "docker:", "skypilot:"
+SKYPILOT = "skypilot:"
 IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
 _Pairs = list[tuple[str, float]]
@@ -50,6 +51,24 @@ def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resou
     return _spread(base, accelerators, images), is_listed
 
 
+def read_autostop(section: Section | None) -> Autostop | None:
+    """When the cluster of the task stops: it has one rule, whichever alternative it is made of."""
+    return _read_autostop(_read_first(section, "autostop"))
+
+
+def read_recovery(section: Section | None) -> JobRecovery:
+    return _read_recovery(_read_first(section, "job_recovery"))
+
+
+def _read_first(section: Section | None, field: str) -> Any:
+    """The field of the first alternative that has it; what stands outside of the alternatives is part of each."""
+    if section is None:
+        return None
+    items: Sequence[Section] = section.get("any_of") or section.get("ordered") or []
+    values = [each.get(field) for each in (*items[:1], section, *items[1:])]
+    return next((each for each in values if each is not None), None)
+
+
 def _read_alternatives(
     reader: Reader, items: Sequence[Section], base: Resources, accelerators: _Pairs, images: dict[str, str]
 ) -> tuple[Resources, ...]:
@@ -81,15 +100,11 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
         "memory_gib": _read_memory(reader, section, base),
         "ports": _read_ports(get("ports")),
         "labels": {**base.labels, **get("labels", {})},
-        "autostop": _read_autostop(get("autostop")),
-        "job_recovery": _read_recovery(get("job_recovery")),
         "origin": reader.find_origin(section.marked),
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     if get("disk_tier") == "none":
         changes["disk_tier"] = None
-    if get("autostop") is False:
-        changes["autostop"] = None
     if "instance_type" in changes and _asks_for_tpu_node(section):
         del changes["instance_type"]
         message = "`instance_type`: TPU nodes with a separate host are not supported; planning a TPU VM instead"
@@ -152,9 +167,9 @@ def _read_autostop(value: Any) -> Autostop | None:
     return Autostop(idle_minutes=-int(-value // 60))  # seconds, rounded up
 
 
-def _read_recovery(value: Any) -> JobRecovery | None:
+def _read_recovery(value: Any) -> JobRecovery:
     if value is None:
-        return None
+        return JobRecovery()
     strategy = value.get("strategy") if isinstance(value, Section) else value
     nodes_min = 1 if strategy == ELASTIC else None
     strategy = None if strategy in ("none", ELASTIC) else strategy
@@ -207,11 +222,11 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     if "docker" in images:  # SkyPilot: a container inside a machine image
         hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
         reader.warn(place, "image_id", "`image_id`: this machine image is not supported", hint, blocks_launch=True)
-        return {"": DOCKER + images["docker"]}
+        return {"": CONTAINER + images["docker"]}
     if any(each.startswith(SKYPILOT) for each in images.values()):
         hint = "remove `image_id`: broker chooses an image for the machine"
         reader.warn(place, "image_id", "`image_id`: SkyPilot's own images are not supported", hint, blocks_launch=True)
-    elif not all(each.startswith(DOCKER) for each in images.values()):
+    elif not all(each.startswith(CONTAINER) for each in images.values()):
         message = "`image_id` on local: machine images are not supported"
         hint = "remove `image_id`, and install what you need in `setup`"
         reader.warn(place, "image_id", message, hint, blocks_launch=True, cloud="local")

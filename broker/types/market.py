@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from broker.nouns import noun
-from broker.types.task import Task
+from broker.types.task import Resources, Task
 
 Objective = Literal["cost", "time"]  # what tasks that pass data on should take least of, together
 Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
@@ -69,12 +69,14 @@ class Placement:
     """Where a gang would run: so many nodes of one offer, spot or on-demand.
 
     `other_zones`, at the same price in the same region, will do as well: the cloud is to choose one for all nodes.
+    `alternative` is the index of the task's alternative (`Task.resources`) that the offer fits.
     """
 
     offer: Offer
     is_spot: bool
     node_count: int
     other_zones: tuple[str, ...] = ()
+    alternative: int = 0
 
     @property
     def usd_hour(self) -> float:
@@ -82,6 +84,14 @@ class Placement:
         price = self.offer.spot_usd_hour if self.is_spot else self.offer.ondemand_usd_hour
         assert price is not None, "a placement is only made from an offer that has its price"
         return price * self.node_count
+
+    def get_resources(self, task: Task) -> Resources:
+        """Return the alternative of `task` that this placement was planned for.
+
+        A launch that is repeated with a shorter list of alternatives may take up a placement of the longer one; the
+        first alternative holds then.
+        """
+        return task.resources[self.alternative if self.alternative < len(task.resources) else 0]
 
     @property
     def as_of(self) -> str:

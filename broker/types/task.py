@@ -7,6 +7,8 @@ from dataclasses import field
 
 from broker.nouns import noun
 
+CONTAINER = "docker:"  # SkyPilot's word before an image that is run, not booted
+
 
 @noun
 class Origin:
@@ -71,10 +73,14 @@ class Resources:
     ports: tuple[str, ...] = ()
     image_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    autostop: Autostop | None = None
-    job_recovery: JobRecovery = JobRecovery()
     usd_hour_max: float | None = None  # of one node, at the price of its pricing model
     origin: Origin | None = None
+
+    @property
+    def container(self) -> str | None:
+        """The image that the program runs in; None where it runs on the machine itself."""
+        image = self.image_id or ""
+        return image.removeprefix(CONTAINER) if image.startswith(CONTAINER) else None
 
 
 @noun
@@ -165,6 +171,8 @@ class Task:
     setup: str | None = None
     run: str | None = None
     goal: Goal | None = None
+    recovery: JobRecovery = JobRecovery()
+    autostop: Autostop | None = None  # of the cluster that `launch` starts
     checkpoint: CheckpointSpec = CheckpointSpec()
     unattended_s: float | None = None  # how long a managed job continues while its broker is away; None: the default
     inputs: tuple[DataSet, ...] = ()

@@ -15,7 +15,7 @@ import pytest
 
 from broker.clouds.simulated import FaultRates
 from broker.errors import TransientError
-from broker.types import JobRecovery, Resources, Task
+from broker.types import JobRecovery, Task
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import CrashingStore, World, make_plan
 
@@ -100,7 +100,7 @@ def commits(tmp_path: Path) -> Iterator[Commits]:
         live(tmp_path / "refused", "plain", full=0.5, unknown_after=0.3, transient=0.2)
         live(tmp_path / "no start", "no start")
         recovery = JobRecovery(max_restarts_on_errors=1)
-        live(tmp_path / "failing", "failing", task=Task(num_nodes=2, resources=(Resources(job_recovery=recovery),)))
+        live(tmp_path / "failing", "failing", task=Task(num_nodes=2, recovery=recovery))
         yield found
 
 

@@ -24,7 +24,6 @@ from broker.types import (
     JobStatus,
     NodeList,
     Progress,
-    Resources,
     RunStatus,
     Task,
 )
@@ -161,7 +160,7 @@ def test_each_deed_of_a_life_is_told_once(world: World) -> None:
 
 def test_a_job_goes_where_its_strategy_says_after_a_loss(tmp_path: Path) -> None:
     recovery = JobRecovery(strategy="eager_next_region")
-    task = Task(name="train", num_nodes=2, resources=(Resources(job_recovery=recovery),))
+    task = Task(name="train", num_nodes=2, recovery=recovery)
     world = World(tmp_path)
     world.job_id = world.store.add_job("j", task).id
     run_to_end(world, "preemption", lambda task, avoid: make_plan(task))

@@ -91,8 +91,8 @@ def make_job(task: Task = TASK, *, attempts: tuple[Attempt, ...] = (), progress:
         (replace(TASK, goal=replace(GOAL, deadline_hours=None)), False),
         (replace(TASK, goal=None), False),
         (replace(TASK, resources=(Resources(use_spot=False),)), False),
-        (replace(TASK, resources=(Resources(job_recovery=JobRecovery(strategy="cheapest")),)), False),
-        (replace(TASK, resources=(Resources(job_recovery=JobRecovery(strategy="deadline")),)), True),
+        (replace(TASK, recovery=JobRecovery(strategy="cheapest")), False),
+        (replace(TASK, recovery=JobRecovery(strategy="deadline")), True),
     ],
 )
 def test_a_goal_with_a_deadline_is_followed_unless_another_strategy_is_asked_for(task: Task, follows: bool) -> None:

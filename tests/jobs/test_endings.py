@@ -29,7 +29,6 @@ from broker.types import (
     OutcomeKind,
     Placement,
     Progress,
-    Resources,
     StorageMount,
     Task,
 )
@@ -106,7 +105,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def make_task(**recovery: object) -> Task:
-    return Task(resources=(Resources(job_recovery=JobRecovery(**recovery)),))  # type: ignore[arg-type]
+    return Task(recovery=JobRecovery(**recovery))  # type: ignore[arg-type]
 
 
 def test_a_success_ends_attempt_and_job(stage: Stage) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.jobs.controller import JobController
-from broker.types import Cluster, JobRecovery, JobStatus, OutcomeKind, Resources, RunStatus, StorageMount
+from broker.types import Cluster, JobRecovery, JobStatus, OutcomeKind, RunStatus, StorageMount
 from broker.wording import describe_outcome
 from tests.simulation.world import OWNER, Report, SimulatedGang, World
 
@@ -43,8 +43,8 @@ def world(tmp_path: Path) -> World:
     world = World(tmp_path)
     world.gang = UploadingGang(world.cloud, world.clock)
     mount = StorageMount(target="/out", source=("s3://b",), mode="MOUNT_CACHED")
-    resources = (Resources(job_recovery=JobRecovery(stall_timeout_s=60.0)),)
-    world.job_id = world.store.add_job("writes", replace(world.task, storage_mounts=(mount,), resources=resources)).id
+    recovery = JobRecovery(stall_timeout_s=60.0)
+    world.job_id = world.store.add_job("writes", replace(world.task, storage_mounts=(mount,), recovery=recovery)).id
     return world
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.jobs.in_place import has_ended
-from broker.types import Cluster, JobRecovery, JobStatus, Resources, RunStatus, Task
+from broker.types import Cluster, JobRecovery, JobStatus, RunStatus, Task
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import Report, World, make_plan
 
@@ -17,7 +17,7 @@ def make_world(folder: Path, *, exit_codes: tuple[int, ...] = (), hangs: int = 0
     world = World(folder, exit_codes=exit_codes)
     world.gang.hangs = hangs
     recovery = JobRecovery(stall_timeout_s=30.0, max_restarts_on_errors=5)
-    world.task = Task(name="train", run="train", num_nodes=2, resources=(Resources(job_recovery=recovery),))
+    world.task = Task(name="train", run="train", num_nodes=2, recovery=recovery)
     world.job_id = world.store.add_job("train", world.task).id
     return world
 

@@ -27,7 +27,7 @@ from broker.errors import (
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
 from broker.jobs.health import HealthSignals, Verdict, classify
-from broker.jobs.logs import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
+from broker.jobs.log_files import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.monitor import AttemptMonitor
 from broker.jobs.order import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
@@ -47,7 +47,6 @@ from broker.types import (  # fmt: skip
     Placement,
     Plan,
     Progress,
-    Resources,
     RunStatus,
     Task,
     make_event,
@@ -110,7 +109,7 @@ def test_verdicts(signals: HealthSignals, verdict: Verdict) -> None:
     ],
 )
 def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list[str]) -> None:
-    task = Task(num_nodes=2, resources=(Resources(job_recovery=JobRecovery(strategy=strategy)),))
+    task = Task(num_nodes=2, recovery=JobRecovery(strategy=strategy))
     plan = make_plan(task)
     last = Attempt(job_id=1, number=1, cluster="c", placement=plan.estimates[1].placement, started_s=0.0)
     assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
@@ -251,7 +250,7 @@ def make_stalling(folder: Path, hangs: int) -> World:
     world = World(folder)
     world.gang.hangs = hangs
     recovery = JobRecovery(stall_timeout_s=60.0)
-    world.job_id = world.store.add_job("hung", replace(world.task, resources=(Resources(job_recovery=recovery),))).id
+    world.job_id = world.store.add_job("hung", replace(world.task, recovery=recovery)).id
     return world
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.clouds.simulated import FaultRates
-from broker.types import Cluster, JobRecovery, JobStatus, Node, NodeState, Resources, RunStatus, Task
+from broker.types import Cluster, JobRecovery, JobStatus, Node, NodeState, RunStatus, Task
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Crash, Report, SimulatedGang, World, _Run
 
@@ -41,7 +41,7 @@ def make_world(folder: Path, *, crash_at: int | None = None, **options: object) 
     world = World(folder, **options)  # type: ignore[arg-type]
     world.gang = ElasticGang(world.cloud, world.clock, steps=150)
     recovery = JobRecovery(nodes_min=1)
-    world.task = Task(name="train", run="train", num_nodes=2, resources=(Resources(job_recovery=recovery),))
+    world.task = Task(name="train", run="train", num_nodes=2, recovery=recovery)
     world.job_id = world.store.add_job("train", world.task).id
     world.points.crash_at = None if crash_at is None else world.points.count + crash_at
     return world

@@ -21,14 +21,13 @@ from broker.types import (
     Node,
     NodeState,
     Placement,
-    Resources,
     RunStatus,
     Task,
 )
 from tests.simulation.world import Report, make_offer
 from tests.state.test_rows import NODE, START_S, Hands
 
-TASK = Task(num_nodes=2, resources=(Resources(job_recovery=JobRecovery(nodes_min=1)),))
+TASK = Task(num_nodes=2, recovery=JobRecovery(nodes_min=1))
 LOOK_S = 2.0
 CALM = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.jobs.order import cut_to_rest, drop_limits, get_recovery, order_plan
+from broker.jobs.order import cut_to_rest, drop_limits, order_plan
 from broker.types import (
     Attempt,
     CheckpointSpec,
@@ -19,7 +19,6 @@ from broker.types import (
     Placement,
     Plan,
     Progress,
-    Resources,
     Task,
 )
 from tests.simulation.world import make_offer
@@ -40,7 +39,7 @@ FEWER = make_placement("east1", "a", nodes=1)
 
 
 def order(strategy: str | None, *placements: Placement) -> list[Placement]:
-    task = Task(resources=(Resources(), Resources(job_recovery=JobRecovery(strategy=strategy, stall_timeout_s=9.0))))
+    task = Task(recovery=JobRecovery(strategy=strategy, stall_timeout_s=9.0))
     plan = Plan(
         task=task,
         estimates=tuple(Estimate(placement=each) for each in placements),
@@ -69,14 +68,6 @@ def test_the_same_region_name_of_another_cloud_is_another_region() -> None:
     elsewhere = replace(HERE, offer=replace(HERE.offer, cloud="another"))
     assert order("eager_next_region", HERE, elsewhere) == [elsewhere, HERE]
     assert order(None, elsewhere, NEXT_ZONE) == [NEXT_ZONE, elsewhere]
-
-
-def test_the_first_alternative_that_asks_for_a_recovery_speaks_for_the_task() -> None:
-    asked = JobRecovery(max_restarts_on_errors=3)
-    other = JobRecovery(strategy="cheapest")
-    resources = (Resources(), Resources(job_recovery=asked), Resources(job_recovery=other))
-    assert get_recovery(Task(resources=resources)) == asked
-    assert get_recovery(Task()) == JobRecovery()
 
 
 GOAL = Goal(work_hours=10.0, deadline_hours=24.0, budget_usd=100.0)

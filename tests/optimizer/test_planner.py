@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.errors import NoOfferError
+from broker.optimizer.filters import find_alternative
 from broker.optimizer.planner import make_plan
 from broker.task.loader import load_tasks_text
 from broker.types import AcceleratorFigures, Offer, Plan
@@ -107,3 +108,23 @@ def test_choice_is_the_minimum_of_all_estimates(rows: list[tuple[float, float, f
     costs = [each.placement.usd_hour if each.expected_usd is None else each.expected_usd for each in made.estimates]
     assert costs == sorted(costs)
     assert len(costs) == 2 * len(rows)
+
+
+def test_each_placement_knows_its_alternative_and_a_place_of_two_is_of_the_first() -> None:
+    text = "{accelerators: H100:8, any_of: [{use_spot: false}, {use_spot: true}, {use_spot: true, disk_size: 9}]}"
+    made = plan(f"resources: {text}", [offer(), offer("gcp")])
+    assert len(made.estimates) == 4
+    for each in made.estimates:
+        assert each.placement.alternative == int(each.placement.is_spot)
+        assert each.placement.get_resources(made.task).use_spot is each.placement.is_spot
+        assert find_alternative(made.task, each.placement) == each.placement.alternative
+
+
+def test_a_placement_of_another_task_takes_the_first_alternative_that_admits_it() -> None:
+    made = plan("resources: {accelerators: [A100:8, H100:8]}", [offer()])
+    assert made.choice.placement.alternative == 1
+    (other,) = load_tasks_text("resources: {any_of: [{accelerators: T4}, {cpus: 4+}, {accelerators: H100:8}]}", "t")
+    assert find_alternative(other, made.choice.placement) == 1
+    (small,) = load_tasks_text("resources: {accelerators: T4}", "t")
+    assert find_alternative(small, made.choice.placement) == 0
+    assert made.choice.placement.get_resources(small) == small.resources[0], "it lost its second alternative since"

@@ -429,3 +429,9 @@ def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:
         disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
     )
     assert requests[-1].spec.image_id == "docker:i", "this cloud's nodes are no hosts of ours"
+    two = Task(num_nodes=2, resources=(asked, Resources(disk_size_gib=99, image_id="second")))
+    plan = make_plan(two)
+    second = tuple(replace(each, placement=replace(each.placement, alternative=1)) for each in plan.estimates)
+    cluster = stage.up("c-two", replace(plan, estimates=second))
+    assert requests[-1].spec == MachineSpec(disk_size_gib=99, image_id="second")
+    assert cluster.placement.get_resources(two).image_id == "second"

@@ -10,7 +10,7 @@ import pytest
 
 from broker.provision.refusals import draw_backoff_s
 from broker.provision.zones import find_actual_placement, join_zones, split_zones, unite_zones
-from broker.types import Estimate, MachineSpec, Node, NodeState, Offer, Placement, Resources, Task
+from broker.types import Estimate, MachineSpec, Node, NodeState, Offer, Placement
 from tests.simulation.world import make_offer
 
 
@@ -33,14 +33,17 @@ def make_estimate(zone: str | None, *, region: str = "east1", usd: float = 1.0, 
     return Estimate(placement=Placement(offer=offer, is_spot=True, node_count=2), preemptions_per_hour=0.1)
 
 
+def as_alternative(estimate: Estimate, number: int) -> Estimate:
+    """One that a user listed as another alternative of the task."""
+    return replace(estimate, placement=replace(estimate.placement, alternative=number))
+
+
 A, B, C = (make_estimate(f"east1{letter}") for letter in "abc")
 
 
-def join(
-    estimates: Sequence[Estimate], *, cloud: Any = None, task: Task | None = None
-) -> list[tuple[str | None, tuple[str, ...]]]:
+def join(estimates: Sequence[Estimate], *, cloud: Any = None) -> list[tuple[str | None, tuple[str, ...]]]:
     clouds: Mapping[str, Any] = {"simulated": cloud or Searching()}
-    found = join_zones(estimates, task or Task(), clouds, lambda placement: MachineSpec())
+    found = join_zones(estimates, clouds, lambda placement: MachineSpec())
     return [(each.offer.zone, each.other_zones) for each in found]
 
 
@@ -76,10 +79,8 @@ def test_zones_are_not_joined_if_unsupported_not_worthwhile_or_listed_by_the_use
     apart = [("east1a", ()), ("east1b", ())]
     assert join([A, B], cloud=object()) == apart
     assert join([A, B], cloud=Searching(is_worth=False)) == apart
-    listed = Task(resources=(Resources(zone="east1a"), Resources(zone="east1b")))
-    assert join([A, B], task=listed) == apart
-    one_apart = Task(resources=(Resources(zone="east1c"), Resources(cloud="simulated")))
-    assert join([A, B, C], task=one_apart) == [*apart, ("east1c", ())]
+    assert join([A, as_alternative(B, 1)]) == apart
+    assert join([A, B, as_alternative(C, 1)]) == [("east1a", ("east1b",)), ("east1c", ())]
     assert join([]) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from local_gang import Rig, make_task, processes_of, wait_for
 
-from broker.types import Autostop, Cluster, JobRecovery, NodeState, Resources, RunStatus, Secret
+from broker.types import Autostop, Cluster, JobRecovery, NodeState, RunStatus, Secret
 
 CATCHER = """
 trap 'echo caught; [ -e "$BROKER_PREEMPTION_FILE" ] && echo noticed; touch ~/../caught-$SKYPILOT_NODE_RANK; exit 3' TERM
@@ -198,8 +198,8 @@ def test_runner_killed_from_outside_is_a_failure(rig: Rig) -> None:
 def test_a_newcomer_whose_setup_fails_is_told_and_the_others_work(rig: Rig, tmp_path: Path) -> None:
     fit = tmp_path / "fit"
     fit.touch()
-    recovery = (Resources(job_recovery=JobRecovery(nodes_min=1)),)
-    task = replace(make_task("sleep 1000", setup=f"[ -e {fit} ] || exit 3", num_nodes=2), resources=recovery)
+    recovery = JobRecovery(nodes_min=1)
+    task = replace(make_task("sleep 1000", setup=f"[ -e {fit} ] || exit 3", num_nodes=2), recovery=recovery)
 
     async def act() -> None:
         cluster = await rig.make_cluster(2)

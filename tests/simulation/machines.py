@@ -141,7 +141,7 @@ class MachineGang:
         self._on_effect("start:before")
         key = (cluster.name, run_id)
         if key not in self.runs:
-            nodes_min = task.resources[0].job_recovery.nodes_min
+            nodes_min = task.recovery.nodes_min
             self._begin(cluster, run_id, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
             self.runs[key].has_bucket = "://" in envs.get("BROKER_CHECKPOINT_DIR", "")
         self._join(cluster, self.runs[key])

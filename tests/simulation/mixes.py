@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 
 from broker.clouds.simulated import CloudTimings, FaultRates
-from broker.types import CheckpointSpec, Goal, JobRecovery, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, Task
 from tests.simulation.machines import Program
 
 CLOUD_RATES_MAX = {
@@ -188,7 +188,7 @@ def draw_job(random: Random) -> JobSpec:
         name="train",
         run="python train.py",
         num_nodes=random.choice((1, 1, 2, 2, 3)),
-        resources=(Resources(job_recovery=recovery),),
+        recovery=recovery,
         goal=draw_goal(random, steps, budget_usd),
         checkpoint=CheckpointSpec(to=random.choice((None, "s3://bucket"))),
         unattended_s=random.choice((None, 900.0, 900.0, 3600.0)),

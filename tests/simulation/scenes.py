@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from broker.clouds.simulated import CloudTimings, FaultRates
-from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Resources, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Task
 from tests.simulation import host, stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix
@@ -65,7 +65,7 @@ def make_job(
         name="train",
         run="python train.py",
         num_nodes=nodes,
-        resources=(Resources(job_recovery=recovery),),
+        recovery=recovery,
         goal=make_goal(steps, budget_usd, deadline_s),
         checkpoint=CheckpointSpec(to="s3://bucket" if has_bucket else None),
         unattended_s=unattended_s,

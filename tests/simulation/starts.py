@@ -81,7 +81,7 @@ def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
     """A program that dies is started again as often as its task says; else until three deaths without headway."""
     run = event.run
     assert run is not None
-    restarts_max = universe.tasks[run.job].resources[0].job_recovery.max_restarts_on_errors
+    restarts_max = universe.tasks[run.job].recovery.max_restarts_on_errors
     rows = universe.read(
         "SELECT number, (SELECT max(max(last_step, coalesce(checkpoint_step, 0))) FROM attempt_steps AS steps "
         "WHERE steps.job_id = attempts.job_id AND steps.number <= attempts.number) FROM attempts "

@@ -222,7 +222,7 @@ def test_memory_by_vcpu_needs_vcpus() -> None:
     ],
 )
 def test_autostop_in_every_form(text: str, autostop: Autostop | None) -> None:
-    assert load_resources(f"{{autostop: {text}}}")[0].autostop == autostop
+    assert load(f"resources: {{autostop: {text}}}").autostop == autostop
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,27 @@ def test_autostop_in_every_form(text: str, autostop: Autostop | None) -> None:
     ],
 )  # fmt: skip
 def test_job_recovery_in_every_form(text: str, recovery: JobRecovery) -> None:
-    assert load_resources(f"{{job_recovery: {text}}}")[0].job_recovery == recovery
+    assert load(f"resources: {{job_recovery: {text}}}").recovery == recovery
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy", "idle_minutes"),
+    [
+        ("{job_recovery: failover, autostop: 5, any_of: [{infra: aws}, {infra: gcp}]}", "failover", 5),
+        ("{any_of: [{infra: aws}, {infra: gcp, job_recovery: cheapest, autostop: 7}]}", "cheapest", 7),
+        ("{job_recovery: failover, autostop: 5, ordered: [{infra: aws, job_recovery: cheapest, autostop: 7}]}",
+         "cheapest", 7),
+        ("{job_recovery: failover, autostop: 5, ordered: [{infra: aws}, {job_recovery: cheapest, autostop: 7}]}",
+         "failover", 5),
+        ("{autostop: 5, any_of: [{infra: aws, autostop: false}]}", None, None),
+    ],
+)  # fmt: skip
+def test_recovery_and_autostop_of_the_first_alternative_that_has_them_are_the_tasks(
+    text: str, strategy: str | None, idle_minutes: int | None
+) -> None:
+    task = load(f"resources: {text}")
+    assert task.recovery.strategy == strategy
+    assert (task.autostop and task.autostop.idle_minutes) == idle_minutes
 
 
 def test_misspelt_words_of_lists_get_the_near_miss() -> None:
@@ -262,7 +282,7 @@ def test_image_by_region_plans_those_regions_only() -> None:
 
 def test_old_names_are_read_and_exclude_the_new_ones() -> None:
     assert load_resources("{gpus: H100:8}")[0].accelerator == "H100"
-    assert load_resources("{spot_recovery: FAILOVER}")[0].job_recovery == JobRecovery(strategy="failover")
+    assert load("resources: {spot_recovery: FAILOVER}").recovery == JobRecovery(strategy="failover")
     assert "keep `accelerators`" in find_message("resources: {gpus: T4, accelerators: T4}")
 
 

@@ -96,7 +96,7 @@ def test_amounts_durations_and_sizes() -> None:
     assert resources.cpus == Quantity(value=4, is_minimum=True)
     assert resources.memory_gib == Quantity(value=32, is_minimum=True)
     assert resources.disk_size_gib == 1024
-    assert resources.autostop == Autostop(idle_minutes=10, is_down=True)
+    assert task.autostop == Autostop(idle_minutes=10, is_down=True)
     assert task.goal == Goal(work_hours=100, work_on="A100:8", deadline_hours=36, budget_usd=50, confidence=0.95)
     assert task.checkpoint == CheckpointSpec(every_s=600, stall_s=0, restart_s=90, size_gib=0.5)
 

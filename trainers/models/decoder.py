@@ -101,8 +101,13 @@ class Decoder(nn.Module):
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; what is no bias scales a norm
             return
+        if name.endswith("lora_b"):
+            parameter.zero_()  # an adapter starts as none
+            return
         # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
         deviation = 0.02 / math.sqrt(2 * len(self.blocks)) if name.endswith("project.weight") else 0.02
+        if name.endswith("lora_a"):
+            deviation = 1 / math.sqrt(3 * parameter.shape[1])
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
         whole = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)

@@ -18,8 +18,8 @@ class GPT(Decoder):
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
         blocks: list[nn.Module] = [Block(config) for _ in range(config.depth)]
-        super().__init__(config, blocks, nn.LayerNorm(config.width))
-        self.position_embedding: nn.Embedding | None = nn.Embedding(config.context, config.width)
+        super().__init__(config, blocks, nn.LayerNorm(config.width, eps=config.norm_epsilon))
+        self.position_embedding: nn.Embedding | None = nn.Embedding(config.positions or config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.draw_weights()
 
@@ -43,9 +43,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         """Build one layer of the stack."""
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
-        self.perceptron_norm = nn.LayerNorm(config.width)
+        self.perceptron_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.perceptron = Perceptron(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -93,14 +93,17 @@ class Perceptron(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         """Build both layers."""
         super().__init__()
-        self.hidden_width = config.hidden_width or 4 * config.width
+        self.hidden_width = config.find_hidden_width()
+        self.approximation = "tanh" if config.activation == "gelu_tanh" else "none"
         self.expand = nn.Linear(config.width, self.hidden_width)
         self.project = nn.Linear(self.hidden_width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position by itself."""
-        result: Tensor = self.dropout(self.project(functional.gelu(self.expand(hidden))))
+        result: Tensor = self.dropout(
+            self.project(functional.gelu(self.expand(hidden), approximate=self.approximation))
+        )
         return result
 
     def slicings(self) -> dict[str, Slicing]:

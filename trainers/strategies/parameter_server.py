@@ -98,7 +98,7 @@ class Worker:
 
     def __init__(self, model: nn.Module, group: Any) -> None:
         """Serve one model."""
-        self._parameters, self._group = list(model.parameters()), group
+        self._parameters, self._group = list_trained(model), group
         self._steps_done, self._stop_step = 0, NEVER
 
     @property
@@ -128,7 +128,7 @@ class Server:
         """Serve one model to ranks 1 to `worker_count`."""
         self.staleness_max = staleness_max
         self.lead_max = 0  # the most that a gradient was ahead of the slowest worker when its worker began on it
-        self._parameters, self._group = list(model.parameters()), group
+        self._parameters, self._group = list_trained(model), group
         self._done = {rank: 0 for rank in range(1, worker_count + 1)}
         self._waiting: set[int] = set()
         self._losses: dict[int, float] = {}
@@ -221,6 +221,11 @@ class Settled:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The model's."""
         self._model.load_state_dict(state)
+
+
+def list_trained(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that are sent; frozen ones are equal everywhere."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from broker.api import Market, find_cache
+from broker.app.market import Market, find_cache
 from broker.catalog.importing import import_catalog
 from broker.errors import BrokerError
 from broker.task.loader import load_tasks_text
@@ -82,7 +82,7 @@ def run_broker(market: Market, tasks: Sequence[dict[str, Any]]) -> list[dict[str
         start = time.perf_counter()
         try:
             (task,) = load_tasks_text(json.dumps(each), "bench")
-            best = market.rank(task).choice
+            best = market.rank(market.resolve(task)).choice
             found: dict[str, Any] = {"usd": best.placement.usd_hour, "what": str(best.placement.offer)}
         except BrokerError as error:
             found = {"error": error.message}
