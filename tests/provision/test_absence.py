@@ -1,4 +1,4 @@
-"""A node that lists leave out: believed gone by count and time together, as they were seen to pass."""
+"""Absence of a node from lists: it is believed gone after a number of lists and a time, as observed by the polls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def look(absence: Absence, *, at_s: float, is_listed: bool = False, node_id: str
 
 
 def find_first(absence: Absence, every_s: float) -> int:
-    """The look at which the node is believed gone."""
+    """Return the number of the poll at which the node is believed gone."""
     return next(count for count in range(1, 200) if look(absence, at_s=every_s * (count - 1)))
 
 

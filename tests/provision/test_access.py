@@ -1,4 +1,4 @@
-"""A node that runs and cannot be reached is let in to again; a fault of that is no fault of the caller's."""
+"""Renewal of ssh access to nodes that run and cannot be reached; its faults do not affect the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE = Node(id="i-1", cloud="cloud", owner="me", cluster="c", attempt=1, rank=0,
 
 
 class Fortress(SimulatedCloud):
-    """Each call of `renew_access` gives the next of these answers, after `takes_s`."""
+    """Return the next of these answers to each call of `renew_access`, after `takes_s`."""
 
     def __init__(self, clock: VirtualClock, *answers: bool | Exception, takes_s: float = 0.5) -> None:
         super().__init__(clock=clock)

@@ -40,7 +40,7 @@ def is_started(world: World) -> bool:
 
 
 def play(world: World, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    """The scenario begins when the job's program runs."""
+    """Run the scenario from the start of the job's program."""
 
     async def act() -> None:
         controller = world.make_controller()
@@ -95,7 +95,7 @@ def test_answering_agents_outweigh_lists_of_another_owner(world: World) -> None:
 
 
 def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotten(world: World) -> None:
-    """Nothing may start beside it, and its nodes are terminated once the login is right again."""
+    """No attempt starts beside it, and its nodes are terminated once the login is correct again."""
 
     async def scenario(controller: Any) -> None:
         first = {node.id for node in world.list_live_nodes()}
@@ -115,7 +115,7 @@ def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotte
 
 
 def silence(world: World, ids: set[str]) -> Callable[..., Any]:
-    """A `poll` that hears nothing of these nodes."""
+    """Return a `poll` that gets no answer from these nodes."""
     poll = world.gang.poll
 
     async def answer(cluster: Any, run_id: int) -> Any:
@@ -127,7 +127,7 @@ def silence(world: World, ids: set[str]) -> Callable[..., Any]:
 
 
 def test_missing_nodes_are_terminated_before_the_next_attempt_starts(world: World) -> None:
-    """They are believed gone by what lists leave out, so a terminate call must be accepted for each."""
+    """They are believed gone because lists omit them, so a terminate call must be accepted for each."""
 
     async def scenario(controller: Any) -> None:
         first = {node.id for node in world.list_live_nodes()}
@@ -184,7 +184,7 @@ def test_answering_nodes_in_a_region_without_lists_are_kept(world: World) -> Non
 
 
 def test_a_working_gang_keeps_its_lease_while_lists_fail(world: World) -> None:
-    """An expired login must not end the machines that it can no longer list."""
+    """An expired login must not terminate nodes that it can no longer list."""
 
     async def scenario(controller: Any) -> None:
         renewed: list[float] = []
@@ -221,7 +221,7 @@ def test_nodes_of_a_failed_job_are_terminated_even_if_lists_are_denied(world: Wo
 
 
 def test_nodes_created_by_a_dead_process_are_terminated_even_if_no_list_shows_them(world: World) -> None:
-    """The ids of the create call's answer are on record."""
+    """The answer of the create call was recorded with the node ids."""
 
     async def act() -> None:
         provisioner = world.make_provisioner()
@@ -291,7 +291,7 @@ def test_down_names_the_required_login(world: World) -> None:
 def test_blocked_ssh_to_a_whole_running_gang_gets_a_longer_timeout(
     world: World, blocked_s: float, attempts: int
 ) -> None:
-    """More often the user's own network than two machines that hang at once."""
+    """The user's own network is a more likely cause than two nodes that hang at the same time."""
 
     async def scenario(controller: Any) -> None:
         first, poll = {node.id for node in world.list_live_nodes()}, world.gang.poll
@@ -333,7 +333,7 @@ def test_a_missing_node_counts_as_alive_until_terminate_is_accepted(world: World
 
 
 def test_terminate_uses_the_account_that_was_noted_after_the_request_was_read(world: World) -> None:
-    """The account of a create call under way came later than its request was read; another login confirms nothing."""
+    """The account of a create call may be noted after its request was read; another login cannot confirm the end."""
     placement = make_plan(world.task).estimates[0].placement
     request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
     world.store.put_intent(request)

@@ -1,4 +1,4 @@
-"""After the records were lost, what runs is recorded again by its tags: never ended unasked, never started twice."""
+"""Adoption after the records were lost: running nodes are recorded by their tags, not terminated or started twice."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_superseded_attempt_is_left_to_the_collector() -> None:
 
 
 def drive(world: World, *, until_s: float = math.inf, collect_every: int = 20) -> None:
-    """The job's controller and the collector, to the job's end or for so long."""
+    """Run the job's controller and the collector until the job ends, or for `until_s`."""
 
     async def run() -> None:
         provisioner = world.make_provisioner()
@@ -113,7 +113,7 @@ def put_back(world: World, copy: Path) -> None:
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    """A job of two nodes that has been at work for a while, with a copy made before it started."""
+    """Return the world of a job that has run on two nodes for a while, with a copy from before its start."""
     world = World(tmp_path)
     world.gang.steps = 600
     world.early_copy = world.store.copy()  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_adoption_ignores_nodes_of_other_owners_and_moves_a_pending_job_to_start
     list_nodes = world.cloud.list_nodes
 
     async def list_all(owner: str) -> NodeList:
-        """As a cloud would whose tags say nothing of owners to its lists."""
+        """List nodes of all owners, as a cloud whose lists do not filter by owner."""
         listed = await list_nodes(owner)
         other = make_node(0, cluster="dev", attempt=1, token="x", owner="somebody else")
         return replace(listed, nodes=(*listed.nodes, other))
@@ -193,7 +193,7 @@ def test_a_copy_of_an_earlier_attempt_adopts_the_newest_one(world: World) -> Non
 
 
 def test_attempt_numbers_are_skipped_if_no_node_runs_after_a_restore(world: World) -> None:
-    """The checkpoints have met numbers that the copy does not know."""
+    """The checkpoints may carry attempt numbers that the copy does not know."""
     for restores in (1, 2):
         world.cloud.preempt([node.id for node in world.list_live_nodes()])
         put_back(world, world.early_copy)  # type: ignore[attr-defined]
@@ -233,7 +233,7 @@ def test_one_empty_list_does_not_prove_that_no_node_runs(world: World) -> None:
 
 
 def test_a_fenced_daemon_stops_adopting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a cloud does not tell now is asked again later; that another daemon leads is no such answer."""
+    """A failed list is retried later; FencedError, by which another daemon leads, is raised."""
     world.store.forget_adoptions()
 
     async def fail(owner: str) -> NodeList:

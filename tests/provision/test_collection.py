@@ -1,4 +1,4 @@
-"""What the collector ends: nodes that carry our tag and are in no record, dead clusters, gangs nobody waits for."""
+"""Garbage collection: unrecorded nodes with our tag, dead clusters, surplus gangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NODE = Node(
 
 
 class Cloud:
-    """Lists what it is given and notes what it is asked to end."""
+    """A cloud that lists the given nodes and notes terminate calls."""
 
     name = "simulated"
     settle_s = 20.0
@@ -233,7 +233,7 @@ def test_a_failed_termination_is_not_counted_and_blocks_no_other(stage: Stage) -
 
 
 def test_gangs_are_given_back_concurrently(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose end is confirmed only after many minutes keeps no other running."""
+    """A gang whose end takes minutes to confirm must not delay the others."""
     stage.put_cluster("c")
     stage.put_cluster("going", ClusterStatus.TERMINATING)
     for token in ("t1", "t2"):
@@ -251,7 +251,7 @@ def test_gangs_are_given_back_concurrently(stage: Stage, monkeypatch: pytest.Mon
 
 
 def test_a_fenced_collector_terminates_nothing_more(stage: Stage) -> None:
-    """Another daemon leads: what is written here is refused, and what is ended here may be at work there."""
+    """Another daemon leads: writes are refused, and nodes that are terminated here may be in use there."""
     stage.failure = FencedError("another daemon leads")
     stage.put_cluster("up")
     stage.put_intent("up", "t1")

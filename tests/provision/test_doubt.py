@@ -1,4 +1,4 @@
-"""A region that answers nothing clear: the search soon goes on elsewhere, and ends in bounded time where it cannot."""
+"""A region without clear answers: the search soon continues elsewhere, and otherwise ends in bounded time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EAST, WEST = ("east1a", "east1b"), ("west1a",)
 
 
 class Search:
-    """A launch while creates in region east1 fail `times` times."""
+    """A search in which create calls in region east1 fail `times` times."""
 
     def __init__(self, folder: Path, fault: Callable[[str], CloudError], *, times: float = float("inf")) -> None:
         self.world = World(folder)
@@ -40,7 +40,7 @@ class Search:
         self.world.cloud.create_nodes = fail  # type: ignore[method-assign]
 
     def up(self, *zones: str, hedge: int = 2, name: str = "c") -> Cluster:
-        """`end_s`: how long it took, success or not."""
+        """Run the search; `end_s` is its duration, even if it fails."""
         provisioner, start_s = self.world.make_provisioner(), self.world.clock.now_s()
 
         async def act() -> Cluster:
@@ -88,7 +88,7 @@ def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_th
 def test_a_search_without_other_regions_reports_so_and_ends(
     tmp_path: Path, fault: Callable[[str], CloudError], hedge: int
 ) -> None:
-    """It used to ask one zone and the other in turn for ever: by the time one failed, the other was due again."""
+    """Regression: it alternated between two zones forever, because one was due again by the time the other failed."""
     search = Search(tmp_path, fault)
     with pytest.raises(CapacityError) as caught:
         search.up(*EAST, hedge=hedge)
@@ -120,7 +120,7 @@ def test_a_placement_that_recovers_after_one_fault_is_kept(tmp_path: Path) -> No
 
 
 def test_a_postponed_placement_is_requested_once_its_region_recovers(tmp_path: Path) -> None:
-    """The region recovers and its first zone turns out to be full: the dearer region still comes after the second."""
+    """The region recovers and its first zone is full: its second zone still precedes the more expensive region."""
     search = Search(tmp_path, TransientError, times=2)
     world, create = search.world, search.world.cloud.create_nodes
 
@@ -138,7 +138,7 @@ def test_a_postponed_placement_is_requested_once_its_region_recovers(tmp_path: P
 
 
 def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each refusal comes so late that by then the other place may be asked again."""
+    """Each refusal takes long enough for the other placement to be due again."""
     search = Search(tmp_path, TransientError, times=0)
     world = search.world
 

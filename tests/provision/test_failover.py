@@ -1,4 +1,4 @@
-"""Clusters come up whole or not at all, go down only when confirmed, and nothing of ours is forgotten."""
+"""Failover: gangs come up whole or not at all, and every node stays on record until its end is confirmed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_region_wide_refusal_covers_the_other_zones(world: World, error: Quota
 
 
 def test_a_throttling_region_is_skipped_as_a_whole(world: World) -> None:
-    """Its zones count calls together: each would be asked in vain for as long as the first."""
+    """Its zones share one call rate: calls in each would be throttled like those in the first."""
     asked: dict[str, int] = {}
     create = world.cloud.create_nodes
 
@@ -174,7 +174,7 @@ def test_a_missing_login_excludes_the_cloud_and_is_the_error_if_no_other_cloud_i
 
 
 def refuse_regions(world: World, *regions: str) -> list[str]:
-    """As an organisation's policy does; returns the zones that are asked, as they are asked."""
+    """Deny these regions like an organisation's policy; return the list of requested zones."""
     create_nodes, asked = world.cloud.create_nodes, []
 
     async def create(request: NodeRequest) -> Sequence[Node]:
@@ -220,7 +220,7 @@ def test_the_launch_time_of_the_gang_is_reported(world: World) -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])
 def test_a_cluster_taken_down_during_failover_does_not_come_up_later(world: World, after_s: float) -> None:
-    """`down` says that all is gone: the command that still brings the name up may not begin anywhere else."""
+    """`down` reports that all nodes are gone: the `up` of that name must not launch elsewhere."""
     world.cloud.full_zones["east1a"] = world.clock.now_s() + 1e6
     world.cloud.faults = FaultRates(never_boots=1.0)
     placements = make_plan(world.task, "east1a", "east1b", "west1a", "north1a")
@@ -252,7 +252,7 @@ def test_the_collector_terminates_our_lost_nodes_and_no_foreign_ones(world: Worl
 
 @pytest.mark.parametrize("after_s", [400.0, 5000.0])
 def test_the_boot_timeout_counts_from_creation_across_processes(world: World, after_s: float) -> None:
-    """A daemon that is restarted every few minutes would pay for them for ever."""
+    """Otherwise a daemon that is restarted every few minutes would pay for them indefinitely."""
     world.cloud.faults = FaultRates(never_boots=1.0)
 
     async def act() -> float:

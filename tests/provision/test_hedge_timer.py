@@ -1,4 +1,4 @@
-"""How long a cloud is waited for: learned from its answers, within limits."""
+"""The hedge timer: learned from the answers of a cloud, within limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_latency_is_learned_by_the_rule_of_tcp() -> None:
-    """RFC 6298: a first sample and half of it; then an eighth of the difference, and a quarter of the deviation's."""
+    """RFC 6298: the deviation starts at half the first sample; gains are 1/8 for the mean and 1/4 for the deviation."""
     first = learn(None, 8.0)
     assert first == Pace(mean_s=8.0, deviation_s=4.0)
     assert learn(first, 16.0) == Pace(mean_s=9.0, deviation_s=5.0)

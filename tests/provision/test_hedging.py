@@ -1,4 +1,4 @@
-"""While a place is late the next one is asked too: one gang is kept, the others are confirmed gone, whatever dies."""
+"""Hedging: while a launch is late another begins; one gang is kept, the others are confirmed gone after any crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANG_S = 300.0
 
 
 class SlowCloud(SimulatedCloud):
-    """Some zones take long to answer a create call: first the wait, then what the zone has to say."""
+    """A cloud in which some zones answer create calls late."""
 
     slow_zones: dict[str, float]
     asked: list[tuple[str, float]]
@@ -163,7 +163,7 @@ def test_a_throttled_call_is_retried_with_growing_backoff_within_the_shared_budg
     world.cloud.create_nodes = throttle  # type: ignore[method-assign]
 
     def search(name: str) -> list[float]:
-        """Returns the seconds between its calls."""
+        """Return the seconds between the calls of one search."""
         called_s.clear()
         with pytest.raises(CapacityError):
             world.clock.run(lambda: world.make_provisioner().up(name, make_plan(world.task, "east1a")))

@@ -1,4 +1,4 @@
-"""A cluster's verbs: up, refreshed, stopped, started, down, and what each refuses."""
+"""Up, refresh, stop, start and down of a cluster, and the errors of each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Stopping(SimulatedCloud):
-    """Its nodes can be stopped, as seen in its lists some seconds later, and it keeps their consoles."""
+    """A cloud that can stop nodes, with lists that lag behind, and that keeps console output."""
 
     stopped_at_s: float | None = None
     started_at_s: float | None = None
@@ -274,7 +274,7 @@ def test_stop_of_an_unknown_or_unstoppable_cluster_is_an_error_with_a_hint(tmp_p
 def test_a_cluster_and_its_intent_are_one_commit_and_the_closing_of_an_intent_is_durable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster without its intent would be ended by nobody; an intent that a power cut opens again costs a search."""
+    """A cluster without its intent would never be terminated; an intent reopened by a power cut costs a search."""
     store = stage.world.store
     commit, close = type(store)._commit, type(store).close_intent
     coming: list[bool] = []
@@ -349,7 +349,7 @@ def test_down_leaves_no_node_record_or_open_intent_and_can_be_repeated(stage: St
 
 
 def test_a_refresh_that_began_before_down_does_not_restore_the_record(stage: Stage) -> None:
-    """The record would say UP again: a node would be replaced in it, and lost when the end is confirmed."""
+    """If the record were UP again, a replacement node could be launched into it and lost once `down` ends."""
     seen = stage.up()
     stage.world.store.put_cluster(replace(seen, status=ClusterStatus.TERMINATING))
     stage.cloud.preempt([seen.nodes[1].id])

@@ -1,4 +1,4 @@
-"""Many askers, few calls; and nobody is told what was true before they asked."""
+"""Shared lists: many callers, few calls, and no list from before a caller asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.state.test_rows import Hands
 
 
 class SlowCloud:
-    """Takes a second to answer with what was true when it was asked."""
+    """A cloud whose lists take 1 s and show the state at the time of the call."""
 
     name, settle_s = "slow", 0.0
 
@@ -92,7 +92,7 @@ class Instant(SlowCloud):
 
 
 def test_a_list_of_the_same_instant_is_too_old_without_age_s_max() -> None:
-    """It may not show what its asker has just done."""
+    """It may not show the last action of its caller."""
     hands = Hands()
     cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
     for calls, age_s_max in ((1, 0.0), (2, 0.0), (2, 5.0), (3, 0.0)):
@@ -101,7 +101,7 @@ def test_a_list_of_the_same_instant_is_too_old_without_age_s_max() -> None:
 
 
 def test_a_list_from_before_the_clock_was_set_back_is_not_shared() -> None:
-    """For an hour it would hide every loss."""
+    """It would hide losses for an hour."""
     hands = Hands()
     cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
     asyncio.run(lister.list(cloud, age_s_max=5.0))  # type: ignore[arg-type]

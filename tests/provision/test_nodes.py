@@ -1,4 +1,4 @@
-"""A node is gone when its cloud says so; that it is missing from a list for once says nothing."""
+"""The end of a node counts once its cloud confirms it; one list without the node proves nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_node_that_its_cloud_forgets_is_eventually_believed_gone(tmp_path: Pat
 
 
 def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_path: Path) -> None:
-    """The nodes may have been made: without a list nobody knows."""
+    """The nodes may exist: only a list can tell."""
     world = World(tmp_path)
 
     async def create(request: NodeRequest) -> Sequence[Node]:
@@ -75,7 +75,7 @@ def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_pa
 
 
 def test_time_in_which_a_region_is_silent_does_not_close_an_unanswered_create(tmp_path: Path) -> None:
-    """Found by the simulator: four quick looks, a minute of silence and one blank list closed the intent of a node."""
+    """Found by the simulator: four quick polls, a minute of silence and one empty list closed the intent of a node."""
     world = World(tmp_path)
     provisioner = world.make_provisioner()
     cluster = world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
@@ -117,7 +117,7 @@ def test_two_commands_cannot_bring_up_one_name_concurrently(tmp_path: Path) -> N
 
 
 class SlowClock(VirtualClock):
-    """Of a process that gets its turn late: each of its waits takes nine times as long."""
+    """The clock of a starved process: each wait takes nine times as long."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -148,7 +148,7 @@ def test_one_of_two_commands_that_wait_for_the_old_cluster_gets_the_name(tmp_pat
 
 
 def test_a_resumed_up_keeps_no_extra_nodes_where_others_were_refused_since(tmp_path: Path) -> None:
-    """Else those nodes would cost money until the cluster goes down, and serve nobody."""
+    """Otherwise those nodes would cost money, unused, until the cluster goes down."""
     world = World(tmp_path, crash_at=8)  # just after the nodes were made
     with pytest.raises(BaseException, match="create:after"):
         world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id))

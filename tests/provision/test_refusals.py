@@ -1,4 +1,4 @@
-"""What each kind of refusal closes, for how long, and for whom; and the budget of failed calls."""
+"""The scope and duration of each kind of refusal, and the retry budget of a cloud."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first launch on virtual time: each step's outcome, its words and its cost, and what is tried whatever failed."""
+"""A trial launch on virtual time: outcome, note and cost of each step, and the steps that always run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG = f"(node 0) {MARK}\n(node 0) Linux 6.8.0\n\n(node 0) Python 3.12.3\n"
 
 
 class PaperGang:
-    """Is reached after so many calls, and its command ends so long after its start."""
+    """A gang that is reachable after a number of calls, and whose command ends after a given time."""
 
     def __init__(self, stage: Stage, *, failures: int = 0, failure: BrokerError | None = None) -> None:
         self._stage, self.failures, self.failure = stage, failures, failure
@@ -67,7 +67,7 @@ def make_trial(
 
 
 def play(stage: Stage, gang: PaperGang, **more: Any) -> dict[str, tuple[str, str]]:
-    """Outcome and note of each step. Nothing is left, whatever they were."""
+    """Run a trial, check that nothing is left, and return outcome and note of each step."""
     trial = make_trial(stage, gang, **more)
     steps = list(stage.run(trial.run))
     assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()

@@ -1,4 +1,4 @@
-"""Neighbours of a plan that differ in the zone only are asked for as one, where the cloud can look in several."""
+"""Placements of a plan that differ in their zone only are joined, if the cloud can search several zones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulation.world import make_offer
 
 
 class Searching:
-    """A cloud that can look in several zones."""
+    """A cloud that can search several zones."""
 
     name = "simulated"
 
