@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.creation import CREATE_TRIES_MAX
 from broker.provision.launch import make_token
@@ -17,6 +16,7 @@ from broker.provision.nodes import RESUMED_S_MIN
 from broker.provision.refusals import CAPACITY_REFUSAL_S
 from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
+from tests.clouds.simulated import FaultRates
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 
