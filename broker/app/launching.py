@@ -280,7 +280,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
 
 def describe_interrupted(context: Context, name: str) -> Sequence[str]:
     """List what an interrupted launch started and still costs money, with the command that terminates it."""
-    from broker.provision.failover import describe
+    from broker.provision.launch import describe
 
     begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
     cluster = context.store.get_cluster(name)

@@ -52,7 +52,7 @@ def check_live(
     trial = Trial(
         cluster, plan, cloud, provisioner=context.provisioner, gang=context.gang, store=context.store,
         clock=context.clock, owner=context.config.owner, spend_usd_max=spend_usd_max, bucket_url=bucket or "",
-        tell=(lambda step: None) if as_json else _show,
+        on_step=(lambda step: None) if as_json else _show,
     )  # fmt: skip
     try:
         with closing(tape) if tape else nullcontext():

@@ -10,8 +10,8 @@ from broker.jobs.budget import Overspent, check_budget, find_overspending
 from broker.jobs.endings import Endings
 from broker.jobs.order import cut_to_rest, drop_limits, order_plan
 from broker.jobs.policy_runner import Pause, PolicyRunner
-from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
+from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
 from broker.types import (
     Attempt,

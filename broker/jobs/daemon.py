@@ -23,8 +23,8 @@ from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
 from broker.locks import try_lock
-from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
+from broker.provision.refusals import draw_backoff_s
 from broker.state.faults import explain_os_error
 from broker.state.store import Store
 

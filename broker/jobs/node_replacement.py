@@ -11,8 +11,8 @@ from broker.jobs.budget import Overspent, check_budget
 from broker.jobs.gang import Gang, GangReport
 from broker.jobs.health import list_lost_ranks
 from broker.jobs.monitor import is_due
-from broker.provision.backoff import draw_backoff_s
 from broker.provision.lifecycle import Provisioner
+from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
 from broker.types import Cluster, EventKind, Job, Node, make_event

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from broker.errors import UsageError
 from broker.pipelines.ordering import find_needs, name_tasks, order_indexes
-from broker.provision.failover import HEDGE
+from broker.provision.launch import HEDGE
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Secret, Task
 

@@ -1,6 +1,6 @@
-"""The firewall of nodes that run and cannot be reached: this machine's address may have changed since they were made.
+"""Renew ssh access to nodes that run and cannot be reached: this machine's address may have changed since the launch.
 
-Clouds let ssh in from one address. A laptop in another network would otherwise see a healthy gang as silent.
+The firewall of a node admits ssh from one address. From another network, a healthy gang would look unreachable.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from broker.types import Node
 log = logging.getLogger(__name__)
 
 RENEW_EVERY_S = 30.0  # for the nodes of one create call, however many calls fail
-WAIT_S_MAX = 15.0  # a caller waits no longer; the renewal continues, and the next caller profits
+WAIT_S_MAX = 15.0  # limit for a caller; the renewal continues for the next caller
 
 
 class AccessRenewer:
-    """Called by transports before they give a node up. Reads clouds on first use: making them takes a second."""
+    """Renew access for transports, before they give a node up. Reads clouds on first use: creating them takes 1 s."""
 
     def __init__(self, clouds: Mapping[str, Cloud], *, clock: Clock) -> None:
         self._clouds = clouds
         self._clock = clock
-        self._asked_s: dict[tuple[str, str, str], float] = {}
+        self._started_s: dict[tuple[str, str, str], float] = {}
         self._running: dict[tuple[str, str, str], asyncio.Task[bool]] = {}
 
     async def renew(self, node: Node) -> bool:
-        """Whether a rule was changed just now, so that another connection is worth trying. Raises nothing."""
+        """Return whether a rule was changed just now, so that another connection is worth trying. Raises nothing."""
         cloud = self._clouds.get(node.cloud)
         if not isinstance(cloud, RenewsAccess):
             return False
         key = (node.cloud, node.cluster, node.token)
         running = self._running.get(key)
         if running is None or running.done():
-            if 0.0 <= self._clock.now_s() - self._asked_s.get(key, float("-inf")) < RENEW_EVERY_S:
+            if 0.0 <= self._clock.now_s() - self._started_s.get(key, float("-inf")) < RENEW_EVERY_S:
                 return False
-            self._asked_s[key] = self._clock.now_s()
-            running = self._running[key] = asyncio.ensure_future(self._ask(cloud, node))
+            self._started_s[key] = self._clock.now_s()
+            running = self._running[key] = asyncio.ensure_future(self._renew(cloud, node))
         timer = asyncio.ensure_future(self._clock.sleep(WAIT_S_MAX))
         try:
             await asyncio.wait({running, timer}, return_when=asyncio.FIRST_COMPLETED)
@@ -48,12 +48,12 @@ class AccessRenewer:
             timer.cancel()
         return running.done() and not running.cancelled() and running.result()
 
-    async def _ask(self, cloud: RenewsAccess, node: Node) -> bool:
+    async def _renew(self, cloud: RenewsAccess, node: Node) -> bool:
         try:
             has_changed = await cloud.renew_access([node])
         except CloudError as error:
-            log.info("the firewall of %s cannot be looked at: %s", node.id, error.message)
+            log.info("cannot check the firewall of %s: %s", node.id, error.message)
             return False
         if has_changed:
-            log.info("ssh to %s is allowed from this machine's present address", node.cluster)
+            log.info("ssh to %s is now allowed from this machine's current address", node.cluster)
         return has_changed

@@ -1,12 +1,12 @@
-"""Adoption: after a restore or a reset, nodes that carry our tag and no record names are recorded again, by their tags.
+"""Adoption: after a restore or a reset, record running nodes that carry our tag but are in no record, by their tags.
 
-First decided, as a pure function of what is listed and recorded; then done, one commit for each gang. What was lost
-with the records (which program runs, since when) is asked of the nodes by whoever drives the job.
+A pure function of the listed nodes and the records decides; then each gang is adopted in one commit. The rest of the
+lost state (the running program and its start time) is read from the nodes by the job's controller.
 
-    tagged                                               becomes
+    tags                                                 becomes
     a live job's newest attempt, its gang complete       the job's live attempt; the controller polls it as usual
-    a live job's newest attempt, nodes missing           the same with an outcome: it is ended, then the next one starts
-    an attempt of a live job that a newer one followed   nothing: the collector ends it
+    a live job's newest attempt, nodes missing           the same with an outcome: torn down, then the next one starts
+    an attempt of a live job that a newer one followed   not adopted: the collector terminates it
     anything else                                        a cluster without a job, which a user takes down
 """
 
@@ -45,9 +45,9 @@ from broker.types import (
 
 log = logging.getLogger(__name__)
 
-# Between the first and the last list that a cloud is compared by; four times the cloud's lag at least.
+# Minimum time between the first and the last list that a cloud is compared by; at least four times its list lag.
 SETTLED_S_MIN = 60.0
-UNKNOWN_TYPE = "unknown"  # lists do not tell the instance type
+UNKNOWN_TYPE = "unknown"  # lists do not contain the instance type
 JOB_CLUSTER = re.compile(r"job-(\d{1,18})(?:-[a-z0-9]+)?-\d+")
 
 
@@ -59,7 +59,7 @@ class Deed(StrEnum):
 
 @noun
 class Adoption:
-    """What becomes of one gang. `spare` are nodes of the same name that a search had asked for elsewhere."""
+    """The decision for one gang. `spare`: nodes of the same name that a search had requested elsewhere."""
 
     deed: Deed
     cluster: str
@@ -70,7 +70,10 @@ class Adoption:
 
 
 def decide(nodes: Iterable[Node], jobs: Mapping[int, Job]) -> Sequence[Adoption]:
-    """`nodes`: ours, alive, in no record and no intent. `jobs`: those that their tags may name, by id."""
+    """Decide for each gang.
+
+    `nodes`: ours, alive, in no record and no intent. `jobs`: the jobs that their tags may name, by id.
+    """
     gangs: dict[tuple[str, int], list[Node]] = defaultdict(list)
     for node in sorted(nodes, key=lambda node: (node.rank, node.id)):
         gangs[node.cluster, node.attempt].append(node)
@@ -79,18 +82,18 @@ def decide(nodes: Iterable[Node], jobs: Mapping[int, Job]) -> Sequence[Adoption]
         job = find_job(name, attempt, jobs)
         if job is not None:
             newest[job.id] = max(attempt, newest.get(job.id, 0))
-    found = []
+    adoptions = []
     for (name, attempt), gang in sorted(gangs.items()):
         job = find_job(name, attempt, jobs)
         if job is None or job.status.is_terminal:
-            found.append(Adoption(deed=Deed.KEEP, cluster=name, attempt=attempt, nodes=tuple(gang)))
-        elif attempt == newest[job.id] and attempt > max((each.number for each in job.attempts), default=0):
-            found.append(_decide_job(name, attempt, gang, job))
-    return found
+            adoptions.append(Adoption(deed=Deed.KEEP, cluster=name, attempt=attempt, nodes=tuple(gang)))
+        elif attempt == newest[job.id] and attempt > max((earlier.number for earlier in job.attempts), default=0):
+            adoptions.append(_decide_job(name, attempt, gang, job))
+    return adoptions
 
 
 def find_job(name: str, attempt: int, jobs: Mapping[int, Job]) -> Job | None:
-    """The job whose attempt has a cluster of this name; its random part must fit too."""
+    """Return the job whose attempt has a cluster of this name, including the random part."""
     job_id = read_job_id(name)
     job = None if job_id is None else jobs.get(job_id)
     return job if job is not None and job.name_cluster(attempt) == name else None
@@ -105,22 +108,22 @@ def _decide_job(name: str, attempt: int, gang: Sequence[Node], job: Job) -> Adop
     by_token: dict[str, list[Node]] = defaultdict(list)
     for node in gang:
         by_token[node.token].append(node)
-    spec = list(range(job.task.num_nodes))
+    ranks = list(range(job.task.num_nodes))
     whole = [
         nodes
         for nodes in by_token.values()
-        if [node.rank for node in nodes] == spec and all(node.state is not NodeState.STOPPED for node in nodes)
+        if [node.rank for node in nodes] == ranks and all(node.state is not NodeState.STOPPED for node in nodes)
     ]
     if not whole:
         return Adoption(deed=Deed.REPLACE, cluster=name, attempt=attempt, nodes=tuple(gang), job=job)
-    # A search may have had two places under way: the one that ran first had the program.
+    # A search may have had two launches under way: the gang that ran first has the program.
     chosen = min(whole, key=lambda nodes: (any(n.state is NodeState.PENDING for n in nodes), nodes[0].created_s))
     spare = tuple(node for node in gang if node.token != chosen[0].token)
     return Adoption(deed=Deed.CONTINUE, cluster=name, attempt=attempt, nodes=tuple(chosen), spare=spare, job=job)
 
 
 class Adopter:
-    """Compares each cloud with the records, and carries out what is decided."""
+    """Compare each cloud with the records, and carry out the decisions."""
 
     def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
         self._clouds = clouds
@@ -129,27 +132,29 @@ class Adopter:
         self._owner = owner
 
     def is_done(self) -> bool:
-        """Whether every cloud was compared with the records since these were created or restored."""
+        """Return whether every cloud was compared with the records since these were created or restored."""
         return all(self._store.is_adopted(name) for name in self._clouds)
 
     async def adopt_all(self) -> Sequence[str]:
-        """Names of the clusters that were recorded. A cloud that gives no list now is asked again by the next call."""
+        """Return the names of adopted clusters. A cloud whose list fails is compared again by the next call."""
         names: list[str] = []
         for cloud in self._clouds.values():
             try:
                 names += await self.adopt(cloud)
             except CloudError as error:
-                log.warning("%s cannot be compared with the records now: %s", cloud.name, error.message)
+                log.warning("cannot compare %s with the records now: %s", cloud.name, error.message)
         return names
 
     async def adopt(self, cloud: Cloud) -> Sequence[str]:
-        """Of one cloud. It counts as adopted after two whole lists some time apart: one alone may be late or empty.
-        Raises CloudError."""
+        """Adopt the nodes of one cloud. It counts as adopted after two complete lists some time apart.
+
+        A single list may be late or empty. Raises CloudError.
+        """
         if self._store.is_adopted(cloud.name):
             return ()
         listed = await cloud.list_nodes(self._owner)
         names = []
-        with self._store.transaction():  # the records are read and written with no other process in between
+        with self._store.transaction():  # no other process writes the records in between
             for adoption in decide(self._find_strangers(listed), self._find_jobs(listed)):
                 names.append(self._carry_out(adoption))
             if _is_whole(listed) and self._is_same_account(cloud.name, listed.account):
@@ -157,12 +162,12 @@ class Adopter:
         return names
 
     def _is_same_account(self, cloud: str, account: str) -> bool:
-        """Whether this login sees what the records speak of: that of another account sees nothing of it."""
+        """Return whether this login is for the account of the recorded nodes; another login cannot list them."""
         nodes = (node for cluster in self._store.list_clusters() for node in cluster.nodes if node.cloud == cloud)
         return all(account == node.account for node in nodes if account and node.account)
 
     def _find_strangers(self, listed: Iterable[Node]) -> Sequence[Node]:
-        """A token that is in the store is ours in this life: its nodes are recorded, or lost and collected."""
+        """Return live nodes without a record. A node whose token is in the store is recorded, or lost."""
         alive = [node for node in listed if node.owner == self._owner and node.state is not NodeState.TERMINATED]
         tokens = self._store.list_known_tokens({node.token for node in alive})
         recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
@@ -170,7 +175,7 @@ class Adopter:
 
     def _find_jobs(self, listed: Iterable[Node]) -> Mapping[int, Job]:
         ids = {read_job_id(node.cluster) for node in listed} - {None}
-        return {job.id: job for job in (self._store.get_job(each) for each in ids if each is not None) if job}
+        return {job.id: job for job in (self._store.get_job(job_id) for job_id in ids if job_id is not None) if job}
 
     def _carry_out(self, adoption: Adoption) -> str:
         now_s = self._clock.now_s()
@@ -219,25 +224,27 @@ class Adopter:
         return cluster.name
 
     def _record_intents(self, cluster: Cluster, adoption: Adoption) -> None:
-        """The tokens are known from now on: `down` looks for their nodes, and their keys are kept. Those of spare
-        nodes stay open, which has the collector end what they made."""
+        """Record the tokens, so that `down` looks for their nodes and their keys are kept.
+
+        The intents of spare nodes stay open: the collector terminates those nodes.
+        """
         for nodes, is_kept in ((adoption.nodes, True), (adoption.spare, False)):
             for token in sorted({node.token for node in nodes}):
-                made = [node for node in nodes if node.token == token]
+                gang = [node for node in nodes if node.token == token]
                 request = NodeRequest(
                     owner=self._owner,
                     cluster=cluster.name,
                     attempt=adoption.attempt,
                     token=token,
-                    placement=make_placement(made),
-                    account=made[0].account,
+                    placement=make_placement(gang),
+                    account=gang[0].account,
                 )
                 self._store.put_intent(request)
                 if is_kept:
                     self._store.close_intent(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
-        """What the records say of earlier attempts is out of date; clusters of theirs are taken down."""
+        """End earlier attempts, whose records are out of date, and have their clusters taken down."""
         for attempt in job.attempts:
             if attempt.ended_s is None:
                 usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
@@ -248,13 +255,13 @@ class Adopter:
                 self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
 
     def _find_name(self, tag: str) -> str:
-        """The tag, unless a cluster of this life has that name already."""
+        """Return the tag, with a suffix if a cluster of that name exists already."""
         names = (tag, *(f"{tag}-adopted-{n}" for n in range(1, 1000)))
         return next(name for name in names if self._store.get_cluster(name) is None)
 
 
 def make_placement(nodes: Sequence[Node]) -> Placement:
-    """As far as it is known: where they are, and what they cost."""
+    """Return a placement with the location and the price of the nodes; the rest is unknown."""
     first = nodes[0]
     zones = {node.zone for node in nodes}
     usd_hour = sum(node.usd_hour for node in nodes) / len(nodes)
@@ -272,7 +279,7 @@ def make_placement(nodes: Sequence[Node]) -> Placement:
 
 
 def _is_whole(listed: NodeList) -> bool:
-    """Whether no region may hide nodes of ours. One that this login may not even list is one where it made none."""
+    """Return whether no region may hide our nodes. In a region that this login may not list, it has created none."""
     return all(isinstance(error, AuthError) for error in listed.unseen.values())
 
 

@@ -1,4 +1,7 @@
-"""The collector: cloud lists first, then records. What carries our tag and is in no record ends; nothing else does."""
+"""Garbage collection: terminate nodes that carry our tag and are in no record; delete resources without a cluster.
+
+Cloud lists are read before the records, so that a node recorded in between is not mistaken for lost.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from broker.clock import Clock
-from broker.clouds.base import Cloud
+from broker.clouds.base import CanSweep, Cloud
 from broker.errors import CloudError
 from broker.provision.adoption import Adopter
-from broker.provision.surplus import SurplusReleaser
+from broker.provision.launcher import SurplusReleaser
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, EventKind, Node, NodeRequest, NodeState, make_event
 
@@ -21,10 +24,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRACE_S = 30.0  # a node younger than this, plus the cloud's lag, may belong to a call still under way
-UP_S_MAX = 3600.0  # no `up` of a living process takes longer: an older open intent is nobody's
+UP_S_MAX = 3600.0  # no `up` of a living process takes longer: an older open intent is orphaned
+SWEEP_EVERY_S = 3600.0  # even if no cluster has gone: the last sweep may have skipped resources in use
 
 
 class Collector:
+    """Terminate lost nodes, orphaned launches and dead clusters of this installation."""
+
     def __init__(
         self,
         clouds: Mapping[str, Cloud],
@@ -46,11 +52,11 @@ class Collector:
         self._surplus = surplus
         self._adopter = adopter
         self._spared: Counter[str] = Counter()
-        self._mended: Counter[str] = Counter()
+        self._repaired: Counter[str] = Counter()
 
     @contextmanager
     def spare(self, name: str) -> Iterator[None]:
-        """While this process brings `name` up, its intents are alive however old they are."""
+        """Protect the intents of `name`, however old, while this process brings it up."""
         self._spared[name] += 1
         try:
             yield
@@ -59,71 +65,75 @@ class Collector:
 
     @contextmanager
     def spare_gang(self, name: str) -> Iterator[None]:
-        """While this process replaces a node of `name`, the intents of that are alive though the cluster is up."""
-        self._mended[name] += 1
+        """Protect the intents of `name`, which is up, while this process replaces a node of it."""
+        self._repaired[name] += 1
         try:
             yield
         finally:
-            self._mended[name] -= 1
+            self._repaired[name] -= 1
 
     async def find(self) -> tuple[Sequence[Node], Sequence[str]]:
-        """What `collect` would end now: nodes that nobody records, and names of dead clusters. Raises CloudError."""
-        left = {request.token for request in self._find_orphans()}
-        nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud, left)]
+        """Return what `collect` would end now: unrecorded nodes and names of dead clusters. Raises CloudError."""
+        orphaned = {request.token for request in self._find_orphans()}
+        nodes = [node for cloud in self._clouds.values() for node in await self._find_lost_nodes(cloud, orphaned)]
         return nodes, self._find_dead_names()
 
     async def collect(self) -> int:
+        """Return how many nodes, launches and clusters were ended. An error of one cloud does not affect the others."""
         count = 0
         for cloud in self._clouds.values():
             try:
                 await self._adopter.adopt(cloud)
                 count += await self._collect_nodes(cloud)
             except CloudError as error:
-                log.warning("%s cannot be swept now: %s", cloud.name, error.message)
+                log.warning("cannot collect nodes of %s now: %s", cloud.name, error.message)
         names = self._find_dead_names()
-        left = [request for request in self._find_orphans() if request.cluster not in names]
+        orphans = [request for request in self._find_orphans() if request.cluster not in names]
         works = [
-            *(self._try(self._terminate, each, f"a gang of {each.cluster} cannot be given back now") for each in left),
-            *(self._try(self._down, name, f"{name} cannot be ended now") for name in names),
+            *(
+                self._try(self._terminate, orphan, f"cannot give back a gang of {orphan.cluster} now")
+                for orphan in orphans
+            ),
+            *(self._try(self._down, name, f"cannot take down {name} now") for name in names),
         ]
-        return count + await _add_up(works)
+        return count + await _sum_concurrently(works)
 
-    async def _try(self, end: Callable[[T], Awaitable[object]], what: T, what_failed: str) -> int:
+    async def _try(self, end: Callable[[T], Awaitable[object]], target: T, failure: str) -> int:
         try:
-            await end(what)
+            await end(target)
         except CloudError as error:
-            log.warning("%s: %s", what_failed, error.message)
+            log.warning("%s: %s", failure, error.message)
             return 0
         return 1
 
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         for node in lost:
-            self._store.record_node(node)  # first: what it has cost is known whoever is killed during the call
+            self._store.record_node(node)  # before the call: if this process is killed, the cost is on record
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
                 self._store.add_event(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
         return len(lost)
 
-    async def _find_lost_nodes(self, cloud: Cloud, left: Collection[str] = ()) -> Sequence[Node]:
-        """The list is read before the records, so that a node recorded in between is never mistaken for lost.
+    async def _find_lost_nodes(self, cloud: Cloud, orphaned: Collection[str] = ()) -> Sequence[Node]:
+        """Return listed nodes that are in no record.
 
-        Of a cloud that is not adopted yet, only nodes that this store has asked for: others may be at work.
-        `left`: tokens whose open intents save nobody.
+        In a cloud that is not adopted yet, only nodes that this store has requested: others may be at work.
+        `orphaned`: tokens whose open intents do not protect their nodes.
         """
         listed = await cloud.list_nodes(self._owner)
         self._close_bills(listed)
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
-        tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
+        tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(orphaned)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
-        known = None
+        own_tokens = None
         if not self._store.is_adopted(cloud.name):
-            known = self._store.list_known_tokens({node.token for node in listed})
+            own_tokens = self._store.list_known_tokens({node.token for node in listed})
         return [
             node
             for node in listed
-            if (known is None or node.token in known)
+            if (own_tokens is None or node.token in own_tokens)
             and node.owner == self._owner
             and node.state is not NodeState.TERMINATED
             and node.created_s < oldest_s
@@ -132,13 +142,13 @@ class Collector:
         ]
 
     def _close_bills(self, listed: Iterable[Node]) -> None:
-        """What was collected is in no record that would learn of its end; until then it would cost for ever."""
+        """Close the bills of collected nodes, which are in no record that would note their end."""
         for node in listed:
             if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.is_bill_open(node):
                 self._store.record_node(node)
 
     def _find_orphans(self) -> Sequence[NodeRequest]:
-        """Asked for by a search that has found its gang elsewhere, in a process that died before they were ended."""
+        """Return open intents of clusters that are up: a search did not need them, and its process died too early."""
         clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
         oldest_s = self._clock.now_s() - UP_S_MAX
         return [
@@ -148,12 +158,12 @@ class Collector:
             and cluster.status in (ClusterStatus.UP, ClusterStatus.STOPPED)
             and not (_is_replacement(intent.request, cluster) and intent.created_s > oldest_s)
             and intent.request.token not in self._surplus.tokens
-            and not self._mended[intent.request.cluster]
+            and not self._repaired[intent.request.cluster]
             and intent.request.placement.offer.cloud in self._clouds
         ]
 
     def _find_dead_names(self) -> Sequence[str]:
-        """Clusters whose job has ended, or whose `up` or `down` was cut short long ago."""
+        """Return clusters whose job has ended, or whose `up` or `down` was interrupted long ago."""
         now_s = self._clock.now_s()
         live_jobs = set(self._store.list_live_job_ids())
         names = {
@@ -172,10 +182,49 @@ class Collector:
         return sorted(name for name in names if not self._spared[name])
 
 
-async def _add_up(works: Sequence[Coroutine[Any, Any, int]]) -> int:
-    """All at once: the end of one gang may take a quarter of an hour to confirm, and the others cost money meanwhile.
+class ResourceSweeper:
+    """Delete other resources that clusters leave behind, such as firewall groups, templates and disks."""
 
-    The first that raises ends the others: a collector that was replaced must end nothing more.
+    def __init__(self, clouds: Mapping[str, Cloud], store: Store, *, clock: Clock, owner: str) -> None:
+        self._clouds = clouds
+        self._store = store
+        self._clock = clock
+        self._owner = owner
+        self._swept: dict[
+            str, tuple[float, frozenset[str]]
+        ] = {}  # cloud -> time of the last sweep, and the clusters at that time
+
+    async def sweep(self) -> int:
+        """Delete resources that belong to no cluster of ours; return how many.
+
+        A sweep takes dozens of calls, so it is skipped while no cluster has gone since the last one. A failed sweep is
+        repeated by the next call.
+        """
+        keep = self._list_names()
+        now_s = self._clock.now_s()
+        count = 0
+        for name, cloud in self._clouds.items():
+            swept_s, before = self._swept.get(name, (-SWEEP_EVERY_S, frozenset()))
+            if not isinstance(cloud, CanSweep) or (now_s - swept_s < SWEEP_EVERY_S and before <= keep):
+                continue
+            try:
+                count += await cloud.sweep(self._owner, keep)
+            except CloudError as error:
+                log.warning("cannot delete unused resources of %s now: %s", name, error.message)
+                continue
+            self._swept[name] = (now_s, keep)
+        return count
+
+    def _list_names(self) -> frozenset[str]:
+        """Return the names of all clusters that exist or may be coming up."""
+        coming = (intent.request.cluster for intent in self._store.list_open_intents())
+        return frozenset((*coming, *(cluster.name for cluster in self._store.list_clusters())))
+
+
+async def _sum_concurrently(works: Sequence[Coroutine[Any, Any, int]]) -> int:
+    """Run all concurrently and return the sum: the end of one gang may take 15 minutes to confirm.
+
+    The first error cancels the others: a collector that was replaced must not terminate anything more.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     if not tasks:
@@ -192,11 +241,11 @@ async def _add_up(works: Sequence[Coroutine[Any, Any, int]]) -> int:
 
 
 def _is_replacement(request: NodeRequest, cluster: Cluster) -> bool:
-    """Whether a gang that runs without some of its nodes waits for this one, in whatever process that is driven."""
+    """Return whether this may be the replacement for a lost node of the cluster, requested by any process."""
     is_short = any(node.state is NodeState.TERMINATED for node in cluster.nodes)
     return is_short and request.placement.node_count < len(cluster.nodes)
 
 
 def _is_recorded(node: Node, cluster: Cluster | None) -> bool:
-    """A cluster that still comes up records none: its nodes are known by their open intents, and others are lost."""
-    return cluster is not None and any(known.id == node.id for known in cluster.nodes)
+    """Return whether the cluster names this node. While it comes up it names none: open intents protect its nodes."""
+    return cluster is not None and any(recorded.id == node.id for recorded in cluster.nodes)

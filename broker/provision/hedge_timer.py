@@ -1,6 +1,6 @@
-"""How long a cloud usually takes to answer, learned from its own answers: after that the next place is asked too.
+"""The hedge timer: learn how long a cloud usually takes to answer, and request another placement after that time.
 
-The rule of TCP's retransmission timer (RFC 6298): smoothed mean and deviation, and four deviations of patience.
+Uses the rule of TCP's retransmission timer (RFC 6298): the smoothed mean plus four smoothed deviations.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from broker.state.store import Pace, Store
 
 
 class Answer(StrEnum):
-    CREATED = "created"  # the create call was answered with the gang
-    WHOLE = "whole"  # after that, every node runs
+    CREATED = "created"  # the create call has returned the gang
+    WHOLE = "whole"  # from there, until every node runs
 
 
 @noun
 class HedgeLimits:
-    """Seconds. `prior_s` stands where nothing was learned yet; the others bound what was learned."""
+    """Limits in seconds. `prior_s` applies before the first measurement; the others bound the learned value."""
 
     prior_s: float
     least_s: float
@@ -26,7 +26,7 @@ class HedgeLimits:
 
 
 # EC2 answers RunInstances within seconds and GCE's operations within some ten; nodes boot in one to two minutes.
-# The least keeps a busy machine from asking twice for nothing, the most keeps a slow day from ending all hedging.
+# The minimum avoids needless second requests from a busy machine, the maximum keeps hedging alive on a slow day.
 LIMITS = {
     Answer.CREATED: HedgeLimits(prior_s=20.0, least_s=5.0, most_s=60.0),
     Answer.WHOLE: HedgeLimits(prior_s=120.0, least_s=30.0, most_s=300.0),
@@ -38,14 +38,14 @@ class HedgeTimer:
         self._store = store
 
     def measure_s(self, cloud: str, answer: Answer) -> float:
-        """Seconds to wait for this answer before another place is asked as well."""
+        """Return seconds to wait for this answer before another placement is requested as well."""
         return bound(self._store.get_pace(cloud, answer), LIMITS[answer])
 
     def note(self, cloud: str, answer: Answer, took_s: float) -> None:
-        """Refusals and lost answers teach nothing: only what came is noted.
+        """Learn from an answer. Refusals and lost answers are not noted.
 
-        At most the longest patience is learned: a wall clock that jumped, or a machine that slept, would otherwise
-        count as an answer that took a day, and dozens of good ones would not undo it.
+        The learned value is capped at the maximum: a wall clock that jumped, or a machine that slept, would otherwise
+        count as an answer that took a day, and dozens of normal answers would not undo it.
         """
         learned_s = min(LIMITS[answer].most_s, max(0.0, took_s))
         self._store.learn_pace(cloud, answer, lambda pace: learn(pace, learned_s))

@@ -1,58 +1,89 @@
-"""One place asked for one gang: intent, create, whole gang or nothing. A try can be given back at any moment.
+"""One launch: the attempt to get one gang of nodes at one placement, as a state machine.
 
-An intent is committed before each create call; its token makes a repeat harmless; an unknown outcome is looked up.
+A launch begins with its intent: a committed record of the request, with the idempotency token of its create calls.
+
+    REQUESTED ----------> CREATED ----> RUNNING
+     |    |                ^   |            |
+     |    +--> UNKNOWN ----+   +---------> RELEASING ----> CLOSED
+     |            |                                          ^
+     +------------+-----> ABANDONED -------------------------+
+
+ 1. The cloud creates the whole gang, and every node boots: REQUESTED, CREATED, RUNNING.
+ 2. The cloud refuses (capacity, quota, login, invalid request): nothing was created. REQUESTED, CLOSED.
+ 3. A call is throttled or fails without a reason: it is repeated with the same token after a backoff. After
+    `CREATE_TRIES_MAX` calls, or once all jobs together have used up the cloud's retry budget: ABANDONED (see 6).
+ 4. A call is not answered: UNKNOWN. If lists show the whole gang under its token, CREATED; else the call is repeated
+    with the same token, for `UNCLEAR_S_MAX` at most. Then ABANDONED (see 6).
+ 5. An earlier process left the intent open, so its call may have been answered: the launch begins as UNKNOWN, and its
+    call is repeated with the same token.
+ 6. ABANDONED: no further call is made. Nodes that carry the token are looked for and terminated, and only then is the
+    error reported and the intent closed: CLOSED. A refusal that follows UNKNOWN ends here too, because the call before
+    it may have created nodes.
+ 7. Only a part of the gang is created, or a node ends or does not boot in time: CREATED, RELEASING, CLOSED. The error
+    is a CapacityError of that zone.
+ 8. Another command takes the cluster down, which closes the intent. Nodes that arrive later are terminated by the
+    launch itself: CREATED, RELEASING, CLOSED, with a UsageError.
+ 9. Another placement has its gang first: the launch is given back in whatever state it is. It waits up to
+    `ANSWER_GRACE_S` for a call under way, because the answer names the nodes, and terminates them: RELEASING, CLOSED.
+    If no call was made: REQUESTED, CLOSED.
+10. The process ends: the intent stays open. The next process continues with 5, or the collector terminates the nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from broker.clock import Clock
-from broker.clouds.base import Cloud, HasAccounts
-from broker.errors import (
-    AccountError,
-    AuthError,
-    CapacityError,
-    CloudError,
-    InvalidRequestError,
-    QuotaError,
-    ThrottledError,
-    TransientError,
-    UnknownOutcomeError,
-    UsageError,
-)
+from broker.clouds.base import Cloud
+from broker.errors import CloudError, ThrottledError, UsageError
 from broker.nouns import noun
-from broker.provision.backoff import draw_backoff_s
-from broker.provision.hedge_timer import Answer, HedgeTimer
-from broker.provision.listing import Lister
-from broker.provision.naming import describe, make_token
-from broker.provision.nodes import confirm_gone, measure_left_s, wait_running
-from broker.provision.refusals import UnavailableOffers, find_intent_end
-from broker.provision.zones import find_landed
-from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, MachineSpec, Node, NodeEnd, NodeRequest, Placement
-from broker.types.outcomes import Event, EventKind, IntentEnd, make_event
-from broker.wording import make_place
+from broker.provision.zones import find_actual_placement
+from broker.types import Cluster, MachineSpec, Node, NodeRequest, Placement
+from broker.types.outcomes import Event
+from broker.wording import describe_place, make_place
 
-__all__ = ["Launch", "LaunchSpec", "Launcher", "describe", "make_token"]
-
-CREATE_TRIES_MAX = 6
-UNCLEAR_MIN = 2  # failed calls without a reason that put the region in doubt
-UNCLEAR_S_MAX = 60.0  # a place whose answers stay unclear for so long is given up
-ANSWER_S_MAX = 300.0  # longer than any SDK waits by itself: after that a call is believed to get no answer
-ANSWER_GRACE_S = 60.0  # a place given back while its call is under way: so long for the answer that names its nodes
 HEDGE = 2
-REFUSED = (CapacityError, QuotaError, AuthError, InvalidRequestError)  # answers that say: nothing was made
+UNCLEAR_MIN = 2  # calls that failed without a reason before the whole region is suspect
+
+
+class LaunchState(StrEnum):
+    """The states of a launch; the module's docstring lists how it passes through them."""
+
+    REQUESTED = "requested"  # the intent is committed; no call may have created anything without an answer
+    UNKNOWN = "unknown"  # a call, perhaps of an earlier process, was not answered: nodes may exist
+    CREATED = "created"  # the nodes are known and recorded, and are booting
+    RUNNING = "running"  # every node of the gang runs
+    ABANDONED = "abandoned"  # no further call: nodes that nothing has named are looked for and terminated
+    RELEASING = "releasing"  # nodes are being terminated: incomplete, taken down, or not needed
+    CLOSED = "closed"  # nothing is left, and the intent is closed
+
+
+_NEXT = {
+    LaunchState.REQUESTED: {
+        LaunchState.UNKNOWN,
+        LaunchState.CREATED,
+        LaunchState.ABANDONED,
+        LaunchState.RELEASING,
+        LaunchState.CLOSED,
+    },
+    LaunchState.UNKNOWN: {LaunchState.CREATED, LaunchState.ABANDONED, LaunchState.RELEASING},
+    LaunchState.CREATED: {LaunchState.RUNNING, LaunchState.RELEASING},
+    LaunchState.RUNNING: {LaunchState.RELEASING},
+    LaunchState.ABANDONED: {LaunchState.RELEASING, LaunchState.CLOSED},
+    LaunchState.RELEASING: {LaunchState.CLOSED},
+    LaunchState.CLOSED: {LaunchState.RELEASING},  # given back after it failed: its end is confirmed once more
+}
 
 
 @noun
 class LaunchSpec:
-    """What `up` was asked for, apart from where.
+    """The parameters of a launch that do not depend on the placement.
 
-    `hedge`: places that may be asked at once. `check_budget` is called before each call that may cost money, and
-    raises what ends the search.
+    `hedge`: number of placements that may be requested at once. `check_budget` is called before each call that may
+    cost money; an error that it raises ends the search.
     """
 
     cluster: Cluster
@@ -65,334 +96,96 @@ class LaunchSpec:
 
 @dataclass(kw_only=True, eq=False)
 class Launch:
-    """What one place was asked, since when, and what it has made so far."""
+    """One launch: its request, its state, and the nodes that it has created so far."""
 
     cloud: Cloud
     request: NodeRequest
-    rank: int  # in the plan's order: 0 is best
-    is_resumed: bool
+    rank: int  # position in the plan: 0 is best
+    state: LaunchState
     begun_s: float
-    created_s: float | None = None
-    unclear_count: int = 0  # calls of it that failed, and nobody knows why
-    is_throttled: bool = False  # it was given up for that
-    is_ending: bool = False  # nothing more is asked for: what it may have made is looked for and ended
-    on_change: Callable[[], None] = lambda: None  # heard when one of these changes
+    entered_s: dict[LaunchState, float] = field(init=False)  # each state that it has been in -> since when, first time
+    unclear_count: int = 0  # calls that failed without a reason
+    error: CloudError | None = None  # why it was abandoned
     nodes: tuple[Node, ...] = ()
-    call: asyncio.Task[Sequence[Node]] | None = None
-    doing: asyncio.Task[Sequence[Node]] = field(init=False)
+    on_doubt: Callable[[], None] = lambda: None  # called when the search may have to request another placement
+    call: asyncio.Task[Sequence[Node]] | None = None  # the newest create call
+    task: asyncio.Task[Sequence[Node]] = field(init=False)  # the whole launch; its result is the running gang by rank
+
+    def __post_init__(self) -> None:
+        self.entered_s = {self.state: self.begun_s}
+
+    def enter(self, state: LaunchState, now_s: float) -> None:
+        """Change the state. Entering the current state again changes nothing."""
+        assert state is self.state or state in _NEXT[self.state], f"a launch goes from {self.state} to {state}"
+        self.state = state
+        self.entered_s.setdefault(state, now_s)
 
     @property
     def placement(self) -> Placement:
         return self.request.placement
 
     @property
-    def is_doubtful(self) -> bool:
-        """Whether its whole region may be at fault: one failed call may be a blip, or that zone's."""
-        return self.unclear_count >= UNCLEAR_MIN or self.is_throttled
+    def actual_placement(self) -> Placement:
+        """The zone of its nodes, of the zones that were requested; all of them while there are no nodes."""
+        return find_actual_placement(self.placement, self.nodes)
 
     @property
-    def is_in_doubt(self) -> bool:
-        return self.is_doubtful and self.created_s is None
+    def was_unanswered(self) -> bool:
+        """Return whether a call of this token was not answered, be it in an earlier process."""
+        return LaunchState.UNKNOWN in self.entered_s
+
+    @property
+    def created_s(self) -> float | None:
+        return self.entered_s.get(LaunchState.CREATED)
+
+    @property
+    def is_region_suspect(self) -> bool:
+        """Return whether the whole region may be at fault; a single failed call may be a blip, or that zone's."""
+        return self.unclear_count >= UNCLEAR_MIN or isinstance(self.error, ThrottledError)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return whether its region is suspect and has not yet created the gang."""
+        return self.is_region_suspect and self.created_s is None
 
     def note_unclear(self) -> None:
         self.unclear_count += 1
-        self.on_change()
+        self.on_doubt()
 
-    def note_end(self, error: CloudError) -> None:
-        self.is_ending, self.is_throttled = True, isinstance(error, ThrottledError)
-        self.on_change()
-
-    @property
-    def landed(self) -> Placement:
-        """Where its nodes stand, once there are any: in one zone of those that were asked."""
-        return find_landed(self.placement, self.nodes)
+    def abandon(self, error: CloudError, now_s: float) -> None:
+        self.enter(LaunchState.ABANDONED, now_s)
+        self.error = error
+        self.on_doubt()
 
     def cancel(self) -> Sequence[asyncio.Task[Sequence[Node]]]:
-        """As when this process ends: its intent stays open for whoever comes next."""
-        tasks = [self.doing] if self.call is None else [self.doing, self.call]
+        """Stop as if the process had ended: the intent stays open for the next process."""
+        tasks = [self.task] if self.call is None else [self.task, self.call]
         for task in tasks:
             task.cancel()
         return tasks
 
 
-class Launcher:
-    """Begins tries, sees them to their end, and ends what they made."""
+def make_token(owner: str, cluster: str, attempt: int, placement: Placement, serial: int) -> str:
+    """Return the idempotency token of a launch: the same before and after a crash.
 
-    def __init__(
-        self,
-        clouds: Mapping[str, Cloud],
-        store: Store,
-        *,
-        clock: Clock,
-        owner: str,
-        lister: Lister,
-        memory: UnavailableOffers,
-        hedge_timer: HedgeTimer,
-        write_boot: Callable[[NodeRequest], str],
-    ) -> None:
-        self._clouds = clouds
-        self._store = store
-        self._clock = clock
-        self._owner = owner
-        self._lister = lister
-        self._memory = memory
-        self._hedge_timer = hedge_timer
-        self._write_boot = write_boot
-
-    def begin(
-        self, spec: LaunchSpec, placement: Placement, *, rank: int, is_first: bool = False, is_addition: bool = False
-    ) -> Launch:
-        """Commit what is about to be made, then ask. An intent left open by a crash is taken up, token and all.
-
-        `is_addition`: to a cluster that is up, whose record stays as it is.
-
-        Raises what `wanted.check_budget` raises, and UsageError when the cluster was taken down since the first try.
-        """
-        known = self.find_intent(spec.cluster, placement)
-        if known is None:
-            spec.check_budget()
-        one = Launch(
-            cloud=self._clouds[placement.offer.cloud],
-            request=known or self._open_intent(spec, placement, is_first=is_first, is_addition=is_addition),
-            rank=rank,
-            is_resumed=known is not None,
-            begun_s=self._clock.now_s(),
-        )
-        one.doing = asyncio.ensure_future(self._see_through(one, spec))
-        one.doing.add_done_callback(_forget_failure)
-        return one
-
-    def find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
-        requests = [intent.request for intent in self._store.list_open_intents(cluster.name)]
-        same = (each for each in requests if each.placement == placement and each.attempt == cluster.attempt)
-        return next(same, None)
-
-    async def give_back(self, one: Launch) -> Sequence[Node]:
-        """End what this try made, confirm it, and return it. A call under way is heard out: its nodes must be known.
-
-        Raises TransientError where the cloud does not confirm; the intent stays open for the collector.
-        """
-        one.doing.cancel()
-        await asyncio.wait([one.doing])
-        refusal = await self._hear_out(one, one.call) if one.call is not None else None
-        is_asked = one.call is not None or one.is_resumed
-        if one.is_resumed or one.nodes or (is_asked and refusal is None):
-            is_left = one.nodes or self._store.is_intent_open(one.request.token)
-            return await self.terminate(one.cloud, one.request, known=one.nodes) if is_left else ()
-        if refusal is None:
-            self._store.close_intent(one.request.token, IntentEnd.NEVER_ASKED)
-        else:
-            self._store.close_intent(one.request.token, find_intent_end(refusal), refusal.message)
-        return ()
-
-    async def _hear_out(self, one: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
-        """The refusal, if that was the answer; the nodes of another one are noted. Silence proves nothing."""
-        if not await self._is_done_within(call, ANSWER_GRACE_S):
-            call.cancel()
-            await asyncio.wait([call])
-        if call.cancelled():
-            return None
-        error = call.exception()
-        if error is None:
-            one.nodes = one.nodes or tuple(call.result())
-        return error if isinstance(error, REFUSED) else None
-
-    async def terminate(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
-        """End whatever this intent made, confirm it, and only then close the intent; returns what was made."""
-        request = self._store.get_request(request.token) or request  # its account may be known since
-        known = known or self._store.list_made_nodes(request.token)
-        gone = await confirm_gone(
-            cloud,
-            self._lister,
-            known=known,
-            is_ours=lambda node: node.token == request.token,
-            expected_count=request.placement.node_count,
-            places={(request.account, request.placement.offer.region)},
-            clock=self._clock,
-        )
-        with self._store.transaction():
-            self.record(gone)
-            self._store.close_intent(request.token, IntentEnd.TERMINATED)
-        return gone
-
-    def record(self, nodes: Sequence[Node]) -> None:
-        with self._store.transaction():
-            for node in nodes:
-                self._store.record_node(node)
-
-    def _open_intent(self, spec: LaunchSpec, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
-        cluster = spec.cluster
-        serial = self._store.count_closed_intents(cluster.name)
-        request = NodeRequest(
-            owner=self._owner,
-            cluster=cluster.name,
-            attempt=cluster.attempt,
-            token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
-            placement=placement,
-            spec=spec.make_spec(placement),
-            # A gang is of one account: a login for another one cannot see, and not end, what is there already.
-            account=next((node.account for node in cluster.nodes if node.account), "") if is_addition else "",
-        )
-        with self._store.transaction():
-            current = self._store.get_cluster(cluster.name)
-            is_ours = is_first if current is None else current.created_s == cluster.created_s
-            if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
-                raise _make_down_error(cluster.name)
-            self._memory.begin(placement)
-            if not is_addition:
-                self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
-            self._store.put_intent(request)
-        return request
-
-    async def _see_through(self, one: Launch, spec: LaunchSpec) -> Sequence[Node]:
-        """The whole gang, running; else nothing is left of it and a CloudError says why."""
-        one.nodes = tuple(await self._create(one, spec))
-        one.created_s = self._clock.now_s()
-        with self._store.transaction():
-            self.record(one.nodes)
-            self._store.note_made_nodes(one.request.token, one.nodes)
-        await self._end_unless_open(one)
-        if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
-            await self.terminate(one.cloud, one.request, known=one.nodes)
-            raise CapacityError(f"only {len(one.nodes)} of {one.placement.node_count} nodes were given", scope="zone")
-        if not one.is_resumed:
-            self._hedge_timer.note(one.cloud.name, Answer.CREATED, one.created_s - one.begun_s)
-        nodes = await wait_running(
-            one.cloud,
-            self._lister,
-            token=one.request.token,
-            created=one.nodes,
-            node_count=one.placement.node_count,
-            timeout_s=measure_left_s(one.nodes, spec.timeout_s, self._clock) if one.is_resumed else spec.timeout_s,
-            clock=self._clock,
-            on_look=self.record,
-        )
-        if nodes is None:
-            gone = await self.terminate(one.cloud, one.request, known=one.nodes)
-            raise CapacityError(f"the gang did not come up whole: {_find_cause(gone, spec.timeout_s)}", scope="zone")
-        await self._end_unless_open(one)
-        if not one.is_resumed:
-            self._hedge_timer.note(one.cloud.name, Answer.WHOLE, self._clock.now_s() - one.created_s)
-        return nodes
-
-    async def _end_unless_open(self, one: Launch) -> None:
-        """Whoever took the cluster down, and closed this intent, may not have seen what was on its way."""
-        if not self._store.is_intent_open(one.request.token):
-            await self.terminate(one.cloud, one.request, known=one.nodes)
-            raise _make_down_error(one.request.cluster)
-
-    async def _create(self, one: Launch, spec: LaunchSpec) -> Sequence[Node]:
-        """Ask until answered, always with the same token; what may have been made is ended before a refusal is told.
-
-        Uncertain is a resumed try, whose earlier call may have worked, and one whose answer was lost.
-        """
-        request = one.request
-        bootable = replace(request, boot=self._write_boot(request))
-        is_uncertain, place = one.is_resumed, make_place(request.placement)
-        last: CloudError
-        try:
-            for tries in range(CREATE_TRIES_MAX):
-                try:
-                    await self._note_account(one)
-                    if not self._store.is_intent_open(request.token):
-                        raise _make_down_error(request.cluster)
-                    if tries:
-                        spec.check_budget()
-                    return await self._call(one, bootable)
-                except (ThrottledError, TransientError) as error:
-                    last = error
-                    self._memory.note_failed_call(one.cloud.name)
-                    if self._memory.measure_wait_s(one.cloud.name):
-                        break  # all jobs together have asked too often
-                    wait_s = draw_backoff_s(tries)
-                    next_s = wait_s if tries + 1 < CREATE_TRIES_MAX else None
-                    spec.on_event(make_event(EventKind.CALL_FAILED, place=place, error=error.message, wait_s=next_s))
-                    if isinstance(error, TransientError):
-                        one.note_unclear()
-                    await self._clock.sleep(wait_s)
-                except UnknownOutcomeError as error:
-                    last = error
-                    one.is_resumed = is_uncertain = True
-                    self._memory.note_failed_call(one.cloud.name)
-                    spec.on_event(make_event(EventKind.CALL_UNCLEAR, place=place, error=error.message))
-                    one.note_unclear()
-                    adopted = await self._look_for(one.cloud, request)
-                    if len(adopted) == request.placement.node_count:
-                        return adopted
-                    if self._clock.now_s() - one.begun_s >= UNCLEAR_S_MAX:
-                        break  # or it hangs
-            kind = ThrottledError if isinstance(last, ThrottledError) else TransientError
-            raise kind(
-                f"{one.cloud.name} gave no clear answer in {tries + 1} tries, at last: {last.message}", hints=last.hints
-            )
-        except CloudError as error:
-            if is_uncertain or not isinstance(error, REFUSED):
-                spec.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
-                one.note_end(error)
-                await self.terminate(one.cloud, request)
-            self._store.close_intent(request.token, find_intent_end(error), error.message)
-            raise
-
-    async def _call(self, one: Launch, request: NodeRequest) -> Sequence[Node]:
-        """In a task of its own: a try that is given back stops waiting, while its answer is still on its way.
-
-        Raises UnknownOutcomeError when there is none for too long.
-        """
-        call = one.call = asyncio.ensure_future(one.cloud.create_nodes(replace(request, account=one.request.account)))
-        call.add_done_callback(_forget_failure)
-        if not await self._is_done_within(call, ANSWER_S_MAX):
-            call.cancel()
-            raise UnknownOutcomeError(f"{one.cloud.name} has not answered for {ANSWER_S_MAX:g} s")
-        return call.result()
-
-    async def _note_account(self, one: Launch) -> None:
-        """The intent names the account before anything can be made there: later lists of another prove nothing.
-
-        Raises AccountError where an earlier process asked another account with this token.
-        """
-        if not isinstance(one.cloud, HasAccounts):
-            return
-        account, known = await one.cloud.find_account(), one.request.account
-        if known and known != account:
-            raise AccountError(
-                f"{one.request.cluster} was begun in {one.cloud.name} account {known}, and this login is for {account}",
-                hints=(f"Log in to {known} (`broker check {one.cloud.name}` shows the login in use) and try again.",),
-            )
-        if not known:
-            one.request = replace(one.request, account=account)
-            self._store.note_intent_account(one.request.token, account)
-
-    async def _is_done_within(self, call: asyncio.Task[Sequence[Node]], limit_s: float) -> bool:
-        """Whether it has ended by then; it goes on either way."""
-        timer = asyncio.ensure_future(self._clock.sleep(limit_s))
-        try:
-            await asyncio.wait({call, timer}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            timer.cancel()
-        return call.done()
-
-    async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
-        """Nodes carrying this token, waited for until the list has settled; a part or nothing: ask again."""
-        start_s = self._clock.now_s()
-        while True:
-            found = (await self._lister.list(cloud)).by_token.get(request.token, [])
-            is_whole = len(found) == request.placement.node_count
-            if is_whole or self._clock.now_s() - start_s >= cloud.settle_s:
-                return found
-            await self._clock.sleep(min(1.0, cloud.settle_s))
+    `serial` counts the closed intents of this cluster name. A cloud answers a token whose nodes have ended with those
+    nodes, so a later launch of the same placement needs another token.
+    """
+    offer = placement.offer
+    place = (offer.cloud, offer.region, offer.zone or "", offer.instance_type, placement.is_spot, placement.node_count)
+    text = "\0".join(str(part) for part in (owner, cluster, attempt, *place, *placement.other_zones, serial))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:
-    """What the cloud says of nodes that ended before we ended them, or that the time was up."""
-    causes = sorted({node.reason for node in gone} - {"", NodeEnd.TERMINATED, NodeEnd.MISSING})
-    return f"a node ended by itself ({', '.join(causes)})" if causes else f"not all ran within {timeout_s:.0f} s"
+def describe(placement: Placement) -> str:
+    return describe_place(make_place(placement))
 
 
-def _make_down_error(name: str) -> UsageError:
+def make_down_error(name: str) -> UsageError:
     return UsageError(f"{name} was taken down while it came up")
 
 
-def _forget_failure(done: asyncio.Task[Sequence[Node]]) -> None:
-    """A failure that nobody waits for any more is nobody's."""
+def retrieve_failure(done: asyncio.Task[Sequence[Node]]) -> None:
+    """Retrieve the exception of a task, so that asyncio does not log it as never retrieved."""
     if not done.cancelled():
         done.exception()

@@ -1,4 +1,4 @@
-"""One look at a cloud's nodes for everybody who asks: ten thousand jobs make no more calls than one."""
+"""Share lists of a cloud's nodes between all callers: ten thousand jobs make no more calls than one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AccountError, CloudError, ThrottledError, TransientError, UnknownOutcomeError
-from broker.provision.backoff import draw_backoff_s
+from broker.provision.refusals import draw_backoff_s
 from broker.types import Node, NodeList
 
 RETRYABLE = (ThrottledError, TransientError, UnknownOutcomeError)
@@ -22,7 +22,7 @@ Place = tuple[str, str]  # account ("": not known) and region
 
 
 class Listing:
-    """What a cloud listed of ours, asked for at `asked_s`."""
+    """One list of our nodes in a cloud, requested at `asked_s`."""
 
     def __init__(self, cloud: str, listed: NodeList, asked_s: float) -> None:
         self.nodes = listed.nodes
@@ -31,12 +31,12 @@ class Listing:
         self._listed = listed
 
     def find_doubt(self, place: Place) -> CloudError | None:
-        """Why the absence of a node of this place proves nothing; None where the list covers it."""
-        (account, region), asked_by = place, self._listed.account
-        if account and asked_by and account != asked_by:
+        """Return why a node of this place may live though the list omits it; None if the list covers the place."""
+        (account, region), login = place, self._listed.account
+        if account and login and account != login:
             return AccountError(
-                f"nodes of {self._cloud} account {account} cannot be seen with a login for account {asked_by}",
-                hints=(f"Log in to {account} (`broker check {self._cloud}` shows the login in use) and try again.",),
+                f"nodes of {self._cloud} account {account} cannot be seen with a login for account {login}",
+                hints=(f"Log in to {account} (`broker check {self._cloud}` shows the current login) and try again.",),
             )
         return self._listed.unseen.get(region)
 
@@ -46,10 +46,10 @@ class Listing:
 
     @cached_property
     def by_token(self) -> dict[str, list[Node]]:
-        found: dict[str, list[Node]] = {}
+        nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
-            found.setdefault(node.token, []).append(node)
-        return found
+            nodes.setdefault(node.token, []).append(node)
+        return nodes
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Shared:
 
 
 class Lister:
-    """Lists each cloud's nodes of one owner. Whoever asks while a list is on its way shares the one after it."""
+    """List each cloud's nodes of one owner. Callers that arrive while a list is under way share the next one."""
 
     def __init__(self, owner: str, *, clock: Clock) -> None:
         self._owner = owner
@@ -68,12 +68,12 @@ class Lister:
         self._shared: dict[str, _Shared] = {}
 
     async def list(self, cloud: Cloud, *, age_s_max: float = 0.0, tries_max: int = TRIES_MAX) -> Listing:
-        """A list that was asked for now or later, or at most `age_s_max` ago. Patient with throttling.
+        """Return a list that was requested from now on, or at most `age_s_max` ago. Retries throttled and failed calls.
 
         Raises the CloudError of the last of `tries_max` tries.
         """
         newest = self._shared.setdefault(cloud.name, _Shared()).newest
-        # A list from the future is of no age: the wall clock was set back, and it would hide every loss until then.
+        # A list from the future counts as expired: the wall clock was set back, and it would hide losses until then.
         if newest is not None and age_s_max > 0 and 0.0 <= self._clock.now_s() - newest.asked_s <= age_s_max:
             return newest
         for tries in range(tries_max - 1):
@@ -91,7 +91,7 @@ class Lister:
             if shared.running is None or shared.running.done():
                 shared.running = _begin(self._ask(cloud, after=None))
                 return await asyncio.shield(shared.running)
-            # The one on its way may have been answered before what the caller did; only the next one counts.
+            # The list under way may predate the caller's last action; only the next one counts.
             shared.following = _begin(self._ask(cloud, after=shared.running))
         return await asyncio.shield(shared.following)
 
@@ -99,7 +99,7 @@ class Lister:
         if after is not None:
             await asyncio.wait([after])
             shared = self._shared[cloud.name]
-            shared.running, shared.following = asyncio.current_task(), None  # whoever comes now is too late for it
+            shared.running, shared.following = asyncio.current_task(), None  # later callers need another list
         asked_s = self._clock.now_s()
         listing = Listing(cloud.name, await cloud.list_nodes(self._owner), asked_s)
         self._shared[cloud.name].newest = listing
@@ -107,7 +107,7 @@ class Lister:
 
 
 def _begin(work: Coroutine[Any, Any, Listing]) -> asyncio.Task[Listing]:
-    """A failure that nobody waits for any more is nobody's."""
+    """Start a task and retrieve its exception, so that asyncio does not log one that no caller awaits."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

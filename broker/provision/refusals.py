@@ -1,8 +1,9 @@
-"""What clouds said no to, for all jobs: a circuit breaker for each place, and one budget of failed calls a cloud."""
+"""Refusals by clouds, shared by all jobs: a circuit breaker per placement, and a retry budget per cloud."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Sequence
 
 from broker.errors import CapacityError, CloudError, QuotaError, ThrottledError, TransientError
@@ -12,18 +13,22 @@ from broker.types import IntentEnd, Placement
 
 CAPACITY_REFUSAL_S = 600.0
 QUOTA_REFUSAL_S = 3600.0
-REFUSAL_S_MAX = 4 * 3600.0  # however often a place refuses
-REFUSAL_S_SHORT = 60.0  # a place that answered nothing clear
-REASK_S = 30.0  # all jobs together ask a full place no more often, when there is no other
+REFUSAL_S_MAX = 4 * 3600.0  # however often a placement refuses
+REFUSAL_S_SHORT = 60.0  # after an unclear answer
+REASK_S = 30.0  # minimum interval, for all jobs together, between requests to a full placement as a last resort
 REASK_S_MAX = 120.0
-PROBE_S = 120.0  # others wait so long for the one that looks whether a place gives again
-# As the retry quota of AWS SDKs: bursts are free, a storm of ten thousand jobs is not.
+PROBE_S = 120.0  # other searches wait this long for the one that probes an expired refusal
+# Modelled on the retry quota of AWS SDKs: bursts are free, a storm of ten thousand jobs is not.
 FAILURES_MAX = 60.0
 FAILURE_REFILL_S = 2.0
 
 
 class UnavailableOffers:
-    """Closed: nothing is known. Open: refused, not asked before its end. Half-open: one try looks, all others wait."""
+    """Circuit breaker per placement.
+
+    Closed: no refusal is known. Open: refused, not requested before the refusal expires. Half-open: one launch probes,
+    all others wait.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -32,35 +37,37 @@ class UnavailableOffers:
         return tuple(self._store.active_refusals(self._store.clock.now_s()))
 
     def list_covering(self, placement: Placement, active: Iterable[Refusal]) -> Sequence[Refusal]:
-        """Why this place is not asked now; empty: it may be."""
+        """Return the refusals that forbid to request this placement now."""
         return [refusal for refusal in active if refusal.covers(placement)]
 
     def measure_reask_s(self, placement: Placement) -> float:
-        """Seconds until one who has nowhere else to go may ask it all the same; 0: now, nobody did so lately."""
+        """Return seconds until this placement may be requested as a last resort despite its refusals; 0: now."""
         active = self.list_active()
-        covering = [refusal for each in split_zones(placement) for refusal in self.list_covering(each, active)]
+        covering = [refusal for zone in split_zones(placement) for refusal in self.list_covering(zone, active)]
         due_s = max((max(refusal.reask_s, refusal.probed_until_s) for refusal in covering), default=0.0)
         return max(0.0, due_s - self._store.clock.now_s())
 
     def begin(self, placement: Placement) -> None:
-        """A try begins there: where an earlier refusal has just run out, it is everybody's probe."""
-        for each in split_zones(placement):
-            self._store.begin_probe(each, lasts_s=PROBE_S)
+        """Note that a launch begins there: if a refusal has just expired, this launch is the probe for all searches."""
+        for zone in split_zones(placement):
+            self._store.begin_probe(zone, lasts_s=PROBE_S)
 
     def refuse(self, placement: Placement, error: CloudError, *, is_region_wide: bool = False) -> None:
-        """Where several zones were asked as one, what holds for a zone holds for each of them. `is_region_wide`: calls
-        failed again and again without a reason, so it is no matter of the zone."""
-        with self._store.transaction():
-            for each in split_zones(placement):
-                self._refuse_one(each, error, is_region_wide=is_region_wide)
+        """Record a refusal; if several zones were requested as one, for each of them.
 
-    def _refuse_one(self, placement: Placement, error: CloudError, *, is_region_wide: bool) -> None:
+        `is_region_wide`: calls failed repeatedly without a reason, so the fault is the region's, not the zone's.
+        """
+        with self._store.transaction():
+            for zone in split_zones(placement):
+                self._refuse_zone(zone, error, is_region_wide=is_region_wide)
+
+    def _refuse_zone(self, placement: Placement, error: CloudError, *, is_region_wide: bool) -> None:
         offer = placement.offer
         region, zone, lasts_s, reask_s = offer.region, offer.zone, REFUSAL_S_SHORT, REASK_S
         if isinstance(error, QuotaError):
             zone, lasts_s, reask_s = None, QUOTA_REFUSAL_S, math.inf
         elif isinstance(error, ThrottledError) or (is_region_wide and isinstance(error, TransientError)):
-            zone = None  # clouds count calls by account and region, and it is a region's service that fails
+            zone = None  # clouds count calls per account and region, and services fail per region
         elif isinstance(error, CapacityError):
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
@@ -83,11 +90,11 @@ class UnavailableOffers:
         self._store.forgive(placement)
 
     def note_failed_call(self, cloud: str) -> None:
-        """A call was refused, throttled or lost: the budget that all jobs share has one less."""
+        """Take one from the retry budget that all jobs share: a call was refused, throttled or lost."""
         self._store.take_retry(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
     def measure_wait_s(self, cloud: str) -> float:
-        """Seconds until this cloud may be asked again; 0 while its budget of failures lasts."""
+        """Return seconds until this cloud may be called again; 0 while its retry budget lasts."""
         return self._store.measure_retry_wait_s(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
 
@@ -95,3 +102,11 @@ def find_intent_end(error: CloudError) -> IntentEnd:
     if isinstance(error, QuotaError):
         return IntentEnd.QUOTA_EXCEEDED
     return IntentEnd.UNCLEAR if isinstance(error, ThrottledError | TransientError) else IntentEnd.REFUSED
+
+
+def draw_backoff_s(tries: int, *, base_s: float = 1.0, cap_s: float = 30.0) -> float:
+    """Draw the wait before the next try: full jitter, from almost 0 to the base doubled with each try, up to the cap.
+
+    Source: AWS Builders' Library, "Timeouts, retries, and backoff with jitter".
+    """
+    return random.uniform(0.05, min(cap_s, base_s * 2.0**tries))

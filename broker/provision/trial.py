@@ -1,8 +1,8 @@
-"""A first launch on a real account, within a spending limit: one step of a cluster's life after the other.
+"""A trial launch on a real account within a spending limit: every step of a cluster's life cycle, in order.
 
-Create, connect, run a command, write to a bucket, stop and start, terminate, look for leaks. Whatever fails, and
-however the trial is interrupted, the last two are tried. The cluster is recorded like any other, so that `broker down`
-and `broker gc` know what a killed trial left.
+Create, connect, run a command, write to a bucket, stop and start, terminate, look for leaks. The last two always run,
+even after a failure or an interruption. The cluster is recorded like any other, so that `broker down` and `broker gc`
+find the nodes of a killed trial.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HasAccounts, ProvidesSshHosts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
 from broker.nouns import noun
-from broker.provision.failover import describe
+from broker.provision.launch import describe
 from broker.provision.lifecycle import Provisioner
 from broker.runtime.gang import Gang
 from broker.state.store import Store
@@ -31,9 +31,9 @@ PROGRAM = f"echo {MARK}; uname -srm; python3 --version; nvidia-smi -L 2>/dev/nul
 RUN_ID = 1
 CONNECT_S_MAX = 900.0  # large GPU images boot for minutes
 RUN_S_MAX = 300.0
-BUCKET_S_MAX = 180.0  # the node tries again after a refusal, later and later
+BUCKET_S_MAX = 180.0  # after a refusal the node retries with a growing backoff
 LOOK_S = 1.0
-IDLE_MINUTES = 10  # after which the node ends itself, should this machine die
+IDLE_MINUTES = 10  # after which the node terminates itself if this machine dies
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ class StepOutcome(StrEnum):
 
 @noun
 class Step:
-    """One step of a trial. `spent_usd` is what the trial has cost when the step ends."""
+    """One step of a trial. `spent_usd`: cost of the trial at the end of the step."""
 
     name: str
     outcome: StepOutcome
@@ -57,15 +57,15 @@ class Step:
 
 
 class Skip(Exception):
-    """The step does not apply; the message says why."""
+    """Raised if the step does not apply; the message says why."""
 
 
 class Overspent(Exception):
-    """The trial has cost what it may cost."""
+    """Raised once the trial has reached its spending limit."""
 
 
 class Trial:
-    """One node, brought up and taken down under the name `name`. `plan` lists the places to try, cheapest first."""
+    """Bring one node up and take it down under the name `name`. `plan` lists the placements to try, cheapest first."""
 
     def __init__(
         self,
@@ -80,20 +80,20 @@ class Trial:
         owner: str,
         spend_usd_max: float,
         bucket_url: str = "",
-        tell: Callable[[Step], None] = lambda step: None,
+        on_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self._name, self._plan, self._cloud = name, plan, cloud
         self._provisioner, self._gang, self._store = provisioner, gang, store
-        self._clock, self._owner, self._tell = clock, owner, tell
+        self._clock, self._owner, self._on_step = clock, owner, on_step
         self._spend_usd_max = spend_usd_max
         self._folder = f"{bucket_url.rstrip('/')}/{owner}-{MARK}-{uuid.uuid4().hex[:8]}" if bucket_url else ""
         self._cluster: Cluster | None = None
-        self._begun_usd = store.spend_usd(cluster=name, now_s=clock.now_s())  # earlier trials went by the same name
-        self._failed = ""  # the first step that did
+        self._begun_usd = store.spend_usd(cluster=name, now_s=clock.now_s())  # earlier trials have used the same name
+        self._failed = ""  # name of the first failed step
         self.steps: list[Step] = []
 
     async def run(self) -> Sequence[Step]:
-        """All steps in order. A failed step is told and not raised; those that need it are skipped."""
+        """Run all steps in order. A failed step is reported, not raised; steps that depend on it are skipped."""
         try:
             await self._play("login", self._log_in)
             await self._play("bucket", self._write_from_here)  # before any money is spent
@@ -108,7 +108,7 @@ class Trial:
         return self.steps
 
     async def _play(self, name: str, work: Callable[[], Coroutine[Any, Any, str]], *, is_last: bool = False) -> None:
-        """`is_last`: done whatever failed before, and whatever it costs."""
+        """Run one step. `is_last`: run it even after a failure, without the spending limit."""
         begun_s = self._clock.now_s()
         outcome, note, hints = StepOutcome.OK, "", tuple[str, ...]()
         try:
@@ -129,10 +129,10 @@ class Trial:
         spent_usd = self._measure_spend_usd()
         step = Step(name=name, outcome=outcome, note=note, took_s=now_s - begun_s, spent_usd=spent_usd, hints=hints)
         self.steps.append(step)
-        self._tell(step)
+        self._on_step(step)
 
     async def _within_limit(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Raises Overspent as soon as the node has cost too much; the work is cancelled then."""
+        """Return the result of the work. At the spending limit, cancel it and raise Overspent."""
         doing = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._wait_until_overspent())
         try:
@@ -171,11 +171,11 @@ class Trial:
                 bucket.delete("from-here")
 
         if await asyncio.to_thread(write_and_read) != content:
-            raise TransientError(f"what was written to {self._folder} is not what is read there")
+            raise TransientError(f"{self._folder} returned other content than was written")
         return f"{self._folder}: written, read, deleted from this machine"
 
     async def _create(self) -> str:
-        await self._provisioner.down(self._name)  # what a killed trial left
+        await self._provisioner.down(self._name)  # of an earlier trial that was killed
         autostop = Autostop(idle_minutes=IDLE_MINUTES, is_down=True)
         self._cluster = await self._provisioner.up(self._name, self._plan, autostop=autostop)
         await self._provisioner.finish()
@@ -183,7 +183,7 @@ class Trial:
         return f"{describe(self._cluster.placement)}: node {node.id}"
 
     async def _connect(self) -> str:
-        """Put the agent on the node, as soon as the node can be reached."""
+        """Install the agent on the node once the node can be reached."""
         cluster = self._get_cluster()
         give_up_s = self._clock.now_s() + CONNECT_S_MAX
         while True:
@@ -220,11 +220,11 @@ class Trial:
             last = f": {lines[-1]}" if lines else ""
             raise RunFailedError(f"the command ended {report.status.value}{last}", returncode=report.returncode or 1)
         if MARK not in " ".join(lines):
-            raise TransientError("the command ran, and its output did not arrive")
+            raise TransientError("the command ran, but its output did not arrive")
         return ", ".join(line.rpartition(") ")[2] for line in lines if not line.endswith(MARK)) or "the output arrived"
 
     async def _write_from_node(self) -> str:
-        """The node's agent leaves outcome and log of every run in the bucket; read them, and delete them."""
+        """Read and delete the outcome and the log of the run, which the node's agent writes to the bucket."""
         if not self._folder:
             raise Skip("no bucket was named")
         if not self._folder.startswith(SCHEMES):
@@ -233,14 +233,14 @@ class Trial:
         keys = (name_outcome(1), name_log(1))
 
         async def has_arrived() -> bool:
-            found = await asyncio.to_thread(lambda: [bucket.read(key) for key in keys])
-            return all(content is not None for content in found)
+            contents = await asyncio.to_thread(lambda: [bucket.read(key) for key in keys])
+            return all(content is not None for content in contents)
 
         try:
             if not await self._wait_until(has_arrived, BUCKET_S_MAX):
                 raise TransientError(
                     f"the node wrote nothing to {self._folder} within {BUCKET_S_MAX:g} s",
-                    hints=("The node's own login, a role or a service account, must be allowed to write there.",),
+                    hints=("Allow the node's own login (its role or service account) to write there.",),
                 )
         finally:
             for key in keys:
@@ -252,7 +252,7 @@ class Trial:
         if not isinstance(self._cloud, CanStop):
             raise Skip(f"{self._cloud.name} cannot stop nodes")
         if cluster.placement.is_spot and isinstance(self._cloud, ProvidesSshHosts):
-            raise Skip("a spot node is ended, not stopped; `--on-demand` tries it")
+            raise Skip("a spot node cannot be stopped; use `--on-demand` to try this step")
         await self._provisioner.stop(self._name)
         stopped_s = self._clock.now_s()
         self._cluster = await self._provisioner.start(self._name)
@@ -264,9 +264,9 @@ class Trial:
         try:
             await self._provisioner.down(self._name)
         except BrokerError as error:
-            error.hints = (f"`broker down {self._name}` tries again: the node may still cost money", *error.hints)
+            error.hints = (f"The node may still cost money: try again with `broker down {self._name}`", *error.hints)
             raise
-        return "the cloud confirms that the node is gone"
+        return "the cloud confirmed that the node is gone"
 
     async def _look_for_leaks(self) -> str:
         swept = await self._provisioner.sweep()
@@ -276,12 +276,12 @@ class Trial:
             raise TransientError(
                 f"still there: {', '.join(left)}", hints=(f"`broker down {self._name}`", "`broker gc`")
             )
-        looked = f"no node is left; {swept} other things deleted" if swept else "nothing is left"
-        return f"{looked}; no answer from {', '.join(sorted(listed.unseen))}" if listed.unseen else looked
+        result = f"no node is left; {swept} other resources deleted" if swept else "nothing is left"
+        return f"{result}; no answer from {', '.join(sorted(listed.unseen))}" if listed.unseen else result
 
-    async def _wait_until(self, is_so: Callable[[], Awaitable[bool]], limit_s: float) -> bool:
+    async def _wait_until(self, condition: Callable[[], Awaitable[bool]], limit_s: float) -> bool:
         give_up_s = self._clock.now_s() + limit_s
-        while not await is_so():
+        while not await condition():
             if self._clock.now_s() >= give_up_s:
                 return False
             await self._clock.sleep(LOOK_S)
@@ -293,5 +293,5 @@ class Trial:
 
 
 def choose_places(plan: Plan, count: int) -> Plan:
-    """The plan cut down to its `count` cheapest places."""
+    """Return the plan reduced to its `count` cheapest placements."""
     return replace(plan, estimates=plan.estimates[:count])

@@ -1,6 +1,6 @@
-"""Places of a plan that differ in nothing but their zone, asked for as one where a cloud can look in several.
+"""Group placements of a plan that differ in their zone only, if the cloud can search several zones in one call.
 
-Whoever comes up in any of them pays what the plan said, so the plan's order is kept; refusals stay the zones' own.
+The price is the plan's in every zone of a group, so the plan's order is kept. Refusals are recorded per zone.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ def join_zones(
     clouds: Mapping[str, Cloud],
     make_spec: Callable[[Placement], MachineSpec],
 ) -> Iterator[Placement]:
-    """In the plan's order, each looked at when its turn comes; neighbours that are equal but for the zone as one."""
+    """Yield placements lazily in the plan's order; neighbours that differ in their zone only are joined."""
     group: list[Estimate] = []
-    for each in estimates:
-        if group and not _is_twin(group[0], each):
-            yield from _fuse([one.placement for one in group], clouds, make_spec)
+    for estimate in estimates:
+        if group and not _is_twin(group[0], estimate):
+            yield from _fuse([estimate.placement for estimate in group], clouds, make_spec)
             group = []
-        group.append(each)
+        group.append(estimate)
     if group:
-        yield from _fuse([one.placement for one in group], clouds, make_spec)
+        yield from _fuse([estimate.placement for estimate in group], clouds, make_spec)
 
 
 def split_zones(placement: Placement) -> Sequence[Placement]:
-    """One for each zone, best first."""
+    """Return one placement per zone, best first."""
     offer = placement.offer
     others = (replace(placement, offer=replace(offer, zone=zone), other_zones=()) for zone in placement.other_zones)
     return [replace(placement, other_zones=()), *others] if placement.other_zones else [placement]
 
 
 def unite_zones(placements: Sequence[Placement]) -> Placement:
-    """What `split_zones` took apart, or some of it."""
+    """Join placements that `split_zones` returned."""
     first, *others = placements
-    return replace(first, other_zones=tuple(each.offer.zone or "" for each in others)) if others else first
+    return replace(first, other_zones=tuple(other.offer.zone or "" for other in others)) if others else first
 
 
-def find_landed(placement: Placement, nodes: Sequence[Node]) -> Placement:
-    """The one of its zones where these nodes stand."""
+def find_actual_placement(placement: Placement, nodes: Sequence[Node]) -> Placement:
+    """Return the placement in the zone of these nodes; the whole group if there are none."""
     zones = {node.zone for node in nodes}
-    return next((each for each in split_zones(placement) if each.offer.zone in zones), placement)
+    return next((zone for zone in split_zones(placement) if zone.offer.zone in zones), placement)
 
 
-def _is_twin(one: Estimate, other: Estimate) -> bool:
-    """Equal in price, hazard and all that the plan expects, and of one alternative; and each has a zone.
+def _is_twin(first: Estimate, second: Estimate) -> bool:
+    """Return whether both have a zone, and are equal in alternative, price, hazard and all other estimates.
 
-    A user who lists zones one by one, as alternatives, wants them in that order.
+    Zones that a user lists as alternatives are not twins: they are requested in the user's order.
     """
-    first, second = one.placement.offer, other.placement.offer
-    if first.zone is None or second.zone is None or first.region != second.region:
+    offer, other = first.placement.offer, second.placement.offer
+    if offer.zone is None or other.zone is None or offer.region != other.region:
         return False
-    moved = replace(one.placement, offer=replace(first, zone=second.zone))
-    return replace(one, placement=moved) == other
+    moved = replace(first.placement, offer=replace(offer, zone=other.zone))
+    return replace(first, placement=moved) == second
 
 
 def _fuse(

@@ -58,7 +58,7 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
     done = shell.run(*ordered, code=5)
     error = done.stderr.partition("error: ")[2]
     first, *details = error.partition("\n\nhint: ")[0].splitlines()
-    assert first == "no place would give train its nodes now"
+    assert first == "no placement has capacity for train now"
     assert "  1 x g5.xlarge spot in us-east-1a (aws): InsufficientInstanceCapacity: " in details[0]
     assert "  1 x g5.xlarge spot in us-east-1b (aws): Unsupported: " in details[1]
     assert "us-east-1c" in details[2] and "quota of us-east-1: 1 x g5.xlarge spot requires 4 vCPUs" in details[2]
@@ -97,7 +97,7 @@ def test_each_refusal_of_google_is_reported_once_with_reason_and_remedy(shell: A
         shell.environment |= {"BROKER_GCP_ENDPOINT": url, "GOOGLE_CLOUD_PROJECT": gce.project}
         error = shell.run(*ON_GCP, code=5).stderr.partition("error: ")[2]
     first, *details = error.partition("\n\nhint: ")[0].splitlines()
-    assert first == "no place would give train its nodes now"
+    assert first == "no placement has capacity for train now"
     assert "us-central1-a (gcp): injected ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS" in details[0]
     assert "us-central1-b" in details[1] and "us-central1-c" in details[1] and "QUOTA_EXCEEDED" in details[1]
     assert len(details) == 2 and url not in error

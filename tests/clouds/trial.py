@@ -83,7 +83,7 @@ class World:
         )
         return Trial(
             f"{MARK}-{OWNER[:4]}", plan, cloud, provisioner=provisioner, gang=self.gang, store=self.store,  # type: ignore[arg-type]
-            clock=self.bed.clock, owner=OWNER, spend_usd_max=spend_usd_max, tell=self.told.append,
+            clock=self.bed.clock, owner=OWNER, spend_usd_max=spend_usd_max, on_step=self.told.append,
         )  # fmt: skip
 
     def check_nothing_left(self) -> None:

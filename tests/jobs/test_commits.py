@@ -24,7 +24,7 @@ FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
 COMMITS_MAX = {
     "Acquisition._record": 1,
     "Acquisition.begin_attempt": 1,
-    "Launcher._note_account": 1,
+    "NodeCreator._note_account": 1,
     "Launcher._open_intent": 1,
     "Launcher._see_through": 1,
     "Launcher.record": 1,
@@ -35,13 +35,13 @@ COMMITS_MAX = {
     "JobController._cancel": 2,
     "JobController._record_progress": 1,
     "JobController._start": 1,
-    "Provisioner._enter": 1,
+    "ClusterBuilder._enter": 1,
     "Provisioner.down": 2,
     "Provisioner.refresh": 1,
     "AttemptTeardown.close": 1,
 }
 NOT_DURABLE = {
-    "Launcher._create",  # only looks whether its intent is open, and whether it still leads
+    "NodeCreator.create",  # only looks whether its intent is open, and whether it still leads
     "Launcher._end_unless_open",
     "JobController._record_progress",  # is seen again
     "HedgeTimer.note",

@@ -12,7 +12,7 @@ import pytest
 
 from broker.errors import AuthError, CapacityError, ThrottledError, TransientError, UsageError
 from broker.lab.recording import Recorder
-from broker.provision.cluster_lock import claim_name
+from broker.provision.bring_up import lock_name
 from broker.types import Estimate, Placement, Plan, Task
 from tests.simulation.world import make_offer
 from tests.state.test_rows import START_S, Hands
@@ -154,16 +154,16 @@ def test_an_offer_without_a_spot_price_has_no_prices(tmp_path: Path) -> None:
 
 def test_a_name_is_claimed_by_one_command_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
-    with claim_name(folder, "a/b"):
-        with pytest.raises(UsageError, match="a/b"), claim_name(folder, "a/b"):
+    with lock_name(folder, "a/b"):
+        with pytest.raises(UsageError, match="a/b"), lock_name(folder, "a/b"):
             pass
-        with claim_name(folder, "another"):
+        with lock_name(folder, "another"):
             pass
-        with pytest.raises(UsageError), claim_name(folder, "a/b"):
+        with pytest.raises(UsageError), lock_name(folder, "a/b"):
             pass
-    with claim_name(folder, "a/b"):
+    with lock_name(folder, "a/b"):
         assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(ValueError, match="inside"), claim_name(folder, "a/b"):
+    with pytest.raises(ValueError, match="inside"), lock_name(folder, "a/b"):
         raise ValueError("inside")
-    with claim_name(folder, "a/b"):
+    with lock_name(folder, "a/b"):
         pass

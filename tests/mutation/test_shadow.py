@@ -75,8 +75,8 @@ def test_a_planted_fault_is_told_and_the_work_tree_keeps_its_text(shadow: Shadow
 
 
 def test_a_fault_that_the_test_does_not_enter_survives_as_does_the_copy_without_one(shadow: Shadow) -> None:
-    mutant = find("broker/provision/backoff.py", "constant: 1.0 -> 10.0")
-    assert make_judge(shadow, "broker/provision/backoff.py draw_backoff_s").judge(mutant).by == ""
+    mutant = find("broker/provision/refusals.py", "constant: 1.0 -> 10.0")
+    assert make_judge(shadow, "broker/provision/refusals.py draw_backoff_s").judge(mutant).by == ""
 
 
 def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> None:

@@ -1,4 +1,4 @@
-"""A node that lists leave out: believed gone by count and time together, as they were seen to pass."""
+"""Absence of a node from lists: it is believed gone after a number of lists and a time, as observed by the polls."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ def look(absence: Absence, *, at_s: float, is_listed: bool = False, node_id: str
 
 
 def find_first(absence: Absence, every_s: float) -> int:
-    """The look at which the node is believed gone."""
+    """Return the number of the poll at which the node is believed gone."""
     return next(count for count in range(1, 200) if look(absence, at_s=every_s * (count - 1)))
 
 
-def test_short_intervals_take_their_time_and_long_ones_their_count() -> None:
+def test_short_poll_intervals_wait_for_the_time_limit_and_long_ones_for_the_count() -> None:
     assert find_first(Absence(10.0), EVERY_S) == 1 + MISSING_S_MIN / EVERY_S
     assert find_first(Absence(10.0), GAP_S_MAX) == MISSES_MIN == 4
 
 
-def test_an_hour_that_nobody_saw_pass_is_one_gap() -> None:
+def test_an_hour_without_polls_counts_as_one_gap() -> None:
     absence = Absence(10.0)
     looks = [look(absence, at_s=at_s) for at_s in (0.0, 1.0, 2.0, 3600.0, 3601.0)]
     assert looks == [False] * 5
     assert look(absence, at_s=3601.0 + MISSING_S_MIN)
 
 
-def test_one_list_that_has_it_starts_the_count_again() -> None:
+def test_one_list_with_the_node_resets_its_count() -> None:
     absence = Absence(10.0)
     last_s = EVERY_S * (find_first(Absence(10.0), EVERY_S) - 2)
     for count in range(int(last_s / EVERY_S) + 1):
@@ -38,7 +38,7 @@ def test_one_list_that_has_it_starts_the_count_again() -> None:
     assert not look(absence, at_s=last_s + MISSING_S_MIN)
 
 
-def test_nodes_are_counted_each_by_itself() -> None:
+def test_absences_are_counted_per_node() -> None:
     absence = Absence(10.0)
     for count in range(13):
         assert look(absence, at_s=EVERY_S * count, node_id="a") is (count == 12)
@@ -46,6 +46,6 @@ def test_nodes_are_counted_each_by_itself() -> None:
     assert not look(absence, at_s=121.0, node_id="b") and look(absence, at_s=121.0, node_id="a")
 
 
-def test_where_lists_never_lag_two_in_a_row_are_enough() -> None:
+def test_two_absences_in_a_row_suffice_if_lists_never_lag() -> None:
     absence = Absence(0.0)
     assert [look(absence, at_s=at_s) for at_s in (0.0, 0.1)] == [False, True]

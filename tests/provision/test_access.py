@@ -1,4 +1,4 @@
-"""A node that runs and cannot be reached is let in to again; a fault of that is no fault of the caller's."""
+"""Renewal of ssh access to nodes that run and cannot be reached; its faults do not affect the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE = Node(id="i-1", cloud="cloud", owner="me", cluster="c", attempt=1, rank=0,
 
 
 class Fortress(SimulatedCloud):
-    """Each call of `renew_access` gives the next of these answers, after `takes_s`."""
+    """Return the next of these answers to each call of `renew_access`, after `takes_s`."""
 
     def __init__(self, clock: VirtualClock, *answers: bool | Exception, takes_s: float = 0.5) -> None:
         super().__init__(clock=clock)
@@ -33,7 +33,7 @@ class Fortress(SimulatedCloud):
         return answer
 
 
-def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_of_a_gang_that_fail_together_share_one_renewal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = VirtualClock()
     cloud = Fortress(clock, True, False, False)
@@ -48,11 +48,11 @@ def test_a_gang_whose_nodes_fail_together_asks_once_and_all_hear_the_answer(capl
         assert await renewer.renew(NODE) is False and len(cloud.asked) == 3
 
     clock.run(act)
-    told = [record.message for record in caplog.records if "is allowed from this machine" in record.message]
-    assert told == ["ssh to c is allowed from this machine's present address"], "told when a rule has changed"
+    told = [record.message for record in caplog.records if "is now allowed from this machine" in record.message]
+    assert told == ["ssh to c is now allowed from this machine's current address"], "told when a rule has changed"
 
 
-def test_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall_change_nothing() -> None:
+def test_renewal_survives_a_refusal_a_hanging_cloud_and_a_cloud_without_firewall() -> None:
     clock = VirtualClock()
     refusing = Fortress(clock, AuthError("no"))
     hanging = Fortress(clock, True, takes_s=1000.0)

@@ -40,7 +40,7 @@ def is_started(world: World) -> bool:
 
 
 def play(world: World, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    """The scenario begins when the job's program runs."""
+    """Run the scenario from the start of the job's program."""
 
     async def act() -> None:
         controller = world.make_controller()
@@ -71,7 +71,7 @@ def note_terminates(world: World) -> list[str]:
     return asked
 
 
-def test_lists_of_another_account_do_not_beat_agents_that_answer(world: World) -> None:
+def test_answering_agents_outweigh_lists_of_another_account(world: World) -> None:
     async def scenario(controller: Any) -> None:
         nodes = world.list_live_nodes()
         world.cloud.account = "account-2"
@@ -82,7 +82,7 @@ def test_lists_of_another_account_do_not_beat_agents_that_answer(world: World) -
     play(world, scenario)
 
 
-def test_lists_of_another_owner_do_not_beat_agents_that_answer(world: World) -> None:
+def test_answering_agents_outweigh_lists_of_another_owner(world: World) -> None:
     """The `owner` file was lost: lists are complete, of the right account, and empty."""
 
     async def scenario(controller: Any) -> None:
@@ -94,8 +94,8 @@ def test_lists_of_another_owner_do_not_beat_agents_that_answer(world: World) -> 
     play(world, scenario)
 
 
-def test_a_silent_gang_of_another_account_is_neither_given_up_nor_forgotten(world: World) -> None:
-    """Nothing may start beside it, and its nodes are terminated once the login is right again."""
+def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotten(world: World) -> None:
+    """No attempt starts beside it, and its nodes are terminated once the login is correct again."""
 
     async def scenario(controller: Any) -> None:
         first = {node.id for node in world.list_live_nodes()}
@@ -115,7 +115,7 @@ def test_a_silent_gang_of_another_account_is_neither_given_up_nor_forgotten(worl
 
 
 def silence(world: World, ids: set[str]) -> Callable[..., Any]:
-    """A `poll` that hears nothing of these nodes."""
+    """Return a `poll` that gets no answer from these nodes."""
     poll = world.gang.poll
 
     async def answer(cluster: Any, run_id: int) -> Any:
@@ -126,8 +126,8 @@ def silence(world: World, ids: set[str]) -> Callable[..., Any]:
     return answer
 
 
-def test_missing_nodes_are_terminated_before_anything_else_starts(world: World) -> None:
-    """They are believed gone by what lists leave out, so a terminate call must be accepted for each."""
+def test_missing_nodes_are_terminated_before_the_next_attempt_starts(world: World) -> None:
+    """They are believed gone because lists omit them, so a terminate call must be accepted for each."""
 
     async def scenario(controller: Any) -> None:
         first = {node.id for node in world.list_live_nodes()}
@@ -147,7 +147,7 @@ def test_missing_nodes_are_terminated_before_anything_else_starts(world: World) 
     play(world, scenario)
 
 
-def test_an_outage_of_lists_does_not_hold_up_terminate(world: World) -> None:
+def test_failing_lists_do_not_delay_terminate(world: World) -> None:
     async def scenario(controller: Any) -> None:
         async def fail(owner: str) -> Any:
             raise TransientError("ServiceUnavailable (describe_instances, north1)")
@@ -163,7 +163,7 @@ def test_an_outage_of_lists_does_not_hold_up_terminate(world: World) -> None:
     play(world, scenario)
 
 
-def test_a_region_that_gives_no_lists_blocks_no_other(world: World) -> None:
+def test_a_region_without_lists_does_not_block_down_in_another_region(world: World) -> None:
     async def scenario(controller: Any) -> None:
         world.cloud.silent_regions["north1"] = TransientError("ServiceUnavailable (describe_instances, north1)")
         name = world.store.list_clusters()[0].name
@@ -173,7 +173,7 @@ def test_a_region_that_gives_no_lists_blocks_no_other(world: World) -> None:
     play(world, scenario)
 
 
-def test_nodes_of_a_region_without_lists_are_kept_while_they_answer(world: World) -> None:
+def test_answering_nodes_in_a_region_without_lists_are_kept(world: World) -> None:
     async def scenario(controller: Any) -> None:
         region = world.list_live_nodes()[0].region
         world.cloud.silent_regions[region] = TransientError("ServiceUnavailable")
@@ -183,8 +183,8 @@ def test_nodes_of_a_region_without_lists_are_kept_while_they_answer(world: World
     play(world, scenario)
 
 
-def test_a_gang_that_works_keeps_its_lease_while_no_list_answers(world: World) -> None:
-    """An expired login must not end the machines that it can no longer list."""
+def test_a_working_gang_keeps_its_lease_while_lists_fail(world: World) -> None:
+    """An expired login must not terminate nodes that it can no longer list."""
 
     async def scenario(controller: Any) -> None:
         renewed: list[float] = []
@@ -203,7 +203,7 @@ def test_a_gang_that_works_keeps_its_lease_while_no_list_answers(world: World) -
     play(world, scenario)
 
 
-def test_a_denied_list_lets_no_paid_node_of_a_failed_job_run(world: World) -> None:
+def test_nodes_of_a_failed_job_are_terminated_even_if_lists_are_denied(world: World) -> None:
     async def deny(owner: str) -> Any:
         raise AuthError("UnauthorizedOperation: explicit deny in a service control policy")
 
@@ -220,8 +220,8 @@ def test_a_denied_list_lets_no_paid_node_of_a_failed_job_run(world: World) -> No
     world.clock.run(act)
 
 
-def test_nodes_made_by_a_process_that_died_are_ended_where_no_list_shows_them(world: World) -> None:
-    """The ids of the create call's answer are on record."""
+def test_nodes_created_by_a_dead_process_are_terminated_even_if_no_list_shows_them(world: World) -> None:
+    """The answer of the create call was recorded with the node ids."""
 
     async def act() -> None:
         provisioner = world.make_provisioner()
@@ -241,7 +241,7 @@ def test_nodes_made_by_a_process_that_died_are_ended_where_no_list_shows_them(wo
     world.clock.run(act)
 
 
-def test_a_search_that_was_begun_in_another_account_is_neither_failed_nor_forgotten(world: World) -> None:
+def test_a_search_begun_in_another_account_neither_fails_nor_is_forgotten(world: World) -> None:
     async def act() -> None:
         world.cloud.timings = replace(world.cloud.timings, boot_s=300.0, boot_s_max=300.0)
         controller = world.make_controller()
@@ -262,7 +262,7 @@ def test_a_search_that_was_begun_in_another_account_is_neither_failed_nor_forgot
     world.clock.run(act)
 
 
-def test_every_intent_names_the_account_before_anything_is_made(world: World) -> None:
+def test_every_intent_names_the_account_before_nodes_are_created(world: World) -> None:
     create = world.cloud.create_nodes
 
     async def check(request: Any) -> Any:
@@ -275,7 +275,7 @@ def test_every_intent_names_the_account_before_anything_is_made(world: World) ->
     assert {node.account for node in cluster.nodes} == {"account-1"}
 
 
-def test_down_names_the_login_that_is_needed(world: World) -> None:
+def test_down_names_the_required_login(world: World) -> None:
     async def scenario(controller: Any) -> None:
         world.cloud.account = "account-2"
         name = world.store.list_clusters()[0].name
@@ -288,10 +288,10 @@ def test_down_names_the_login_that_is_needed(world: World) -> None:
 
 
 @pytest.mark.parametrize(("blocked_s", "attempts"), [(500.0, 1), (1200.0, 2)])
-def test_ssh_that_is_blocked_to_a_whole_running_gang_is_waited_for(
+def test_blocked_ssh_to_a_whole_running_gang_gets_a_longer_timeout(
     world: World, blocked_s: float, attempts: int
 ) -> None:
-    """More often the user's own network than two machines that hang at once."""
+    """The user's own network is a more likely cause than two nodes that hang at the same time."""
 
     async def scenario(controller: Any) -> None:
         first, poll = {node.id for node in world.list_live_nodes()}, world.gang.poll
@@ -304,7 +304,7 @@ def test_ssh_that_is_blocked_to_a_whole_running_gang_is_waited_for(
     play(world, scenario)
 
 
-def test_the_collector_ends_what_it_can_see_while_another_region_is_silent(world: World) -> None:
+def test_the_collector_terminates_listed_nodes_while_another_region_is_silent(world: World) -> None:
     async def act() -> None:
         lost = Node(
             id="lost-1", cloud="simulated", owner=OWNER, cluster="gone", attempt=1, rank=0,
@@ -321,7 +321,7 @@ def test_the_collector_ends_what_it_can_see_while_another_region_is_silent(world
     world.clock.run(act)
 
 
-def test_a_node_that_was_only_missing_counts_as_alive_until_terminate_is_accepted(world: World) -> None:
+def test_a_missing_node_counts_as_alive_until_terminate_is_accepted(world: World) -> None:
     async def scenario(controller: Any) -> None:
         cluster = world.store.list_clusters()[0]
         nodes = tuple(replace(node, state=NodeState.TERMINATED, reason=NodeEnd.MISSING) for node in cluster.nodes)
@@ -332,8 +332,8 @@ def test_a_node_that_was_only_missing_counts_as_alive_until_terminate_is_accepte
     play(world, scenario)
 
 
-def test_an_intent_is_ended_in_the_account_that_was_noted_after_it_was_read(world: World) -> None:
-    """The account of a create call under way came later than its request was read; another login confirms nothing."""
+def test_terminate_uses_the_account_that_was_noted_after_the_request_was_read(world: World) -> None:
+    """The account of a create call may be noted after its request was read; another login cannot confirm the end."""
     placement = make_plan(world.task).estimates[0].placement
     request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
     world.store.put_intent(request)

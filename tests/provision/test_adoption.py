@@ -1,4 +1,4 @@
-"""After the records were lost, what runs is recorded again by its tags: never ended unasked, never started twice."""
+"""Adoption after the records were lost: running nodes are recorded by their tags, not terminated or started twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_job(*numbers: int, status: JobStatus = JobStatus.RUNNING, uid: str = "k
 GANG = [make_node(0), make_node(1)]
 
 
-def test_the_newest_attempt_of_a_live_job_goes_on() -> None:
+def test_the_newest_attempt_of_a_live_job_continues() -> None:
     (found,) = decide(GANG, {3: make_job(1)})
     assert (found.deed, found.attempt, found.nodes, found.spare) == (Deed.CONTINUE, 2, tuple(GANG), ())
 
@@ -53,23 +53,23 @@ def test_the_newest_attempt_of_a_live_job_goes_on() -> None:
     ],
     ids=["unknown job", "ended job", "job of another life", "plain cluster"],
 )
-def test_nodes_that_no_live_job_can_take_up_become_a_cluster(nodes: list[Node], job: Job | None) -> None:
+def test_nodes_without_a_matching_live_job_become_a_cluster(nodes: list[Node], job: Job | None) -> None:
     (found,) = decide(nodes, {3: job} if job else {})
     assert (found.deed, found.job, len(found.nodes)) == (Deed.KEEP, None, 2)
 
 
-def test_an_incomplete_gang_is_ended_before_the_next_attempt_starts() -> None:
+def test_an_incomplete_gang_is_replaced() -> None:
     (found,) = decide(GANG[:1], {3: make_job(1)})
     assert found.deed is Deed.REPLACE
 
 
-def test_of_two_places_asked_at_once_the_one_that_runs_is_taken() -> None:
+def test_the_running_one_of_two_concurrent_launches_is_adopted() -> None:
     other = [make_node(rank, token="u", state=NodeState.PENDING, created_s=1.0) for rank in (0, 1)]
     (found,) = decide([*other, *GANG], {3: make_job()})
     assert (found.deed, found.nodes, found.spare) == (Deed.CONTINUE, tuple(GANG), tuple(other))
 
 
-def test_an_attempt_that_a_newer_one_followed_is_left_to_the_collector() -> None:
+def test_a_superseded_attempt_is_left_to_the_collector() -> None:
     assert not decide(GANG, {3: make_job(1, 2)}), "the records know that it was followed or ended"
     newer = [make_node(rank, cluster="job-3-k7wq2-4", attempt=4, token="u") for rank in (0, 1)]
     (found,) = decide([*GANG, *newer], {3: make_job(1)})
@@ -77,7 +77,7 @@ def test_an_attempt_that_a_newer_one_followed_is_left_to_the_collector() -> None
 
 
 def drive(world: World, *, until_s: float = math.inf, collect_every: int = 20) -> None:
-    """The job's controller and the collector, to the job's end or for so long."""
+    """Run the job's controller and the collector until the job ends, or for `until_s`."""
 
     async def run() -> None:
         provisioner = world.make_provisioner()
@@ -113,7 +113,7 @@ def put_back(world: World, copy: Path) -> None:
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    """A job of two nodes that has been at work for a while, with a copy made before it started."""
+    """Return the world of a job that has run on two nodes for a while, with a copy from before its start."""
     world = World(tmp_path)
     world.gang.steps = 600
     world.early_copy = world.store.copy()  # type: ignore[attr-defined]
@@ -122,14 +122,14 @@ def world(tmp_path: Path) -> World:
     return world
 
 
-def test_a_lost_store_under_a_running_job_is_refused_not_replaced(world: World) -> None:
+def test_a_lost_store_under_a_running_job_is_an_error_and_not_recreated(world: World) -> None:
     lose_store(world)
     with pytest.raises(StateError, match="is missing"):
         world.open()
     assert len(world.list_live_nodes()) == 2
 
 
-def test_after_a_reset_running_nodes_become_a_cluster_and_are_not_ended(world: World) -> None:
+def test_after_a_reset_running_nodes_become_a_cluster_and_keep_running(world: World) -> None:
     lose_store(world)
     name = world.list_live_nodes()[0].cluster
     reset(world.folder / "state.db", clock=world.clock, owner=OWNER)
@@ -144,7 +144,7 @@ def test_after_a_reset_running_nodes_become_a_cluster_and_are_not_ended(world: W
     assert not world.list_live_nodes() and not world.store.list_clusters()
 
 
-def test_a_job_after_a_reset_takes_over_nothing_of_the_old_one_with_its_id(world: World) -> None:
+def test_a_job_after_a_reset_shares_no_names_with_the_old_job_of_its_id(world: World) -> None:
     old = world.get_job()
     lose_store(world)
     reset(world.folder / "state.db", clock=world.clock, owner=OWNER)
@@ -153,7 +153,7 @@ def test_a_job_after_a_reset_takes_over_nothing_of_the_old_one_with_its_id(world
     assert new.id == old.id and new.folder != old.folder and new.name_cluster(1) != old.name_cluster(1)
 
 
-def test_a_restored_copy_from_before_the_start_takes_the_running_attempt_up(world: World) -> None:
+def test_a_copy_from_before_the_start_adopts_the_running_attempt(world: World) -> None:
     put_back(world, world.early_copy)  # type: ignore[attr-defined]
     drive(world)
     job = world.get_job()
@@ -162,7 +162,7 @@ def test_a_restored_copy_from_before_the_start_takes_the_running_attempt_up(worl
     assert not world.list_live_nodes()
 
 
-def test_what_is_taken_up_is_ours_and_a_job_that_waited_is_no_longer_told_to_wait(
+def test_adoption_ignores_nodes_of_other_owners_and_moves_a_pending_job_to_starting(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_back(world, world.early_copy)  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_what_is_taken_up_is_ours_and_a_job_that_waited_is_no_longer_told_to_wai
     list_nodes = world.cloud.list_nodes
 
     async def list_all(owner: str) -> NodeList:
-        """As a cloud would whose tags say nothing of owners to its lists."""
+        """List nodes of all owners, as a cloud whose lists do not filter by owner."""
         listed = await list_nodes(owner)
         other = make_node(0, cluster="dev", attempt=1, token="x", owner="somebody else")
         return replace(listed, nodes=(*listed.nodes, other))
@@ -180,7 +180,7 @@ def test_what_is_taken_up_is_ours_and_a_job_that_waited_is_no_longer_told_to_wai
     assert world.get_job().status is JobStatus.STARTING
 
 
-def test_a_restored_copy_of_an_earlier_attempt_takes_the_newest_one_up(world: World) -> None:
+def test_a_copy_of_an_earlier_attempt_adopts_the_newest_one(world: World) -> None:
     first = world.store.copy()
     world.cloud.preempt([node.id for node in world.list_live_nodes()])  # all: survivors would be kept
     drive(world, until_s=300.0)
@@ -192,8 +192,8 @@ def test_a_restored_copy_of_an_earlier_attempt_takes_the_newest_one_up(world: Wo
     assert [attempt.number for attempt in job.attempts] == [1, 2]
 
 
-def test_attempt_numbers_are_skipped_where_nothing_runs_any_more(world: World) -> None:
-    """The checkpoints have met numbers that the copy does not know."""
+def test_attempt_numbers_are_skipped_if_no_node_runs_after_a_restore(world: World) -> None:
+    """The checkpoints may carry attempt numbers that the copy does not know."""
     for restores in (1, 2):
         world.cloud.preempt([node.id for node in world.list_live_nodes()])
         put_back(world, world.early_copy)  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def test_an_incomplete_gang_is_confirmed_gone_before_the_next_attempt(world: Wor
     assert [attempt.number for attempt in job.attempts] == [1, 1 + ATTEMPTS_SKIPPED + 1]
 
 
-def test_no_second_start_while_the_cloud_cannot_be_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_second_start_while_lists_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(owner: str) -> list[Node]:
         await asyncio.sleep(0)
         raise TransientError("no list today")
@@ -225,15 +225,15 @@ def test_no_second_start_while_the_cloud_cannot_be_listed(world: World, monkeypa
     assert world.get_job().status is JobStatus.SUCCEEDED
 
 
-def test_an_empty_list_alone_does_not_settle_that_nothing_runs(world: World) -> None:
+def test_one_empty_list_does_not_prove_that_no_node_runs(world: World) -> None:
     put_back(world, world.early_copy)  # type: ignore[attr-defined]
     world.cloud.black_out(30.0)
     drive(world)
     assert world.get_job().status is JobStatus.SUCCEEDED and world.gang.starts == 1
 
 
-def test_a_daemon_that_is_replaced_adopts_nothing_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a cloud does not tell now is asked again later; that another daemon leads is no such answer."""
+def test_a_fenced_daemon_stops_adopting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed list is retried later; FencedError, by which another daemon leads, is raised."""
     world.store.forget_adoptions()
 
     async def fail(owner: str) -> NodeList:
@@ -247,7 +247,7 @@ def test_a_daemon_that_is_replaced_adopts_nothing_more(world: World, monkeypatch
         world.clock.run(world.make_provisioner().adopt)
 
 
-def test_a_copy_is_checked_before_it_replaces_anything(world: World) -> None:
+def test_a_damaged_copy_does_not_replace_the_store(world: World) -> None:
     copy = find_copy(world.folder / "state.db", None)
     content = bytearray(copy.read_bytes())
     content[5000:9000] = b"\xff" * 4000
@@ -259,7 +259,7 @@ def test_a_copy_is_checked_before_it_replaces_anything(world: World) -> None:
     assert world.get_job().status is JobStatus.RUNNING
 
 
-def test_a_cloud_with_a_region_unseen_is_not_settled(world: World) -> None:
+def test_a_cloud_with_an_unlisted_region_does_not_count_as_adopted(world: World) -> None:
     put_back(world, world.early_copy)  # type: ignore[attr-defined]
     world.cloud.silent_regions["east1"] = TransientError("no answer")  # where the job runs
     drive(world, until_s=900.0)
@@ -269,7 +269,7 @@ def test_a_cloud_with_a_region_unseen_is_not_settled(world: World) -> None:
     assert world.get_job().status is JobStatus.SUCCEEDED and world.gang.starts == 1
 
 
-def test_a_login_for_another_account_settles_nothing(world: World) -> None:
+def test_a_cloud_listed_with_another_account_does_not_count_as_adopted(world: World) -> None:
     copy = world.store.copy()
     (cluster,) = world.store.list_clusters()
     put_back(world, copy)

@@ -1,4 +1,4 @@
-"""What the collector ends: nodes that carry our tag and are in no record, dead clusters, gangs nobody waits for."""
+"""Garbage collection: unrecorded nodes with our tag, dead clusters, surplus gangs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from broker.errors import FencedError, TransientError
 from broker.provision.adoption import Adopter
-from broker.provision.collection import GRACE_S, UP_S_MAX, Collector
-from broker.provision.resource_sweeper import SWEEP_EVERY_S, ResourceSweeper
+from broker.provision.collection import GRACE_S, SWEEP_EVERY_S, UP_S_MAX, Collector, ResourceSweeper
 from broker.state.store import Store
 from broker.types import (
     Cluster,
@@ -39,7 +38,7 @@ NODE = Node(
 
 
 class Cloud:
-    """Lists what it is given and notes what it is asked to end."""
+    """A cloud that lists the given nodes and notes terminate calls."""
 
     name = "simulated"
     settle_s = 20.0
@@ -113,7 +112,7 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
-def test_a_node_in_no_record_is_ended_billed_and_told_of(stage: Stage) -> None:
+def test_an_unrecorded_node_is_terminated_billed_and_reported(stage: Stage) -> None:
     stage.cloud.nodes = (NODE,)
     assert stage.find() == (["n"], [])
     assert stage.collect() == 1 and stage.cloud.ended == ["n"]
@@ -129,12 +128,12 @@ def test_a_node_in_no_record_is_ended_billed_and_told_of(stage: Stage) -> None:
         replace(NODE, created_s=START_S - GRACE_S - 20.0),
     ],
 )
-def test_what_is_not_ours_is_gone_or_is_too_young_is_left_alone(stage: Stage, kept: Node) -> None:
+def test_foreign_ended_and_very_young_nodes_are_left_alone(stage: Stage, kept: Node) -> None:
     stage.cloud.nodes = (kept,)
     assert stage.find() == ([], []) and stage.collect() == 0 and stage.cloud.ended == []
 
 
-def test_before_a_cloud_was_compared_with_the_records_only_what_this_store_asked_for_is_ended(stage: Stage) -> None:
+def test_before_adoption_only_nodes_that_this_store_requested_are_terminated(stage: Stage) -> None:
     stage.store.forget_adoptions()
     stage.put_intent("c", "t")
     stage.store.close_intent("t", IntentEnd.REFUSED)
@@ -144,14 +143,14 @@ def test_before_a_cloud_was_compared_with_the_records_only_what_this_store_asked
 
 
 @pytest.mark.parametrize("state", [NodeState.PENDING, NodeState.STOPPED])
-def test_a_node_that_has_not_ended_is_ended_in_any_state_from_its_first_second_past_the_grace(
+def test_an_unrecorded_node_is_terminated_in_any_live_state_right_after_the_grace_period(
     stage: Stage, state: NodeState
 ) -> None:
     stage.cloud.nodes = (replace(NODE, state=state, created_s=START_S - GRACE_S - 20.0 - 0.5),)
     assert stage.collect() == 1
 
 
-def test_nodes_that_a_record_or_an_open_intent_names_are_left_alone(stage: Stage) -> None:
+def test_nodes_of_a_record_or_an_open_intent_are_left_alone(stage: Stage) -> None:
     other = replace(NODE, id="m", token="s")
     stage.cloud.nodes = (NODE, other)
     stage.put_cluster("c", nodes=(NODE,), job_id=None)
@@ -162,7 +161,7 @@ def test_nodes_that_a_record_or_an_open_intent_names_are_left_alone(stage: Stage
     assert stage.find() == (["m"], [])
 
 
-def test_a_cloud_that_gives_no_list_keeps_nothing_else_from_its_end(stage: Stage) -> None:
+def test_a_failing_list_does_not_stop_the_collection_of_clusters(stage: Stage) -> None:
     stage.cloud.failure = TransientError("no answer")
     stage.put_cluster("c", ClusterStatus.TERMINATING)
     assert stage.collect() == 1 and stage.downed == ["c"]
@@ -170,7 +169,7 @@ def test_a_cloud_that_gives_no_list_keeps_nothing_else_from_its_end(stage: Stage
         stage.find()
 
 
-def test_clusters_are_dead_whose_job_has_ended_or_whose_end_or_start_was_cut_short(stage: Stage) -> None:
+def test_clusters_of_ended_jobs_and_interrupted_ups_and_downs_are_collected(stage: Stage) -> None:
     live, ended = (stage.store.add_job(name, Task()).id for name in "ab")
     stage.store.set_job_status(ended, JobStatus.SUCCEEDED)
     stage.put_cluster("of-a-live-job", job_id=live)
@@ -185,7 +184,7 @@ def test_clusters_are_dead_whose_job_has_ended_or_whose_end_or_start_was_cut_sho
     assert stage.collect() == 3 and stage.downed == expected
 
 
-def test_an_open_intent_without_a_cluster_is_a_start_that_was_cut_short_long_ago(stage: Stage) -> None:
+def test_an_old_open_intent_without_a_cluster_is_an_interrupted_up(stage: Stage) -> None:
     stage.put_intent("no-record", "t1")
     stage.put_intent("coming", "t2")
     stage.put_cluster("coming", ClusterStatus.INIT, created_s=START_S)
@@ -199,7 +198,7 @@ def test_an_open_intent_without_a_cluster_is_a_start_that_was_cut_short_long_ago
     assert stage.find()[1] == ["coming", "no-record"]
 
 
-def test_what_this_process_brings_up_is_spared_for_as_long_as_it_does(stage: Stage) -> None:
+def test_a_cluster_that_this_process_brings_up_is_spared(stage: Stage) -> None:
     stage.put_cluster("a", ClusterStatus.INIT, created_s=START_S - 2 * UP_S_MAX)
     with stage.collector.spare("a"):
         with stage.collector.spare("a"):
@@ -209,7 +208,7 @@ def test_what_this_process_brings_up_is_spared_for_as_long_as_it_does(stage: Sta
 
 
 @pytest.mark.parametrize("status", [ClusterStatus.UP, ClusterStatus.STOPPED])
-def test_a_gang_that_was_asked_for_and_not_needed_is_given_back(stage: Stage, status: ClusterStatus) -> None:
+def test_a_surplus_gang_is_given_back(stage: Stage, status: ClusterStatus) -> None:
     stage.put_cluster("c", status)
     stage.put_intent("c", "t")
     stage.put_intent("c", "elsewhere", cloud="one that is not set up here")
@@ -224,7 +223,7 @@ def test_a_gang_that_was_asked_for_and_not_needed_is_given_back(stage: Stage, st
     assert stage.collect() == 1 and stage.terminated == ["t"]
 
 
-def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Stage) -> None:
+def test_a_failed_termination_is_not_counted_and_blocks_no_other(stage: Stage) -> None:
     stage.failure = TransientError("not now")
     stage.cloud.nodes = (NODE,)
     stage.put_cluster("going", ClusterStatus.TERMINATING)
@@ -233,8 +232,8 @@ def test_what_cannot_be_ended_now_is_not_counted_and_holds_nothing_up(stage: Sta
     assert stage.collect() == 1 and (stage.downed, stage.terminated) == ([], [])
 
 
-def test_gangs_are_given_back_beside_each_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose end is confirmed only after many minutes keeps no other running."""
+def test_gangs_are_given_back_concurrently(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gang whose end takes minutes to confirm must not delay the others."""
     stage.put_cluster("c")
     stage.put_cluster("going", ClusterStatus.TERMINATING)
     for token in ("t1", "t2"):
@@ -251,8 +250,8 @@ def test_gangs_are_given_back_beside_each_other(stage: Stage, monkeypatch: pytes
     assert asyncio.run(asyncio.wait_for(stage.collector.collect(), 60)) == 3
 
 
-def test_a_collector_that_is_replaced_ends_nothing_more(stage: Stage) -> None:
-    """Another daemon leads: what is written here is refused, and what is ended here may be at work there."""
+def test_a_fenced_collector_terminates_nothing_more(stage: Stage) -> None:
+    """Another daemon leads: writes are refused, and nodes that are terminated here may be in use there."""
     stage.failure = FencedError("another daemon leads")
     stage.put_cluster("up")
     stage.put_intent("up", "t1")
@@ -283,7 +282,7 @@ class Sweeping(Cloud):
         return 2
 
 
-def test_orphans_are_swept_when_a_cluster_has_gone_and_once_an_hour(stage: Stage) -> None:
+def test_resources_are_swept_after_a_cluster_has_gone_and_once_an_hour(stage: Stage) -> None:
     cloud = Sweeping()
     clouds: Any = {"plain": Cloud(), "simulated": cloud}
     sweeper = ResourceSweeper(clouds, stage.store, clock=stage.clock, owner="me")

@@ -1,4 +1,4 @@
-"""A region that answers nothing clear: the search soon goes on elsewhere, and ends in bounded time where it cannot."""
+"""A region without clear answers: the search soon continues elsewhere, and otherwise ends in bounded time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
-from broker.provision import failover
-from broker.provision.launch import UNCLEAR_S_MAX
+from broker.provision import candidates
+from broker.provision.creation import UNCLEAR_S_MAX
 from broker.provision.refusals import REASK_S, REFUSAL_S_SHORT
 from broker.types import Cluster, Node, NodeRequest
 from broker.wording import describe_event
@@ -20,7 +20,7 @@ EAST, WEST = ("east1a", "east1b"), ("west1a",)
 
 
 class Search:
-    """A launch while creates in region east1 fail `times` times."""
+    """A search in which create calls in region east1 fail `times` times."""
 
     def __init__(self, folder: Path, fault: Callable[[str], CloudError], *, times: float = float("inf")) -> None:
         self.world = World(folder)
@@ -40,7 +40,7 @@ class Search:
         self.world.cloud.create_nodes = fail  # type: ignore[method-assign]
 
     def up(self, *zones: str, hedge: int = 2, name: str = "c") -> Cluster:
-        """`end_s`: how long it took, success or not."""
+        """Run the search; `end_s` is its duration, even if it fails."""
         provisioner, start_s = self.world.make_provisioner(), self.world.clock.now_s()
 
         async def act() -> Cluster:
@@ -59,7 +59,7 @@ class Search:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_other_region_is_asked_soon_and_the_doubtful_ones_zones_are_spared(
+def test_another_region_is_requested_soon_and_zones_of_the_suspect_one_are_skipped(
     tmp_path: Path, fault: Callable[[str], CloudError]
 ) -> None:
     search = Search(tmp_path, fault)
@@ -72,7 +72,7 @@ def test_other_region_is_asked_soon_and_the_doubtful_ones_zones_are_spared(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_hedging_a_place_is_given_up_in_time_and_terminated_beside_the_next(
+def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_the_next(
     tmp_path: Path, fault: Callable[[str], CloudError]
 ) -> None:
     search = Search(tmp_path, fault)
@@ -85,10 +85,10 @@ def test_without_hedging_a_place_is_given_up_in_time_and_terminated_beside_the_n
 
 @pytest.mark.parametrize("hedge", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_with_nowhere_else_to_go_it_says_so_and_ends(
+def test_a_search_without_other_regions_reports_so_and_ends(
     tmp_path: Path, fault: Callable[[str], CloudError], hedge: int
 ) -> None:
-    """It used to ask one zone and the other in turn for ever: by the time one failed, the other was due again."""
+    """Regression: it alternated between two zones forever, because one was due again by the time the other failed."""
     search = Search(tmp_path, fault)
     with pytest.raises(CapacityError) as caught:
         search.up(*EAST, hedge=hedge)
@@ -99,7 +99,7 @@ def test_with_nowhere_else_to_go_it_says_so_and_ends(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_region_is_left_alone_by_all_until_it_may_be_well_again(
+def test_all_searches_avoid_a_suspect_region_until_its_refusal_expires(
     tmp_path: Path, fault: Callable[[str], CloudError]
 ) -> None:
     search = Search(tmp_path, fault)
@@ -113,14 +113,14 @@ def test_region_is_left_alone_by_all_until_it_may_be_well_again(
     assert search.up("east1b", *WEST, name="three").placement.offer.zone == "east1b"
 
 
-def test_place_that_is_well_again_after_one_fault_is_kept_where_it_is_better(tmp_path: Path) -> None:
+def test_a_placement_that_recovers_after_one_fault_is_kept(tmp_path: Path) -> None:
     search = Search(tmp_path, TransientError, times=1)
     cluster = search.up(*EAST, hedge=1)
     assert cluster.placement.offer.zone == "east1a" and search.asked == ["east1a", "east1a"]
 
 
-def test_place_that_was_spared_has_its_turn_when_the_doubt_is_over(tmp_path: Path) -> None:
-    """The region recovers and its first zone turns out to be full: the dearer region still comes after the second."""
+def test_a_postponed_placement_is_requested_once_its_region_recovers(tmp_path: Path) -> None:
+    """The region recovers and its first zone is full: its second zone still precedes the more expensive region."""
     search = Search(tmp_path, TransientError, times=2)
     world, create = search.world, search.world.cloud.create_nodes
 
@@ -137,8 +137,8 @@ def test_place_that_was_spared_has_its_turn_when_the_doubt_is_over(tmp_path: Pat
     assert search.asked == ["east1a", "east1a", "west1a", "east1a", "east1b"], "the better of the two that were spared"
 
 
-def test_one_search_asks_no_place_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each refusal comes so late that by then the other place may be asked again."""
+def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal takes long enough for the other placement to be due again."""
     search = Search(tmp_path, TransientError, times=0)
     world = search.world
 
@@ -151,7 +151,7 @@ def test_one_search_asks_no_place_again_and_again(tmp_path: Path, monkeypatch: p
     with pytest.raises(CapacityError):
         search.up(*EAST, hedge=1)
     assert search.asked == [*EAST, *EAST]
-    monkeypatch.setattr(failover, "LAST_RESORT_MAX", 1)
+    monkeypatch.setattr(candidates, "LAST_RESORT_MAX", 1)
     world.clock.run(lambda: world.clock.sleep(4 * 3600.0))
     search.asked.clear()
     with pytest.raises(CapacityError):

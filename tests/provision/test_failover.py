@@ -1,4 +1,4 @@
-"""Clusters come up whole or not at all, go down only when confirmed, and nothing of ours is forgotten."""
+"""Failover: gangs come up whole or not at all, and every node stays on record until its end is confirmed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
-from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
-from broker.provision.launch import CREATE_TRIES_MAX
+from broker.provision.creation import CREATE_TRIES_MAX
+from broker.provision.launch import make_token
 from broker.provision.nodes import RESUMED_S_MIN
+from broker.provision.refusals import CAPACITY_REFUSAL_S
 from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
 from tests.clouds.simulated import FaultRates
@@ -30,7 +31,7 @@ def up(world: World, name: str = "c", *zones: str) -> Cluster:
     return cluster
 
 
-def test_a_full_zone_is_not_asked_again_before_its_refusal_expires(world: World) -> None:
+def test_a_full_zone_is_not_requested_before_its_refusal_expires(world: World) -> None:
     world.cloud.full_zones["east1a"] = world.clock.now_s() + 5.0
     assert up(world, "one").placement.offer.zone == "east1b"
     assert up(world, "two").placement.offer.zone == "east1b"
@@ -38,7 +39,7 @@ def test_a_full_zone_is_not_asked_again_before_its_refusal_expires(world: World)
     assert up(world, "three").placement.offer.zone == "east1a"
 
 
-def test_the_token_is_the_same_for_the_same_try_only() -> None:
+def test_the_token_is_equal_for_the_same_launch_only() -> None:
     plan = make_plan(Task(num_nodes=2))
     first, second = (estimate.placement for estimate in plan.estimates[:2])
     assert make_token("o", "c", 1, first, 0) == make_token("o", "c", 1, first, 0)
@@ -46,14 +47,14 @@ def test_the_token_is_the_same_for_the_same_try_only() -> None:
     assert len(tokens) == 8
 
 
-def test_an_answer_lost_after_the_deed_makes_no_second_gang(world: World) -> None:
+def test_a_lost_answer_creates_no_second_gang(world: World) -> None:
     world.cloud.faults = FaultRates(unknown_after=0.7)
     cluster = up(world)
     assert world.cloud.fault_counts["create:unknown_after"]
     assert sorted(node.id for node in cluster.nodes) == sorted(node.id for node in world.list_live_nodes())
 
 
-def test_a_gang_that_loses_a_node_while_starting_is_ended_and_tried_elsewhere(world: World) -> None:
+def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsewhere(world: World) -> None:
     provisioner = world.make_provisioner()
 
     async def scenario() -> Cluster:
@@ -76,7 +77,7 @@ def test_a_cluster_can_come_up_again_under_its_old_name(world: World) -> None:
     assert not {node.id for node in first.nodes} & {node.id for node in second.nodes}
 
 
-def test_partial_loss_of_a_gang_shows_in_refresh(world: World) -> None:
+def test_refresh_shows_the_lost_nodes_of_a_gang(world: World) -> None:
     cluster = up(world)
     world.cloud.preempt([cluster.nodes[1].id])
     world.clock.run(lambda: world.clock.sleep(1.0))
@@ -99,7 +100,7 @@ async def list_nothing(owner: str) -> NodeList:
 
 
 @pytest.mark.parametrize("error", [QuotaError("vCPU limit reached"), CapacityError("full", scope="region")])
-def test_a_wide_refusal_covers_the_other_zones_of_its_region(world: World, error: QuotaError | CapacityError) -> None:
+def test_a_region_wide_refusal_covers_the_other_zones(world: World, error: QuotaError | CapacityError) -> None:
     asked: list[str] = []
     create = world.cloud.create_nodes
 
@@ -114,8 +115,8 @@ def test_a_wide_refusal_covers_the_other_zones_of_its_region(world: World, error
     assert asked == ["east1a", "west1a"]
 
 
-def test_a_region_that_throttles_is_left_as_a_whole(world: World) -> None:
-    """Its zones count calls together: each would be asked in vain for as long as the first."""
+def test_a_throttling_region_is_skipped_as_a_whole(world: World) -> None:
+    """Its zones share one call rate: calls in each would be throttled like those in the first."""
     asked: dict[str, int] = {}
     create = world.cloud.create_nodes
 
@@ -138,7 +139,7 @@ def test_a_region_that_throttles_is_left_as_a_whole(world: World) -> None:
     assert len(waits) == CREATE_TRIES_MAX - 1
 
 
-def test_what_each_place_said_and_what_mends_it_are_told_once(world: World) -> None:
+def test_each_reason_and_each_hint_is_reported_once(world: World) -> None:
     async def refuse(request: NodeRequest) -> Sequence[Node]:
         if request.placement.offer.region == "east1":
             raise CapacityError("no machine left", scope="zone")
@@ -158,7 +159,7 @@ def test_what_each_place_said_and_what_mends_it_are_told_once(world: World) -> N
     assert "broker launch -r" in error.hints[-1]
 
 
-def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(world: World) -> None:
+def test_a_missing_login_excludes_the_cloud_and_is_the_error_if_no_other_cloud_is_left(world: World) -> None:
     asked = 0
 
     async def refuse(request: NodeRequest) -> Sequence[Node]:
@@ -173,7 +174,7 @@ def test_a_missing_login_stops_that_cloud_and_is_told_when_nothing_else_is_left(
 
 
 def refuse_regions(world: World, *regions: str) -> list[str]:
-    """As an organisation's policy does; returns the zones that are asked, as they are asked."""
+    """Deny these regions like an organisation's policy; return the list of requested zones."""
     create_nodes, asked = world.cloud.create_nodes, []
 
     async def create(request: NodeRequest) -> Sequence[Node]:
@@ -186,13 +187,13 @@ def refuse_regions(world: World, *regions: str) -> list[str]:
     return asked
 
 
-def test_a_region_that_a_policy_forbids_is_asked_once_and_the_next_region_gives(world: World) -> None:
+def test_a_region_forbidden_by_policy_is_called_once_and_the_next_region_is_used(world: World) -> None:
     asked = refuse_regions(world, "east1")
     assert up(world).placement.offer.zone == "west1a"
     assert asked == ["east1a", "west1a"]
 
 
-def test_where_every_region_is_forbidden_the_refusal_itself_is_told(world: World) -> None:
+def test_if_every_region_is_forbidden_the_refusal_itself_is_raised(world: World) -> None:
     asked = refuse_regions(world, "east1", "west1")
     with pytest.raises(DeniedError, match="explicit deny in east1") as caught:
         up(world)
@@ -200,7 +201,7 @@ def test_where_every_region_is_forbidden_the_refusal_itself_is_told(world: World
     assert asked == ["east1a", "west1a"] and not world.store.list_open_intents()
 
 
-def test_a_region_that_is_full_beside_a_forbidden_one_is_worth_another_launch(world: World) -> None:
+def test_a_full_region_beside_a_forbidden_one_is_a_capacity_error(world: World) -> None:
     asked = refuse_regions(world, "east1")
     world.cloud.full_zones["west1a"] = world.clock.now_s() + 1e6
     with pytest.raises(CapacityError) as caught:
@@ -209,7 +210,7 @@ def test_a_region_that_is_full_beside_a_forbidden_one_is_worth_another_launch(wo
     assert "explicit deny in east1" in str(caught.value.details) and "west1a" in str(caught.value.details)
 
 
-def test_the_time_that_a_gang_took_is_told(world: World) -> None:
+def test_the_launch_time_of_the_gang_is_reported(world: World) -> None:
     told: list[Event] = []
     start_s = world.clock.now_s()
     world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), on_event=told.append))
@@ -218,8 +219,8 @@ def test_the_time_that_a_gang_took_is_told(world: World) -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 5.0])
-def test_what_is_taken_down_while_it_fails_over_does_not_come_up_later(world: World, after_s: float) -> None:
-    """`down` says that all is gone: the command that still brings the name up may not begin anywhere else."""
+def test_a_cluster_taken_down_during_failover_does_not_come_up_later(world: World, after_s: float) -> None:
+    """`down` reports that all nodes are gone: the `up` of that name must not launch elsewhere."""
     world.cloud.full_zones["east1a"] = world.clock.now_s() + 1e6
     world.cloud.faults = FaultRates(never_boots=1.0)
     placements = make_plan(world.task, "east1a", "east1b", "west1a", "north1a")
@@ -239,7 +240,7 @@ def test_what_is_taken_down_while_it_fails_over_does_not_come_up_later(world: Wo
     assert not world.list_live_nodes() and not world.store.list_open_intents() and not world.store.list_clusters()
 
 
-def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> None:
+def test_the_collector_terminates_our_lost_nodes_and_no_foreign_ones(world: World) -> None:
     kept = up(world, "kept")
     world.cloud.add_foreign_node(replace(FOREIGN, id="lost-1", owner=OWNER, cluster="forgotten"))
     world.store.mark_adopted("simulated")
@@ -250,10 +251,8 @@ def test_the_collector_ends_our_lost_nodes_and_nobody_elses(world: World) -> Non
 
 
 @pytest.mark.parametrize("after_s", [400.0, 5000.0])
-def test_nodes_that_never_boot_are_waited_for_from_when_they_were_made_by_all_processes_together(
-    world: World, after_s: float
-) -> None:
-    """A daemon that is restarted every few minutes would pay for them for ever."""
+def test_the_boot_timeout_counts_from_creation_across_processes(world: World, after_s: float) -> None:
+    """Otherwise a daemon that is restarted every few minutes would pay for them indefinitely."""
     world.cloud.faults = FaultRates(never_boots=1.0)
 
     async def act() -> float:
@@ -263,7 +262,7 @@ def test_nodes_that_never_boot_are_waited_for_from_when_they_were_made_by_all_pr
         await asyncio.wait([first])
         made_s = max(node.created_s for node in world.list_live_nodes())
         await world.clock.sleep(after_s)
-        with pytest.raises(CapacityError, match="no place would give"):
+        with pytest.raises(CapacityError, match="no placement has capacity"):
             await world.make_provisioner().up("c", make_plan(world.task, "east1a"))
         return world.clock.now_s() - made_s
 
@@ -272,7 +271,7 @@ def test_nodes_that_never_boot_are_waited_for_from_when_they_were_made_by_all_pr
     assert not world.list_live_nodes()
 
 
-def test_nodes_that_booted_while_no_process_ran_are_taken(world: World) -> None:
+def test_nodes_that_booted_while_no_process_ran_are_kept(world: World) -> None:
     async def act() -> Cluster:
         first = asyncio.ensure_future(world.make_provisioner().up("c", make_plan(world.task, "east1a")))
         await world.clock.sleep(10.0)

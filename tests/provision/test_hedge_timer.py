@@ -1,4 +1,4 @@
-"""How long a cloud is waited for: learned from its answers, within limits."""
+"""The hedge timer: learned from the answers of a cloud, within limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "state.db", clock=Hands())
 
 
-def test_a_pace_is_learned_as_tcp_learns_its_timer() -> None:
-    """RFC 6298: a first sample and half of it; then an eighth of the difference, and a quarter of the deviation's."""
+def test_latency_is_learned_by_the_rule_of_tcp() -> None:
+    """RFC 6298: the deviation starts at half the first sample; gains are 1/8 for the mean and 1/4 for the deviation."""
     first = learn(None, 8.0)
     assert first == Pace(mean_s=8.0, deviation_s=4.0)
     assert learn(first, 16.0) == Pace(mean_s=9.0, deviation_s=5.0)
@@ -26,7 +26,7 @@ def test_a_pace_is_learned_as_tcp_learns_its_timer() -> None:
     assert learn(first, 8.0) == Pace(mean_s=8.0, deviation_s=3.0)
 
 
-def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
+def test_the_timer_is_the_mean_plus_four_deviations_within_limits() -> None:
     limits = HedgeLimits(prior_s=7.0, least_s=5.0, most_s=60.0)
     assert bound(None, limits) == 7.0
     assert bound(Pace(mean_s=8.0, deviation_s=3.0), limits) == 20.0
@@ -34,7 +34,7 @@ def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
     assert bound(Pace(mean_s=50.0, deviation_s=9.0), limits) == 60.0
 
 
-def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
+def test_the_timer_is_separate_per_cloud_and_answer(store: Store) -> None:
     patience = HedgeTimer(store)
     assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
     patience.note("x", Answer.CREATED, 8.0)
@@ -47,7 +47,7 @@ def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
 @pytest.mark.parametrize(
     ("answer", "prior_s", "least_s", "most_s"), [(Answer.CREATED, 20.0, 5.0, 60.0), (Answer.WHOLE, 120.0, 30.0, 300.0)]
 )
-def test_the_limits_are_those_of_the_documents(answer: Answer, prior_s: float, least_s: float, most_s: float) -> None:
+def test_the_limits_equal_the_documented_ones(answer: Answer, prior_s: float, least_s: float, most_s: float) -> None:
     assert [bound(pace, LIMITS[answer]) for pace in (None, learn(None, 0.0), learn(None, 1e6))] == [
         prior_s, least_s, most_s,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""While a place is late the next one is asked too: one gang is kept, the others are confirmed gone, whatever dies."""
+"""Hedging: while a launch is late another begins; one gang is kept, the others are confirmed gone after any crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANG_S = 300.0
 
 
 class SlowCloud(SimulatedCloud):
-    """Some zones take long to answer a create call: first the wait, then what the zone has to say."""
+    """A cloud in which some zones answer create calls late."""
 
     slow_zones: dict[str, float]
     asked: list[tuple[str, float]]
@@ -61,7 +61,7 @@ def up(world: World, *, hedge: int = 2, name: str = "c", told: list[str] | None 
     return cluster
 
 
-def test_a_place_that_hangs_does_not_hold_up_the_next_one(tmp_path: Path) -> None:
+def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     world.cloud.full_zones["east1a"] = float("inf")
     start_s, told = world.clock.now_s(), []
@@ -90,7 +90,7 @@ def test_a_place_that_hangs_does_not_hold_up_the_next_one(tmp_path: Path) -> Non
         assert words in story, story
 
 
-def test_one_at_a_time_waits_for_the_answer(tmp_path: Path) -> None:
+def test_without_hedging_the_search_waits_for_the_answer(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     world.cloud.full_zones["east1a"] = float("inf")
     start_s = world.clock.now_s()
@@ -99,7 +99,7 @@ def test_one_at_a_time_waits_for_the_answer(tmp_path: Path) -> None:
     assert world.cloud.asked[1][1] - world.cloud.asked[0][1] > HANG_S
 
 
-def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_path: Path) -> None:
+def test_the_gang_of_a_slow_placement_is_given_back_and_confirmed_gone(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 40.0})
     told: list[str] = []
     cluster = up(world, told=told)
@@ -116,7 +116,7 @@ def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
 
 
-def test_what_comes_too_late_is_ended_though_no_list_answers(tmp_path: Path) -> None:
+def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 100.0})
     world.cloud.timings = CloudTimings(list_lag_s=0.0)
     provisioner = world.make_provisioner()
@@ -136,7 +136,7 @@ def test_what_comes_too_late_is_ended_though_no_list_answers(tmp_path: Path) -> 
     assert len(world.store.list_open_intents("c")) == 1, "nobody has confirmed that they are gone"
 
 
-def test_places_that_a_killed_command_had_begun_are_told_as_such_and_not_as_the_next_to_ask(tmp_path: Path) -> None:
+def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S, "east1b": HANG_S})
 
     async def cut_short() -> None:
@@ -154,7 +154,7 @@ def test_places_that_a_killed_command_had_begun_are_told_as_such_and_not_as_the_
     ]
 
 
-def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while_the_budget_of_all_lasts(
+def test_a_throttled_call_is_retried_with_growing_backoff_within_the_shared_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
@@ -168,7 +168,7 @@ def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while
     world.cloud.create_nodes = throttle  # type: ignore[method-assign]
 
     def search(name: str) -> list[float]:
-        """Returns the seconds between its calls."""
+        """Return the seconds between the calls of one search."""
         called_s.clear()
         with pytest.raises(CapacityError):
             world.clock.run(lambda: world.make_provisioner().up(name, make_plan(world.task, "east1a")))
@@ -182,7 +182,7 @@ def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while
     assert search("d") == [] and len(called_s) == 1, "the last of the budget"
 
 
-def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them(tmp_path: Path) -> None:
+def test_nodes_of_a_lost_answer_are_adopted_once_lists_show_all_of_them(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.cloud.timings = CloudTimings(list_lag_s=4.0)
     create, note, begun_s = world.cloud.create_nodes, world.store.note_made_nodes, world.clock.now_s()
@@ -207,14 +207,14 @@ def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them
     assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
 
 
-def test_the_slow_place_wins_if_it_is_whole_first(tmp_path: Path) -> None:
+def test_the_slow_placement_wins_if_its_gang_runs_first(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 21.0, "east1b": 100.0})
     assert up(world).placement.offer.zone == "east1a"
     assert {node.zone for node in world.list_live_nodes()} == {"east1a"}
     assert not world.store.list_open_intents()
 
 
-def test_a_gang_whose_node_never_boots_does_not_hold_up_the_next_place(tmp_path: Path) -> None:
+def test_a_gang_that_never_boots_does_not_block_the_next_placement(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.cloud.faults = FaultRates(never_boots=1.0)
     provisioner = world.make_provisioner()
@@ -232,7 +232,7 @@ def test_a_gang_whose_node_never_boots_does_not_hold_up_the_next_place(tmp_path:
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
 
 
-def test_a_part_of_a_gang_is_given_back_at_once(tmp_path: Path) -> None:
+def test_an_incomplete_gang_is_terminated_at_once(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.cloud.faults = FaultRates(partial=1.0)
     provisioner = world.make_provisioner()
@@ -249,7 +249,7 @@ def test_a_part_of_a_gang_is_given_back_at_once(tmp_path: Path) -> None:
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
 
 
-def test_tries_beside_each_other_lie_in_different_zones(tmp_path: Path) -> None:
+def test_concurrent_launches_are_in_different_zones(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     plan = make_plan(world.task, "east1a", "west1a")
     dear = replace(plan.estimates[0], placement=replace(plan.estimates[0].placement, is_spot=False))
@@ -263,7 +263,7 @@ def test_tries_beside_each_other_lie_in_different_zones(tmp_path: Path) -> None:
     assert [zone for zone, _ in world.cloud.asked] == ["east1a", "west1a"]
 
 
-def test_patience_is_learned_from_answers_and_bounded() -> None:
+def test_the_hedge_timer_is_learned_from_answers_and_bounded() -> None:
     limits = LIMITS[Answer.CREATED]
     assert bound(None, limits) == limits.prior_s
     pace = None
@@ -285,7 +285,7 @@ def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: 
     assert patience.measure_s("here", Answer.CREATED) < LIMITS[Answer.CREATED].most_s / 2
 
 
-def test_a_quick_cloud_is_late_sooner_the_second_time(tmp_path: Path) -> None:
+def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     up(world, name="first")
     world.cloud.slow_zones = {"east1a": HANG_S}
@@ -296,7 +296,7 @@ def test_a_quick_cloud_is_late_sooner_the_second_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", [{"east1a": 60.0}, {"east1a": HANG_S}])
-def test_killed_at_any_deed_of_a_hedge_the_job_ends_once_and_nothing_is_left(
+def test_after_a_kill_at_any_step_of_a_hedge_the_job_ends_once_and_leaves_nothing(
     tmp_path: Path, slow: dict[str, float]
 ) -> None:
     (tmp_path / "calm").mkdir()
@@ -324,7 +324,7 @@ def check_end(world: World) -> None:
     assert world.gang.starts <= 1 + len(world.get_job().attempts)
 
 
-def test_a_command_killed_while_it_gives_back_leaves_it_to_the_collector_and_the_cluster_stays(tmp_path: Path) -> None:
+def test_a_command_killed_while_giving_back_leaves_that_to_the_collector_and_keeps_the_cluster(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     provisioner = world.make_provisioner()
 
@@ -346,7 +346,7 @@ def test_a_command_killed_while_it_gives_back_leaves_it_to_the_collector_and_the
     assert cluster is not None and cluster.status is ClusterStatus.UP, "what is in use is left alone"
 
 
-def test_down_ends_a_search_and_everything_it_had_begun(tmp_path: Path) -> None:
+def test_down_ends_a_search_and_all_its_launches(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 90.0, "east1b": 90.0})
     provisioner, other = world.make_provisioner(), world.make_provisioner()
 
@@ -364,7 +364,7 @@ def test_down_ends_a_search_and_everything_it_had_begun(tmp_path: Path) -> None:
     assert not world.list_live_nodes() and not world.store.list_open_intents()
 
 
-def test_of_two_searches_only_one_probes_a_place_whose_refusal_has_run_out(tmp_path: Path) -> None:
+def test_only_one_of_two_searches_probes_an_expired_refusal(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.cloud.full_zones["east1a"] = world.clock.now_s() + 5.0
     up(world, name="first")
@@ -381,7 +381,7 @@ def test_of_two_searches_only_one_probes_a_place_whose_refusal_has_run_out(tmp_p
     assert up(world, name="fourth").placement.offer.zone == "east1a", "it gave: everybody may ask again"
 
 
-def test_a_probe_that_died_holds_nobody_up_for_long(tmp_path: Path) -> None:
+def test_a_dead_probe_blocks_others_for_a_limited_time(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     placement = make_plan(world.task).choice.placement
     offer = placement.offer
@@ -393,7 +393,7 @@ def test_a_probe_that_died_holds_nobody_up_for_long(tmp_path: Path) -> None:
     assert up(world, name="two").placement.offer.zone == "east1a"
 
 
-def test_failed_calls_draw_on_one_budget_of_their_cloud_that_time_fills_again(tmp_path: Path) -> None:
+def test_failed_calls_use_one_budget_per_cloud_that_refills_with_time(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     calls = 0
 
@@ -418,7 +418,7 @@ def test_failed_calls_draw_on_one_budget_of_their_cloud_that_time_fills_again(tm
     assert up(world, name="later").status is ClusterStatus.UP
 
 
-def test_a_lost_answer_that_made_a_part_only_is_not_taken_for_the_gang(tmp_path: Path) -> None:
+def test_a_part_created_by_a_lost_answer_is_not_taken_for_the_gang(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     create, answers = world.cloud.create_nodes, 0
 

@@ -1,4 +1,4 @@
-"""A cluster's verbs: up, refreshed, stopped, started, down, and what each refuses."""
+"""Up, refresh, stop, start and down of a cluster, and the errors of each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Stopping(SimulatedCloud):
-    """Its nodes can be stopped, as seen in its lists some seconds later, and it keeps their consoles."""
+    """A cloud that can stop nodes, with lists that lag behind, and that keeps console output."""
 
     stopped_at_s: float | None = None
     started_at_s: float | None = None
@@ -96,7 +96,7 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
-def test_a_cluster_that_is_up_is_what_was_asked_for_and_is_recorded_so(stage: Stage) -> None:
+def test_a_cluster_comes_up_and_is_recorded_as_requested(stage: Stage) -> None:
     autostop = Autostop(idle_minutes=5)
     begun_s = stage.world.clock.now_s()
     cluster = stage.up(attempt=3, autostop=autostop, job_id=stage.world.job_id)
@@ -111,7 +111,7 @@ def test_a_cluster_that_is_up_is_what_was_asked_for_and_is_recorded_so(stage: St
     assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up"]
 
 
-def test_a_cluster_that_is_up_already_is_only_looked_at(stage: Stage) -> None:
+def test_up_of_a_running_cluster_only_refreshes_it(stage: Stage) -> None:
     first = stage.up()
     assert stage.up() == first and len(stage.world.list_live_nodes()) == 2
     stage.cloud.preempt([first.nodes[1].id])
@@ -119,14 +119,14 @@ def test_a_cluster_that_is_up_already_is_only_looked_at(stage: Stage) -> None:
     assert [node.state for node in again.nodes] == [NodeState.RUNNING, NodeState.TERMINATED] and again == stage.get()
 
 
-def test_another_attempt_ends_what_has_the_name_first(stage: Stage) -> None:
+def test_a_new_attempt_first_takes_down_the_cluster_of_the_same_name(stage: Stage) -> None:
     first = stage.up()
     second = stage.up(attempt=2)
     assert {node.id for node in first.nodes}.isdisjoint(node.id for node in second.nodes)
     assert len(stage.world.list_live_nodes()) == 2 and second.created_s > first.created_s
 
 
-def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -> None:
+def test_a_search_is_repeated_only_with_retry_until_up(stage: Stage) -> None:
     calls: list[float] = []
     create = stage.cloud.create_nodes
 
@@ -149,9 +149,7 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
 
 
 @pytest.mark.parametrize("error", [AuthError("the login has expired"), UsageError("taken down")])
-def test_a_search_that_is_told_to_go_on_ends_all_the_same_where_no_later_answer_would_differ(
-    stage: Stage, error: BrokerError
-) -> None:
+def test_retry_until_up_does_not_repeat_a_search_after_a_lasting_error(stage: Stage, error: BrokerError) -> None:
     calls: list[str] = []
 
     async def create_nodes(request: NodeRequest) -> Sequence[Node]:
@@ -164,7 +162,7 @@ def test_a_search_that_is_told_to_go_on_ends_all_the_same_where_no_later_answer_
     assert len(calls) == 1
 
 
-def test_looks_at_nodes_that_stop_or_end_come_less_and_less_often_down_to_one_in_five_seconds(
+def test_polls_of_stopping_and_ending_nodes_slow_down_to_one_in_five_seconds(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.up()
@@ -225,7 +223,7 @@ def test_stop_waits_for_the_last_node(stage: Stage) -> None:
     assert [node.state for node in stage.get().nodes] == [NodeState.STOPPED] * 2
 
 
-def test_a_node_that_is_seen_to_be_lost_costs_no_more(stage: Stage) -> None:
+def test_a_lost_node_stops_costing(stage: Stage) -> None:
     cluster = stage.up()
     stage.cloud.preempt([cluster.nodes[1].id])
     stage.run(lambda: stage.world.clock.sleep(60.0))
@@ -236,7 +234,7 @@ def test_a_node_that_is_seen_to_be_lost_costs_no_more(stage: Stage) -> None:
     assert more_usd == pytest.approx(cluster.nodes[0].usd_hour, rel=0.01), "one node's hour"
 
 
-def test_a_node_keeps_the_rank_of_the_one_that_it_replaced_whatever_its_tags_say(stage: Stage) -> None:
+def test_a_replacement_node_keeps_the_rank_of_its_record_and_not_of_its_tags(stage: Stage) -> None:
     cluster = stage.up()
     swapped = tuple(replace(node, rank=1 - node.rank) for node in cluster.nodes)
     stage.world.store.put_cluster(replace(cluster, nodes=swapped))
@@ -246,7 +244,7 @@ def test_a_node_keeps_the_rank_of_the_one_that_it_replaced_whatever_its_tags_say
     assert [(node.id, node.rank) for node in refreshed.nodes] == [(node.id, node.rank) for node in swapped]
 
 
-def test_stop_outlives_lists_that_fail_and_gives_up_in_the_end(stage: Stage) -> None:
+def test_stop_survives_failing_lists_and_ends_at_its_limit(stage: Stage) -> None:
     stage.up()
     stage.cloud.failing_lists = 20
     stage.run(lambda: stage.provisioner.stop("c"))
@@ -259,7 +257,7 @@ def test_stop_outlives_lists_that_fail_and_gives_up_in_the_end(stage: Stage) -> 
     assert stage.get().status is ClusterStatus.UP, "it is not known to be stopped"
 
 
-def test_what_cannot_be_stopped_or_is_not_there_is_refused_with_a_hint(tmp_path: Path, stage: Stage) -> None:
+def test_stop_of_an_unknown_or_unstoppable_cluster_is_an_error_with_a_hint(tmp_path: Path, stage: Stage) -> None:
     for verb in (stage.provisioner.stop, stage.provisioner.start):
         with pytest.raises(UsageError) as caught:
             stage.run(lambda verb=verb: verb("nothing"))  # type: ignore[misc]
@@ -273,10 +271,10 @@ def test_what_cannot_be_stopped_or_is_not_there_is_refused_with_a_hint(tmp_path:
     assert provisioner.hint_console(plain.store.list_clusters()[0], "n") is None
 
 
-def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_on_the_disk(
+def test_a_cluster_and_its_intent_are_one_commit_and_the_closing_of_an_intent_is_durable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster without its intent would be ended by nobody; an intent that a power cut opens again costs a search."""
+    """A cluster without its intent would never be terminated; an intent reopened by a power cut costs a search."""
     store = stage.world.store
     commit, close = type(store)._commit, type(store).close_intent
     coming: list[bool] = []
@@ -301,7 +299,7 @@ def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_o
     assert closed == [(IntentEnd.TERMINATED, 2)], "2 is SQLite's number of FULL"
 
 
-def test_a_node_that_replaces_a_lost_one_is_in_the_record_and_none_is_made_for_a_cluster_that_was_taken_down(
+def test_a_replacement_node_is_recorded_and_none_is_created_for_a_cluster_that_was_taken_down(
     stage: Stage,
 ) -> None:
     first = stage.up()
@@ -321,9 +319,7 @@ def test_a_node_that_replaces_a_lost_one_is_in_the_record_and_none_is_made_for_a
     assert not stage.world.list_live_nodes() and not stage.world.store.list_open_intents()
 
 
-def test_an_adapter_whose_lists_name_no_account_takes_none_from_the_record(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_without_accounts_keep_the_recorded_account(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = stage.up()
     list_nodes = stage.cloud.list_nodes
 
@@ -336,14 +332,14 @@ def test_an_adapter_whose_lists_name_no_account_takes_none_from_the_record(
     assert [node.account for node in refreshed.nodes] == ["account-1", "account-1"]
 
 
-def test_a_console_is_hinted_at_for_nodes_of_the_cluster_only(stage: Stage) -> None:
+def test_the_console_hint_is_for_nodes_of_the_cluster_only(stage: Stage) -> None:
     cluster = stage.up()
     node_id = cluster.nodes[1].id
     assert f"`show {node_id}`" in (stage.provisioner.hint_console(cluster, node_id) or "")
     assert stage.provisioner.hint_console(cluster, "another") is None
 
 
-def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing(stage: Stage) -> None:
+def test_down_leaves_no_node_record_or_open_intent_and_can_be_repeated(stage: Stage) -> None:
     stage.up()
     for _ in range(2):
         stage.run(lambda: stage.provisioner.down("c"))
@@ -352,8 +348,8 @@ def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing
     assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
 
 
-def test_a_look_that_began_before_a_cluster_was_taken_down_does_not_bring_it_back(stage: Stage) -> None:
-    """The record would say UP again: a node would be replaced in it, and lost when the end is confirmed."""
+def test_a_refresh_that_began_before_down_does_not_restore_the_record(stage: Stage) -> None:
+    """If the record were UP again, a replacement node could be launched into it and lost once `down` ends."""
     seen = stage.up()
     stage.world.store.put_cluster(replace(seen, status=ClusterStatus.TERMINATING))
     stage.cloud.preempt([seen.nodes[1].id])
@@ -364,7 +360,7 @@ def test_a_look_that_began_before_a_cluster_was_taken_down_does_not_bring_it_bac
 
 
 @pytest.mark.parametrize("verb", ["stop", "start"])
-def test_a_cluster_that_is_taken_down_while_it_stops_or_starts_stays_so(stage: Stage, verb: str) -> None:
+def test_a_cluster_taken_down_while_it_stops_or_starts_stays_terminating(stage: Stage, verb: str) -> None:
     stage.up()
     if verb == "start":
         stage.run(lambda: stage.provisioner.stop("c"))
@@ -380,7 +376,7 @@ def test_a_cluster_that_is_taken_down_while_it_stops_or_starts_stays_so(stage: S
     assert stage.get().status is ClusterStatus.TERMINATING
 
 
-def test_nodes_that_were_seen_to_end_need_no_list_of_their_region_any_more(stage: Stage) -> None:
+def test_nodes_that_have_ended_need_no_list_of_their_region(stage: Stage) -> None:
     cluster = stage.up()
     stage.cloud.preempt([node.id for node in cluster.nodes])
     stage.run(lambda: stage.provisioner.refresh(cluster))
@@ -390,7 +386,7 @@ def test_nodes_that_were_seen_to_end_need_no_list_of_their_region_any_more(stage
     assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
 
 
-def test_a_cloud_that_is_not_set_up_any_more_is_named(stage: Stage) -> None:
+def test_the_error_names_a_cloud_that_is_no_longer_set_up(stage: Stage) -> None:
     cluster = stage.up()
     without = Provisioner({}, stage.world.store, clock=stage.world.clock, owner=OWNER)
     with pytest.raises(AuthError, match="simulated"):
@@ -414,7 +410,7 @@ def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Sta
     assert not stage.world.store.list_open_intents("c")
 
 
-def test_a_node_asks_for_what_its_task_says(stage: Stage) -> None:
+def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:
     asked = Resources(
         disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
     )

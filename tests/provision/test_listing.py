@@ -1,4 +1,4 @@
-"""Many askers, few calls; and nobody is told what was true before they asked."""
+"""Shared lists: many callers, few calls, and no list from before a caller asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.state.test_rows import Hands
 
 
 class SlowCloud:
-    """Takes a second to answer with what was true when it was asked."""
+    """A cloud whose lists take 1 s and show the state at the time of the call."""
 
     name, settle_s = "slow", 0.0
 
@@ -40,7 +40,7 @@ def clock() -> VirtualClock:
     return VirtualClock()
 
 
-def test_a_thousand_askers_at_once_make_two_calls_and_none_gets_an_old_answer(clock: VirtualClock) -> None:
+def test_a_thousand_concurrent_callers_make_two_calls_and_none_gets_an_old_list(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def ask(delay_s: float) -> None:
@@ -56,7 +56,7 @@ def test_a_thousand_askers_at_once_make_two_calls_and_none_gets_an_old_answer(cl
     assert cloud.calls == 2
 
 
-def test_a_steady_stream_of_askers_makes_a_call_after_the_other(clock: VirtualClock) -> None:
+def test_a_steady_stream_of_callers_makes_one_call_at_a_time(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def ask(delay_s: float) -> None:
@@ -72,7 +72,7 @@ def test_a_steady_stream_of_askers_makes_a_call_after_the_other(clock: VirtualCl
     assert cloud.calls <= 12
 
 
-def test_a_list_of_lately_will_do_for_those_who_say_so(clock: VirtualClock) -> None:
+def test_a_recent_list_is_shared_within_age_s_max(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def work() -> None:
@@ -91,8 +91,8 @@ class Instant(SlowCloud):
         return NodeList(nodes=())
 
 
-def test_a_list_of_the_same_instant_is_too_old_for_those_who_want_one_from_now_on() -> None:
-    """It may not show what its asker has just done."""
+def test_a_list_of_the_same_instant_is_too_old_without_age_s_max() -> None:
+    """It may not show the last action of its caller."""
     hands = Hands()
     cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
     for calls, age_s_max in ((1, 0.0), (2, 0.0), (2, 5.0), (3, 0.0)):
@@ -100,8 +100,8 @@ def test_a_list_of_the_same_instant_is_too_old_for_those_who_want_one_from_now_o
         assert cloud.calls == calls
 
 
-def test_a_list_from_the_future_of_a_clock_that_was_set_back_will_do_for_nobody() -> None:
-    """For an hour it would hide every loss."""
+def test_a_list_from_before_the_clock_was_set_back_is_not_shared() -> None:
+    """It would hide losses for an hour."""
     hands = Hands()
     cloud, lister = Instant(VirtualClock()), Lister("me", clock=hands)
     asyncio.run(lister.list(cloud, age_s_max=5.0))  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_a_list_from_the_future_of_a_clock_that_was_set_back_will_do_for_nobody(
     assert cloud.calls == 2
 
 
-def test_a_call_that_fails_is_made_again_and_given_up_at_its_limit(clock: VirtualClock) -> None:
+def test_a_failed_list_is_retried_up_to_a_limit(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
     cloud.failures = 3
     clock.run(lambda: lister.list(cloud))  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_call_that_fails_is_made_again_and_given_up_at_its_limit(clock: Virtua
         clock.run(lambda: lister.list(cloud, tries_max=3))  # type: ignore[arg-type]
 
 
-def test_an_asker_who_leaves_takes_the_answer_from_nobody(clock: VirtualClock) -> None:
+def test_a_cancelled_caller_does_not_cancel_the_list_for_others(clock: VirtualClock) -> None:
     cloud, lister = SlowCloud(clock), Lister("me", clock=clock)
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""A node is gone when its cloud says so; that it is missing from a list for once says nothing."""
+"""The end of a node counts once its cloud confirms it; one list without the node proves nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
 
 
-def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_terminated_yet(tmp_path: Path) -> None:
+def test_an_empty_list_does_not_confirm_the_end_of_a_node_that_refuses_to_terminate(tmp_path: Path) -> None:
     """Found by the simulator: the next attempt started while the last one still worked."""
     world = World(tmp_path)
     provisioner = world.make_provisioner()
@@ -44,7 +44,7 @@ def test_a_blank_list_is_not_taken_for_the_end_of_a_node_that_may_not_be_termina
     assert seen == [False]
 
 
-def test_a_node_whose_cloud_forgets_it_is_believed_gone_in_the_end(tmp_path: Path) -> None:
+def test_a_node_that_its_cloud_forgets_is_eventually_believed_gone(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.cloud.timings = CloudTimings(vanish_s=0.0)
     provisioner = world.make_provisioner()
@@ -54,7 +54,7 @@ def test_a_node_whose_cloud_forgets_it_is_believed_gone_in_the_end(tmp_path: Pat
 
 
 def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_path: Path) -> None:
-    """The nodes may have been made: without a list nobody knows."""
+    """The nodes may exist: only a list can tell."""
     world = World(tmp_path)
 
     async def create(request: NodeRequest) -> Sequence[Node]:
@@ -74,8 +74,8 @@ def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_pa
     assert not world.list_live_nodes() and not world.store.list_open_intents("c")
 
 
-def test_time_in_which_a_region_is_silent_does_not_settle_an_unanswered_create(tmp_path: Path) -> None:
-    """Found by the simulator: four quick looks, a minute of silence and one blank list closed the intent of a node."""
+def test_time_in_which_a_region_is_silent_does_not_close_an_unanswered_create(tmp_path: Path) -> None:
+    """Found by the simulator: four quick polls, a minute of silence and one empty list closed the intent of a node."""
     world = World(tmp_path)
     provisioner = world.make_provisioner()
     cluster = world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
@@ -103,7 +103,7 @@ def test_time_in_which_a_region_is_silent_does_not_settle_an_unanswered_create(t
     assert closed_s and not world.list_live_nodes()
 
 
-def test_two_commands_cannot_bring_up_one_name_at_once(tmp_path: Path) -> None:
+def test_two_commands_cannot_bring_up_one_name_concurrently(tmp_path: Path) -> None:
 
     world = World(tmp_path)
 
@@ -117,7 +117,7 @@ def test_two_commands_cannot_bring_up_one_name_at_once(tmp_path: Path) -> None:
 
 
 class SlowClock(VirtualClock):
-    """Of a process that gets its turn late: each of its waits takes nine times as long."""
+    """The clock of a starved process: each wait takes nine times as long."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -129,7 +129,7 @@ class SlowClock(VirtualClock):
         await self._clock.sleep(9.0 * duration_s)
 
 
-def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_name(tmp_path: Path) -> None:
+def test_one_of_two_commands_that_wait_for_the_old_cluster_gets_the_name(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.cloud.timings = CloudTimings(boot_s=2.0, boot_s_max=3.0, terminate_s=120.0)
     slow = Provisioner({"simulated": world.cloud}, world.store, clock=SlowClock(world.clock), owner=OWNER)
@@ -147,8 +147,8 @@ def test_of_two_commands_that_wait_for_the_end_of_the_old_cluster_one_gets_the_n
     assert record is not None and {node.id for node in record.nodes} == {node.id for node in world.list_live_nodes()}
 
 
-def test_a_resumed_up_ends_what_it_made_where_others_were_refused_since(tmp_path: Path) -> None:
-    """Else those nodes would cost money until the cluster goes down, and serve nobody."""
+def test_a_resumed_up_keeps_no_extra_nodes_where_others_were_refused_since(tmp_path: Path) -> None:
+    """Otherwise those nodes would cost money, unused, until the cluster goes down."""
     world = World(tmp_path, crash_at=8)  # just after the nodes were made
     with pytest.raises(BaseException, match="create:after"):
         world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task), job_id=world.job_id))
@@ -200,7 +200,7 @@ def test_a_cluster_does_not_come_up_while_down_still_confirms_its_end(tmp_path: 
     assert world.store.get_cluster("dev") is None and not world.list_live_nodes()
 
 
-def test_a_clock_that_jumps_between_blank_lists_ends_no_node() -> None:
+def test_a_clock_jump_between_empty_lists_ends_no_node() -> None:
     absence = Absence(settle_s=10.0)
     assert not any(absence.note("n", is_listed=False, now_s=now_s) for now_s in (0.0, 1.0, 2.0, 3602.0, 3603.0))
     assert absence.note("n", is_listed=False, now_s=3700.0), "what is looked for so long is gone"

@@ -1,4 +1,4 @@
-"""What each kind of refusal closes, for how long, and for whom; and the budget of failed calls."""
+"""The scope and duration of each kind of refusal, and the retry budget of a cloud."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ EVERYWHERE = (PLACEMENT, OTHER_ZONE, OTHER_REGION, ON_DEMAND, OTHER_KIND)
         (CapacityError("full", scope="zone"), True, (True, False, False), 600.0, 30.0),
     ],
 )
-def test_each_kind_of_refusal_closes_its_own_scope(
+def test_each_kind_of_refusal_covers_its_own_scope(
     memory: UnavailableOffers,
     clock: Hands,
     error: CloudError,
@@ -80,11 +80,11 @@ def test_each_kind_of_refusal_closes_its_own_scope(
     assert found.reason == error.message
 
 
-def test_what_mends_a_refusal_is_kept_with_it(memory: UnavailableOffers) -> None:
+def test_a_refusal_keeps_its_hints(memory: UnavailableOffers) -> None:
     assert refuse(memory, QuotaError("no quota", hints=("ask for more",))).hints == ("ask for more",)
 
 
-def test_refusals_hold_twice_as_long_up_to_four_hours_and_full_places_are_reasked_within_two_minutes(
+def test_repeated_refusals_double_up_to_four_hours_and_full_placements_are_retried_within_two_minutes(
     memory: UnavailableOffers, clock: Hands
 ) -> None:
     held, pauses = [], []
@@ -97,13 +97,13 @@ def test_refusals_hold_twice_as_long_up_to_four_hours_and_full_places_are_reaske
     assert pauses == [30.0, 45.0, 67.5, 101.25, 120.0, 120.0, 120.0]
 
 
-def test_all_zones_that_were_asked_as_one_are_refused(memory: UnavailableOffers) -> None:
+def test_a_refusal_of_joined_zones_covers_each_of_them(memory: UnavailableOffers) -> None:
     memory.refuse(replace(PLACEMENT, other_zones=("east1b",)), CapacityError("full", scope="zone"))
     assert covers(memory, PLACEMENT, OTHER_ZONE) == [True, True]
     assert len(memory.list_active()) == 2
 
 
-def test_one_with_nowhere_else_to_go_waits_for_the_last_of_its_zones(memory: UnavailableOffers, clock: Hands) -> None:
+def test_a_last_resort_of_joined_zones_waits_for_the_last_zone(memory: UnavailableOffers, clock: Hands) -> None:
     both = replace(PLACEMENT, other_zones=("east1b",))
     assert memory.measure_reask_s(both) == 0.0
     memory.refuse(PLACEMENT, CapacityError("full", scope="zone"))
@@ -114,7 +114,7 @@ def test_one_with_nowhere_else_to_go_waits_for_the_last_of_its_zones(memory: Una
     assert [memory.measure_reask_s(each) for each in (PLACEMENT, OTHER_ZONE, both)] == [0.0, 5.0, 5.0]
 
 
-def test_others_wait_for_the_one_that_probes_and_a_success_frees_them(memory: UnavailableOffers, clock: Hands) -> None:
+def test_other_searches_wait_for_the_probe_and_a_success_releases_them(memory: UnavailableOffers, clock: Hands) -> None:
     memory.refuse(PLACEMENT, CapacityError("full", scope="zone"))
     clock.time_s += 600.0
     assert covers(memory, PLACEMENT) == [False]

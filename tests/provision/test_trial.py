@@ -1,4 +1,4 @@
-"""A first launch on virtual time: each step's outcome, its words and its cost, and what is tried whatever failed."""
+"""A trial launch on virtual time: outcome, note and cost of each step, and the steps that always run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG = f"(node 0) {MARK}\n(node 0) Linux 6.8.0\n\n(node 0) Python 3.12.3\n"
 
 
 class PaperGang:
-    """Is reached after so many calls, and its command ends so long after its start."""
+    """A gang that is reachable after a number of calls, and whose command ends after a given time."""
 
     def __init__(self, stage: Stage, *, failures: int = 0, failure: BrokerError | None = None) -> None:
         self._stage, self.failures, self.failure = stage, failures, failure
@@ -67,7 +67,7 @@ def make_trial(
 
 
 def play(stage: Stage, gang: PaperGang, **more: Any) -> dict[str, tuple[str, str]]:
-    """Outcome and note of each step. Nothing is left, whatever they were."""
+    """Run a trial, check that nothing is left, and return outcome and note of each step."""
     trial = make_trial(stage, gang, **more)
     steps = list(stage.run(trial.run))
     assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
@@ -80,7 +80,7 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
-def test_a_trial_that_goes_well_says_what_it_found_and_what_it_cost(stage: Stage) -> None:
+def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> None:
     gang = PaperGang(stage)
     trial = make_trial(stage, gang)
     steps = {step.name: step for step in stage.run(trial.run)}
@@ -102,7 +102,7 @@ def test_a_trial_that_goes_well_says_what_it_found_and_what_it_cost(stage: Stage
 @pytest.mark.parametrize(
     ("error", "pause_s"), [(UnreachedError("ssh: no route", node_id="n"), 3.0), (TransientError("the agent"), 1.0)]
 )
-def test_a_node_that_boots_is_waited_for_and_one_that_never_answers_is_given_up_with_a_hint(
+def test_connect_waits_for_a_booting_node_and_fails_with_a_hint_if_it_never_answers(
     stage: Stage, error: BrokerError, pause_s: float
 ) -> None:
     gang = PaperGang(stage, failures=3, failure=error)
@@ -117,7 +117,7 @@ def test_a_node_that_boots_is_waited_for_and_one_that_never_answers_is_given_up_
     assert steps["run"].note == "`connect` failed" and steps["terminate"].outcome is StepOutcome.OK
 
 
-def test_the_command_is_told_of_the_bucket_where_one_is_named(stage: Stage, tmp_path: Path) -> None:
+def test_the_command_gets_the_bucket_if_one_is_given(stage: Stage, tmp_path: Path) -> None:
     gang = PaperGang(stage)
     assert play(stage, gang)["bucket"][0] == "skipped" and gang.envs == {}
     told = play(stage, gang, bucket_url=f"file://{tmp_path}/bucket")
@@ -127,7 +127,7 @@ def test_the_command_is_told_of_the_bucket_where_one_is_named(stage: Stage, tmp_
     assert told["bucket from the node"][0] == "skipped", "a node has no folder of this machine's"
 
 
-def test_a_node_that_ends_while_it_boots_is_not_waited_for(stage: Stage) -> None:
+def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
     gang = PaperGang(stage, failures=10**6, failure=TransientError("ssh"))
     prepare = gang.prepare
 
@@ -144,11 +144,11 @@ def test_a_node_that_ends_while_it_boots_is_not_waited_for(stage: Stage) -> None
     [
         ({"status": RunStatus.FAILED}, "the command ended FAILED: (node 0) Python 3.12.3"),
         ({"status": RunStatus.FAILED, "log": ""}, "the command ended FAILED"),
-        ({"log": "(node 0) Linux\n"}, "the command ran, and its output did not arrive"),
+        ({"log": "(node 0) Linux\n"}, "the command ran, but its output did not arrive"),
         ({"ends_after_s": 1e9}, f"the command has not ended after {RUN_S_MAX:g} s"),
     ],
 )
-def test_a_command_that_does_not_end_well_says_how(stage: Stage, change: dict[str, Any], expected: str) -> None:
+def test_a_failed_command_reports_its_cause(stage: Stage, change: dict[str, Any], expected: str) -> None:
     gang = PaperGang(stage)
     for name, value in change.items():
         setattr(gang, name, value)
@@ -157,16 +157,16 @@ def test_a_command_that_does_not_end_well_says_how(stage: Stage, change: dict[st
     assert found["stop"] == ("skipped", "`run` failed") and found["terminate"][0] == "ok"
 
 
-def test_the_limit_ends_the_trial_within_a_look_and_the_end_is_tried_all_the_same(stage: Stage) -> None:
+def test_the_spending_limit_ends_the_trial_within_one_poll_and_the_node_is_terminated(stage: Stage) -> None:
     gang = PaperGang(stage)
     gang.ends_after_s = 1e9
     found = play(stage, gang, spend_usd_max=0.05)
     assert found["run"] == ("failed", "the spending limit of 0.05 USD is reached")
-    assert found["terminate"] == ("ok", "the cloud confirms that the node is gone")
+    assert found["terminate"] == ("ok", "the cloud confirmed that the node is gone")
     assert 0.05 <= stage.world.store.spend_usd(now_s=stage.world.clock.now_s()) < 0.06
 
 
-def test_a_login_that_is_refused_costs_nothing(stage: Stage) -> None:
+def test_a_refused_login_costs_nothing(stage: Stage) -> None:
     async def refuse() -> None:
         raise AuthError("the login has expired")
 
@@ -176,16 +176,16 @@ def test_a_login_that_is_refused_costs_nothing(stage: Stage) -> None:
     assert found["terminate"] == ("skipped", "nothing was created") and not stage.world.cloud.asked_s
 
 
-def test_a_node_that_is_not_confirmed_gone_is_told_as_a_leak(stage: Stage) -> None:
+def test_a_node_that_is_not_confirmed_gone_is_reported_as_a_leak(stage: Stage) -> None:
     stage.cloud.timings = CloudTimings(terminate_s=1e6)
     steps = {step.name: step for step in stage.run(make_trial(stage, PaperGang(stage)).run)}
     assert steps["terminate"].outcome is steps["leaks"].outcome is StepOutcome.FAILED
-    assert f"`broker down {NAME}` tries again" in steps["terminate"].hints[0]
+    assert f"try again with `broker down {NAME}`" in steps["terminate"].hints[0]
     (node,) = stage.world.list_live_nodes()
     assert steps["leaks"].note == f"still there: {node.id}" and node.state is NodeState.RUNNING
 
 
-def test_what_an_earlier_trial_left_is_ended_first_and_a_cloud_that_cannot_stop_is_not_asked_to(stage: Stage) -> None:
+def test_nodes_of_an_earlier_trial_are_terminated_first_and_stop_is_skipped_if_not_supported(stage: Stage) -> None:
     stage.up(NAME, make_plan(stage.world.task, "east1a", node_count=1))
     (left,) = stage.world.list_live_nodes()
     stage.cloud.__class__ = Stopping.__base__  # type: ignore[assignment]
@@ -193,6 +193,6 @@ def test_what_an_earlier_trial_left_is_ended_first_and_a_cloud_that_cannot_stop_
     assert found["stop"] == ("skipped", "simulated cannot stop nodes") and left.id not in found["create"][1]
 
 
-def test_a_plan_is_cut_to_its_cheapest_places() -> None:
+def test_a_plan_is_reduced_to_its_cheapest_placements() -> None:
     plan = make_plan(Task(), "east1a", "east1b", "west1a")
     assert choose_places(plan, 2) == replace(plan, estimates=plan.estimates[:2])

@@ -1,4 +1,4 @@
-"""Neighbours of a plan that differ in the zone only are asked for as one, where the cloud can look in several."""
+"""Placements of a plan that differ in their zone only are joined, if the cloud can search several zones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from broker.provision.backoff import draw_backoff_s
-from broker.provision.zones import find_landed, join_zones, split_zones, unite_zones
+from broker.provision.refusals import draw_backoff_s
+from broker.provision.zones import find_actual_placement, join_zones, split_zones, unite_zones
 from broker.types import Estimate, MachineSpec, Node, NodeState, Offer, Placement
 from tests.simulation.world import make_offer
 
 
 class Searching:
-    """A cloud that can look in several zones."""
+    """A cloud that can search several zones."""
 
     name = "simulated"
 
@@ -47,13 +47,13 @@ def join(estimates: Sequence[Estimate], *, cloud: Any = None) -> list[tuple[str 
     return [(each.offer.zone, each.other_zones) for each in found]
 
 
-def test_the_test_cloud_is_one_that_searches() -> None:
+def test_the_test_cloud_supports_zone_search() -> None:
     from broker.clouds.base import SupportsZoneSearch
 
     assert isinstance(Searching(), SupportsZoneSearch) and A.placement.offer.cloud == "simulated"
 
 
-def test_neighbours_that_are_equal_but_for_the_zone_are_one() -> None:
+def test_neighbours_that_differ_in_their_zone_only_are_joined() -> None:
     cloud = Searching()
     assert join([A, B, C], cloud=cloud) == [("east1a", ("east1b", "east1c"))]
     assert cloud.asked == [3]
@@ -69,13 +69,13 @@ def test_neighbours_that_are_equal_but_for_the_zone_are_one() -> None:
         replace(B, preemptions_per_hour=0.2),
     ],
 )
-def test_what_differs_in_more_is_asked_for_alone_and_the_order_is_kept(other: Estimate) -> None:
+def test_placements_with_other_differences_stay_separate_and_in_order(other: Estimate) -> None:
     zone = other.placement.offer.zone
     assert join([A, other, C]) == [("east1a", ()), (zone, ()), ("east1c", ())]
     assert join([other, A, B]) == [(zone, ()), ("east1a", ("east1b",))]
 
 
-def test_zones_are_not_joined_where_the_cloud_cannot_or_it_is_not_worth_it_or_the_user_listed_them() -> None:
+def test_zones_are_not_joined_if_unsupported_not_worthwhile_or_listed_by_the_user() -> None:
     apart = [("east1a", ()), ("east1b", ())]
     assert join([A, B], cloud=object()) == apart
     assert join([A, B], cloud=Searching(is_worth=False)) == apart
@@ -84,7 +84,7 @@ def test_zones_are_not_joined_where_the_cloud_cannot_or_it_is_not_worth_it_or_th
     assert join([]) == []
 
 
-def test_zones_are_split_best_first_and_united_again() -> None:
+def test_zones_are_split_best_first_and_joined_again() -> None:
     first, second, third = (each.placement for each in (A, B, C))
     united = unite_zones([first, second, third])
     assert united == replace(first, other_zones=("east1b", "east1c"))
@@ -92,19 +92,19 @@ def test_zones_are_split_best_first_and_united_again() -> None:
     assert split_zones(first) == [first] and unite_zones([second]) == second
 
 
-def test_a_gang_is_found_in_the_zone_where_its_nodes_stand() -> None:
+def test_the_actual_placement_is_the_zone_of_the_nodes() -> None:
     united = unite_zones([A.placement, B.placement])
 
     def land(zone: str) -> Placement:
         node = Node(
             id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, zone=zone
         )  # fmt: skip
-        return find_landed(united, [node])
+        return find_actual_placement(united, [node])
 
     assert (land("east1a"), land("east1b"), land("elsewhere")) == (A.placement, B.placement, united)
 
 
-def test_waits_grow_with_each_try_up_to_a_cap_and_are_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backoff_grows_with_each_try_up_to_a_cap_and_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[tuple[float, float]] = []
     monkeypatch.setattr("random.uniform", lambda low, high: bounds.append((low, high)) or high)
     assert [draw_backoff_s(tries) for tries in (0, 1, 2, 10)] == [1.0, 2.0, 4.0, 30.0]

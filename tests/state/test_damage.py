@@ -21,7 +21,7 @@ from broker.config import find_checkpoint_url, load_config, read_keep_days
 from broker.errors import BrokerError, DamagedRowError, StateError, UsageError
 from broker.jobs.daemon import hold_lock
 from broker.jobs.log_files import copy_log
-from broker.provision.cluster_lock import claim_name
+from broker.provision.bring_up import lock_name
 from broker.runtime.keys import Keys
 from broker.state.store import Store
 from broker.types import (
@@ -279,7 +279,7 @@ def test_a_full_disk_under_keys_and_locks_is_a_state_error(home: Path, monkeypat
     monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(StateError, match="keys"):
         Keys(home / "keys").ensure("dev", "token")
-    with pytest.raises(StateError, match="No space left"), claim_name(home / "locks", "dev"):
+    with pytest.raises(StateError, match="No space left"), lock_name(home / "locks", "dev"):
         pass
 
 

@@ -15,7 +15,7 @@ from broker.jobs import acquisition, controller, endings, in_place, node_replace
 from broker.jobs.budget import Overspent
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
-from broker.provision.launch import Launcher
+from broker.provision.launcher import Launcher
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
 from broker.state.clusters import IntentRows

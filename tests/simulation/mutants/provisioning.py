@@ -11,11 +11,12 @@ from unittest.mock import patch
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
 from broker.jobs import health, monitor
 from broker.jobs.teardown import AttemptTeardown
-from broker.provision import launch, lifecycle, nodes
+from broker.provision import creation, launcher, lifecycle, nodes
+from broker.provision.bring_up import ClusterBuilder
 from broker.provision.collection import Collector
-from broker.provision.launch import Launcher
+from broker.provision.creation import NodeCreator
+from broker.provision.launcher import Launcher, SurplusReleaser
 from broker.provision.lifecycle import Provisioner
-from broker.provision.surplus import SurplusReleaser
 from broker.state.clusters import IntentRows
 from broker.state.events import Refusal
 from broker.state.store import Store
@@ -48,7 +49,7 @@ def effect_before_intent() -> Patches:
     return (
         patch.object(Launcher, "_open_intent", open_intent),
         patch.object(Launcher, "_create", create_then_write),
-        patch.object(Launcher, "_note_account", note_nothing),
+        patch.object(NodeCreator, "_note_account", note_nothing),
         patch.object(IntentRows, "is_intent_open", lambda self, token: True),
     )
 
@@ -56,14 +57,14 @@ def effect_before_intent() -> Patches:
 def fresh_token_after_a_crash() -> Patches:
     """A new life does not look for what the last one began (`find_intent` finds nothing)."""
     count = itertools.count()
-    make_token = launch.make_token
+    make_token = launcher.make_token
 
     def make_fresh(*arguments: Any) -> str:
         return make_token(*arguments[:-1], f"{arguments[-1]}/{next(count)}")  # type: ignore[arg-type]
 
     return (
         patch.object(Launcher, "find_intent", lambda self, cluster, placement: None),
-        patch.object(launch, "make_token", make_fresh),
+        patch.object(launcher, "make_token", make_fresh),
     )
 
 
@@ -107,8 +108,8 @@ def intent_closed_before_the_record() -> Patches:
         with patch.object(IntentRows, "is_intent_open", lambda self, token: True):
             return enter_as_usual(self, wanted, placement, nodes)
 
-    enter_as_usual = Provisioner._enter
-    return (patch.object(Provisioner, "_enter", enter),)
+    enter_as_usual = ClusterBuilder._enter
+    return (patch.object(ClusterBuilder, "_enter", enter),)
 
 
 def part_of_a_gang_accepted() -> Patches:
@@ -122,7 +123,7 @@ def part_of_a_gang_accepted() -> Patches:
         listed = (await lister.list(cloud)).by_token.get(named["token"], [])
         return [node for node in listed if node.state is NodeState.RUNNING] or None
 
-    return (patch.object(launch, "wait_running", wait),)
+    return (patch.object(launcher, "wait_running", wait),)
 
 
 def refusal_of_another_zone_believed() -> Patches:
@@ -154,7 +155,7 @@ def late_call_unheard() -> Patches:
         call.cancel()
         return CapacityError("not needed any more", scope="zone")
 
-    return (patch.object(Launcher, "_hear_out", hear_nothing),)
+    return (patch.object(NodeCreator, "hear_out", hear_nothing),)
 
 
 def late_nodes_of_a_closed_intent_kept() -> Patches:
@@ -168,7 +169,7 @@ def late_nodes_of_a_closed_intent_kept() -> Patches:
 
 def answer_awaited_for_ever() -> Patches:
     """Nothing bounds a call but its cloud."""
-    return (patch.object(launch, "ANSWER_S_MAX", 1e9),)
+    return (patch.object(creation, "ANSWER_S_MAX", 1e9),)
 
 
 # -- believing lists ----------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ def dead_on_request_accepted() -> Patches:
         now_s = clock.now_s()
         return [replace(node, state=NodeState.TERMINATED, ended_s=now_s) for node in seen.values()]
 
-    return (patch.object(launch, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
+    return (patch.object(launcher, "confirm_gone", confirm), patch.object(lifecycle, "confirm_gone", confirm))
 
 
 def failed_teardown_forgotten() -> Patches:
@@ -242,7 +243,7 @@ def failed_teardown_forgotten() -> Patches:
         return await confirm(*arguments, **named)
 
     return (
-        patch.object(launch, "confirm_gone", confirm_or_forget),
+        patch.object(launcher, "confirm_gone", confirm_or_forget),
         patch.object(lifecycle, "confirm_gone", confirm_or_forget),
     )
 

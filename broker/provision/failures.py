@@ -1,0 +1,98 @@
+"""Why one search has got no gang: the refusals of placements, and the errors that no later launch would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from broker.errors import AuthError, BrokerError, CapacityError, CloudError
+from broker.provision.launch import describe
+from broker.provision.zones import split_zones
+from broker.types import Placement
+
+REASONS_MAX, PLACES_MAX, HINTS_MAX = 8, 6, 4  # in an error
+
+
+class SearchFailures:
+    """Collect why placements were refused or skipped, and explain it in one error."""
+
+    def __init__(self) -> None:
+        self._lasting: dict[str, CloudError] = {}  # by cloud, region or placement: no later launch changes these
+        self._refused: dict[tuple[str, str], list[Placement]] = {}  # cloud and reason -> placements
+        self._remembered: set[tuple[str, str]] = set()  # of those, reasons of earlier searches only
+        self._hints: dict[str, None] = {}
+        self._has_temporary = False
+        self.last_error: CloudError | None = None  # the newest refusal that may change with time
+
+    def is_excluded(self, placement: Placement) -> bool:
+        """Return whether its cloud or region has failed for good."""
+        return placement.offer.cloud in self._lasting or _name_region(placement) in self._lasting
+
+    def exclude_cloud(self, cloud: str, error: CloudError) -> None:
+        self._lasting[cloud] = error
+
+    def exclude_region(self, placement: Placement, error: CloudError) -> None:
+        self._lasting[_name_region(placement)] = error
+
+    def exclude_placement(self, placement: Placement, error: CloudError) -> None:
+        self._lasting[describe(placement)] = error
+        self._refused.setdefault((placement.offer.cloud, error.message), []).extend(split_zones(placement))
+
+    def note_refusal(self, placement: Placement, error: CloudError) -> None:
+        """Note a refusal by the cloud in this search."""
+        self.last_error = error
+        self.note_reason(placement, error.message)
+        self._remembered.discard((placement.offer.cloud, error.message))
+        self._hints.update(dict.fromkeys(error.hints))
+
+    def note_remembered(self, placement: Placement, reason: str, hints: Iterable[str]) -> None:
+        """Note a refusal from an earlier search, because of which the cloud was not asked."""
+        key = placement.offer.cloud, reason
+        if key not in self._refused:
+            self._remembered.add(key)
+        self._hints.update(dict.fromkeys(hints))
+        self.note_reason(placement, reason)
+
+    def note_reason(self, placement: Placement, reason: str) -> None:
+        self._has_temporary = True
+        self._refused.setdefault((placement.offer.cloud, reason), []).extend(split_zones(placement))
+
+    def explain(self, cluster: str) -> BrokerError:
+        """Return the error of the whole search: CapacityError if a later search may succeed."""
+        if self._lasting and not self._has_temporary:
+            return next(iter(self._lasting.values()))
+        suffixes = {
+            key: " (remembered, not asked again yet)" if key in self._remembered else "" for key in self._refused
+        }
+        details = [f"{_join(places)} ({key[0]}): {key[1]}{suffixes[key]}" for key, places in self._refused.items()]
+        details += [f"{name}: {error.message}" for name, error in self._lasting.items() if isinstance(error, AuthError)]
+        if len(details) > REASONS_MAX:
+            details[REASONS_MAX - 1 :] = [f"and {len(details) - REASONS_MAX + 1} more reasons"]
+        hints = [*self._hints, *(hint for error in self._lasting.values() for hint in error.hints)]
+        return CapacityError(
+            f"no placement has capacity for {cluster} now",
+            scope="cloud",
+            details=details,
+            hints=(
+                *list(dict.fromkeys(hints))[:HINTS_MAX],
+                "Retry until capacity is available with `broker launch -r`, or allow more regions.",
+            ),
+        )
+
+
+def _join(placements: Sequence[Placement]) -> str:
+    """Return placements with the same reason on one line."""
+    kinds: dict[str, dict[str, None]] = {}
+    for placement in placements:
+        kind = f"{placement.offer.instance_type} {'spot' if placement.is_spot else 'on-demand'}"
+        kinds.setdefault(kind, {})[placement.offer.zone or placement.offer.region] = None
+    shown = [f"{kind} in {_shorten(list(zones))}" for kind, zones in kinds.items()]
+    return f"{placements[0].node_count} x {_shorten(shown, '; ')}"
+
+
+def _shorten(words: Sequence[str], separator: str = ", ") -> str:
+    rest = len(words) - PLACES_MAX
+    return separator.join(words[:PLACES_MAX]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _name_region(placement: Placement) -> str:
+    return f"{placement.offer.region} ({placement.offer.cloud})"
