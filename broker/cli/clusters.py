@@ -78,7 +78,7 @@ def logs(
     """Print the output of a run."""
     context = make_context()
     found = find_up(context, cluster)
-    wanted = run_id or context.store.newest_run_id(cluster)
+    wanted = run_id or context.store.clusters.newest_run_id(cluster)
     if not wanted:
         raise UsageError(
             f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
@@ -146,18 +146,18 @@ def status(
     With --refresh: exit code 5 where a cloud could not be queried.
     """
     context = make_context()
-    known = context.store.list_clusters(on_damage=note_damage)
+    known = context.store.clusters.list(on_damage=note_damage)
     clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
     now_s = context.clock.now_s()
-    spent = {each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
-    jobs = context.store.list_live_job_ids()
+    spent = {each.name: context.store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
+    jobs = context.store.jobs.list_live_ids()
     context.keep_jobs_going()
     if as_json:
         print_json(
             {
                 "clusters": [{**to_plain(each), "spent_usd": spent[each.name]} for each in clusters],
                 "live_jobs": list(jobs),
-                "spent_usd": context.store.spend_usd(now_s=now_s),
+                "spent_usd": context.store.bills.spend_usd(now_s=now_s),
                 "not_asked": {name: error.message for name, error in failures.items()},
             }
         )
@@ -181,5 +181,5 @@ def status(
         print_line("No clusters; start one with `broker launch TASK.yaml`")
     if jobs:
         print_line(f"{format_count(len(jobs), 'managed job')} live; see `broker jobs queue`")
-    print_line(f"Total cost so far: {format_usd(context.store.spend_usd(now_s=now_s))} USD")
+    print_line(f"Total cost so far: {format_usd(context.store.bills.spend_usd(now_s=now_s))} USD")
     raise_failures(failures)

@@ -88,7 +88,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
     """List the events of a job."""
     context = make_context()
     context.keep_jobs_going()
-    found = context.store.list_events(job_id=find_job(context, job).id)
+    found = context.store.events.list(job_id=find_job(context, job).id)
     if as_json or output is options.Format.JSON:
         print_json([_describe_event(each) for each in found])
         return
@@ -103,9 +103,9 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     context = make_context()
     context.keep_jobs_going()
     found, now_s = find_job(context, job), context.clock.now_s()
-    paid = context.store.spend_usd(job_id=found.id, now_s=now_s)
-    summary = summarize(found, found.attempts, context.store.list_steps(found.id), paid_usd=paid, now_s=now_s)
-    story = context.store.list_events(job_id=found.id)
+    paid = context.store.bills.spend_usd(job_id=found.id, now_s=now_s)
+    summary = summarize(found, found.attempts, context.store.jobs.list_steps(found.id), paid_usd=paid, now_s=now_s)
+    story = context.store.events.list(job_id=found.id)
     if as_json or output is options.Format.JSON:
         print_json(
             {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": to_plain(summary)}
@@ -117,7 +117,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It goes on with the checkpoints of job {found.resumes}.")
-    for other in (context.store.get_job(each) for each in found.needs):
+    for other in (context.store.jobs.get(each) for each in found.needs):
         if other:
             print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
@@ -150,8 +150,8 @@ def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
 
 def find_job(context: Context, text: str) -> Job:
     """Find a job by ID, or the newest of a name. Raises UsageError."""
-    job = context.store.get_job(int(text)) if text.isdigit() else None
-    named = [] if job else [each for each in context.store.list_jobs(on_damage=note_damage) if each.name == text]
+    job = context.store.jobs.get(int(text)) if text.isdigit() else None
+    named = [] if job else [each for each in context.store.jobs.list(on_damage=note_damage) if each.name == text]
     if job is None and not named:
         raise UsageError(f"unknown managed job `{text}`", hints=["list jobs with `broker jobs queue`"])
     return job or named[-1]
@@ -162,7 +162,7 @@ def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
     offset = 0
     try:
         while True:
-            job = context.store.get_job(job_id)
+            job = context.store.jobs.get(job_id)
             assert job is not None
             if not job.status.is_terminal:
                 context.ensure_daemon()  # restart it if it died

@@ -151,7 +151,7 @@ def _check_cluster(context: Context, name: str, plan: Plan, autostop: Autostop |
         hints = [near] if near else []
         raise UsageError(f"invalid cluster name `{name}`: it must be {CLUSTER_NAME.expected}", hints=hints)
     context.check_autostop(autostop, {each.placement.offer.cloud for each in plan.estimates})
-    known = context.store.get_cluster(name)
+    known = context.store.clusters.get(name)
     if known is None or known.status is not ClusterStatus.UP:
         check_access(context, plan)
         note_copies(context, [plan])
@@ -184,7 +184,7 @@ async def _launch(
     """Bring the cluster up and submit the task; return the run's id, or None for a task with nothing to run."""
     from broker.storage.mounts import add_mounts
 
-    known = context.store.get_cluster(name)
+    known = context.store.clusters.get(name)
     cluster = await context.provisioner.up(
         name,
         plan,
@@ -230,8 +230,8 @@ def tell_what_is_left(context: Context, name: str) -> None:
     """After Ctrl-C, list what was started and still costs money, with the command that terminates it."""
     from broker.provision.failover import describe
 
-    begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
-    cluster = context.store.get_cluster(name)
+    begun = [intent.request.placement for intent in context.store.intents.list_open(name)]
+    cluster = context.store.clusters.get(name)
     if cluster is not None and cluster.status is ClusterStatus.UP:
         lines = [f"interrupted; cluster `{name}` is up at {format_usd(cluster.placement.usd_hour)} USD/h"]
         lines += [f"  also being released: {describe(each)}; `broker gc` terminates it" for each in begun]
@@ -259,7 +259,7 @@ async def submit(context: Context, cluster: Cluster, task: Task) -> int:
         raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
     find_reservation(task, cluster)  # before anything is sent: refuse what no node has
     (task,) = settle_tasks([task], find_checkpoint_url(context.config))
-    run_id = context.store.next_run_id(cluster.name)
+    run_id = context.store.clusters.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
     if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
         envs["BROKER_CHECKPOINT_DIR"] = place

@@ -75,13 +75,13 @@ def select_clusters(
     context: Context, patterns: Sequence[str], *, is_all: bool
 ) -> tuple[list[Cluster], list[BrokerError]]:
     """Select the matching clusters that may be terminated; return an error for every other name or cluster."""
-    known = context.store.list_clusters(on_damage=note_damage)
+    known = context.store.clusters.list(on_damage=note_damage)
     matching = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
     failures: list[BrokerError] = []
     for pattern in patterns:
         if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
             failures.append(context.explain_missing(pattern))
-    live_jobs = context.store.list_live_job_ids()  # the cluster of an ended job may be terminated like any other
+    live_jobs = context.store.jobs.list_live_ids()  # the cluster of an ended job may be terminated like any other
     for each in matching:
         if each.job_id in live_jobs:
             hint = f"cancel the job, which terminates its cluster: `broker jobs cancel {each.job_id}`"
@@ -136,7 +136,7 @@ def autostop(
     asyncio.run(context.gang.set_autostop(found, rule))
     with context.store.transaction():
         current = find_up(context, cluster)  # it may have been terminated, or one of its nodes replaced
-        context.store.put_cluster(replace(current, autostop=rule))
+        context.store.clusters.put(replace(current, autostop=rule))
     if rule is None:
         print_line(f"disabled autostop for cluster `{cluster}`")
     else:
@@ -156,7 +156,7 @@ def ssh(
     """Open a shell on a node, or run a command there."""
     context = make_context()
     name, rank = node, 0
-    if context.store.get_cluster(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
+    if context.store.clusters.get(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
         name, rank = found[1], int(found[2])
     cluster = find_up(context, name)
     wanted = next((each for each in cluster.nodes if each.rank == rank), None)

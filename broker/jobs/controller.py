@@ -112,7 +112,7 @@ class JobController:
     async def step(self) -> float:
         """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
         self._quiet = None
-        job = self._store.get_job(self.job_id)
+        job = self._store.jobs.get(self.job_id)
         if job is None:
             return math.inf  # a user has dropped its damaged row: the collector ends what it left
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
@@ -142,14 +142,14 @@ class JobController:
 
     async def _wait_for_adoption(self, job: Job) -> float:
         """Seconds to wait, after a restore, until all clouds were asked: an attempt that is not recorded may run."""
-        if job.submitted_s > self._store.restored_s or self._provisioner.is_adopted():
+        if job.submitted_s > self._store.meta.restored_s or self._provisioner.is_adopted():
             return 0.0
         await self._provisioner.adopt()
         return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
         """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
-        for other in (self._store.get_job(job_id) for job_id in job.needs):
+        for other in (self._store.jobs.get(job_id) for job_id in job.needs):
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"
                 failure = explain_dependency(other.id if other else None, other.name if other else "", status)
@@ -180,7 +180,7 @@ class JobController:
         return await self._start(job, self._in_place.begin_attempt(job, live))
 
     async def _start(self, job: Job, attempt: Attempt) -> float:
-        cluster = self._store.get_cluster(attempt.cluster)
+        cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None:
             return self._endings.lose_cluster(attempt)
         monitor = self._get_monitor(attempt)
@@ -196,8 +196,8 @@ class JobController:
             return await self._judge_start(job, attempt, cluster, monitor, error)
         now_s = self._clock.now_s()
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, running_s=now_s))
-            self._store.set_job_status(job.id, JobStatus.RUNNING)
+            self._store.jobs.put_attempt(replace(attempt, running_s=now_s))
+            self._store.jobs.set_status(job.id, JobStatus.RUNNING)
             self._tell(make_event(EventKind.STARTED))
         monitor.note_lease(now_s)
         return POLL_S
@@ -221,7 +221,7 @@ class JobController:
         return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
     async def _look(self, job: Job, attempt: Attempt) -> float:
-        cluster, monitor = self._store.get_cluster(attempt.cluster), self._get_monitor(attempt)
+        cluster, monitor = self._store.clusters.get(attempt.cluster), self._get_monitor(attempt)
         if cluster is None and monitor.has_succeeded:
             return self._endings.succeed(job, attempt)
         if cluster is None and monitor.unflushed:
@@ -314,11 +314,11 @@ class JobController:
         """The first step of an attempt ends its recovery: that is when work goes on."""
         now_s = self._clock.now_s()
         with self._store.transaction(is_durable=False):  # what a power cut takes is seen again
-            self._store.set_progress(job.id, progress)
+            self._store.jobs.set_progress(job.id, progress)
             if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
                 return attempt
             attempt = replace(attempt, resumed_s=now_s)
-            self._store.put_attempt(attempt)
+            self._store.jobs.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
             if lost_s is not None:
                 took_s = now_s - lost_s if now_s >= lost_s else None  # None: the clock was set back
@@ -327,14 +327,14 @@ class JobController:
 
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
         """A program that has just restored, or started from nothing, reports a step that is no new one."""
-        first_step = self._store.list_steps(attempt.job_id)[attempt.number].first_step
+        first_step = self._store.jobs.list_steps(attempt.job_id)[attempt.number].first_step
         return progress.step > 0 and progress.step > min(
             first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
         )
 
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:
-            self._store.set_job_status(job.id, JobStatus.CANCELLING)
+            self._store.jobs.set_status(job.id, JobStatus.CANCELLING)
         await self._teardown.cancel(job, live)
         with self._store.transaction():
             if live:
@@ -361,7 +361,9 @@ class JobController:
             await asyncio.gather(doing, watching, return_exceptions=True)
 
     async def _wait_until_unwanted(self, job: Job) -> None:
-        while not self._store.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
+        while not self._store.jobs.is_cancel_requested(self.job_id) and not find_overspending(
+            job, self._store, self._clock
+        ):
             await self._clock.sleep(POLL_S)
 
     async def _renew_lease(self, job: Job, monitor: AttemptMonitor, cluster: Cluster) -> None:
@@ -388,4 +390,4 @@ class JobController:
             self._tell(make_event(EventKind.UNSEEN, error=error.message))
 
     def _tell(self, event: Event) -> None:
-        self._store.add_event(event, job_id=self.job_id)
+        self._store.events.add(event, job_id=self.job_id)

@@ -101,7 +101,7 @@ class Endings:
         if run.unflushed:  # it succeeded: nothing is gained by running it again
             outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
             return self.end(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
-        recovery, steps = job.task.recovery, self._store.list_steps(job.id)
+        recovery, steps = job.task.recovery, self._store.jobs.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
         is_due = is_restart_due(
@@ -156,10 +156,10 @@ class Endings:
 
     def _restart_here(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
         """On the same nodes where all of them are well, unless that was just tried and brought no headway."""
-        steps = self._store.list_steps(job.id)
+        steps = self._store.jobs.list_steps(job.id)
         reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
         is_sick = is_in_place(job, attempt) and reached == before
-        is_known = attempt.started_s > self._store.restored_s  # else later attempts may run there
+        is_known = attempt.started_s > self._store.meta.restored_s  # else later attempts may run there
         in_place = run.is_whole and not is_sick and is_known
         event = make_event(event.kind, **event.data, in_place=in_place)
         until_s = self._clock.now_s() + END_S_MAX if in_place else None
@@ -168,7 +168,7 @@ class Endings:
     def give_up_nodes(self, attempt: Attempt) -> float:
         """What was kept for the next attempt is given back: that one gets new nodes."""
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, kept_until_s=None))
+            self._store.jobs.put_attempt(replace(attempt, kept_until_s=None))
             self._tell(make_event(EventKind.NODES_GIVEN_BACK, number=attempt.number))
         return 0.0
 
@@ -180,14 +180,14 @@ class Endings:
 
     def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome))
+            self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
             self.finish(job, status, outcome.kind, failure)
         return 0.0
 
     def refuse(self, attempt: Attempt, outcome: Outcome) -> float:
         """This attempt will not be started. What that means for the job is decided when its nodes are gone: a leader
         that was stopped in the middle of its start call must find none, for an ended job may not start."""
-        self._store.put_attempt(replace(attempt, outcome=outcome))
+        self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return 0.0
 
     def conclude_unstarted(self, job: Job, attempt: Attempt) -> float:
@@ -207,7 +207,7 @@ class Endings:
     def finish(self, job: Job, status: JobStatus, kind: OutcomeKind, failure: str) -> float:
         """`failure` is for people."""
         with self._store.transaction():
-            if self._store.set_job_status(job.id, status, failure, outcome_kind=kind):
+            if self._store.jobs.set_status(job.id, status, failure, outcome_kind=kind):
                 self._tell(make_event(EventKind.ENDED, status=status.value, outcome=kind.value, failure=failure))
         return 0.0
 
@@ -237,8 +237,8 @@ class Endings:
     ) -> float:
         lost_s = self._clock.now_s() if lost_s is None else lost_s
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
-            self._store.set_job_status(self._job_id, JobStatus.RECOVERING)
+            self._store.jobs.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
+            self._store.jobs.set_status(self._job_id, JobStatus.RECOVERING)
             self._tell(event)
         return 0.0
 
@@ -249,7 +249,7 @@ class Endings:
             self._tell(make_event(EventKind.LAST_LINES, number=attempt.number, rank=run.failed_rank, lines=lines))
 
     def _tell(self, event: Event) -> None:
-        self._store.add_event(event, job_id=self._job_id)
+        self._store.events.add(event, job_id=self._job_id)
 
 
 def is_in_place(job: Job, attempt: Attempt) -> bool:

@@ -99,11 +99,11 @@ class Collector:
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         for node in lost:
-            self._store.record_node(node)  # first: what it has cost is known whoever is killed during the call
+            self._store.bills.record(node)  # first: what it has cost is known whoever is killed during the call
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
-                self._store.add_event(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
+                self._store.events.add(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
         return len(lost)
 
     async def _find_lost_nodes(self, cloud: Cloud, left: Collection[str] = ()) -> Sequence[Node]:
@@ -114,12 +114,12 @@ class Collector:
         """
         listed = await cloud.list_nodes(self._owner)
         self._close_bills(listed)
-        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
-        tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(left)
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
+        tokens = {intent.request.token for intent in self._store.intents.list_open()} - set(left)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
         known = None
-        if not self._store.is_adopted(cloud.name):
-            known = self._store.list_known_tokens({node.token for node in listed})
+        if not self._store.meta.is_adopted(cloud.name):
+            known = self._store.intents.list_known_tokens({node.token for node in listed})
         return [
             node
             for node in listed
@@ -134,16 +134,16 @@ class Collector:
     def _close_bills(self, listed: Iterable[Node]) -> None:
         """What was collected is in no record that would learn of its end; until then it would cost for ever."""
         for node in listed:
-            if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.is_bill_open(node):
-                self._store.record_node(node)
+            if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.bills.is_open(node):
+                self._store.bills.record(node)
 
     def _find_orphans(self) -> Sequence[NodeRequest]:
         """Asked for by a search that has found its gang elsewhere, in a process that died before they were ended."""
-        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
         oldest_s = self._clock.now_s() - UP_S_MAX
         return [
             intent.request
-            for intent in self._store.list_open_intents()
+            for intent in self._store.intents.list_open()
             if (cluster := clusters.get(intent.request.cluster)) is not None
             and cluster.status in (ClusterStatus.UP, ClusterStatus.STOPPED)
             and not (_is_replacement(intent.request, cluster) and intent.created_s > oldest_s)
@@ -155,16 +155,16 @@ class Collector:
     def _find_dead_names(self) -> Sequence[str]:
         """Clusters whose job has ended, or whose `up` or `down` was cut short long ago."""
         now_s = self._clock.now_s()
-        live_jobs = set(self._store.list_live_job_ids())
+        live_jobs = set(self._store.jobs.list_live_ids())
         names = {
             cluster.name
-            for cluster in self._store.list_clusters()
+            for cluster in self._store.clusters.list()
             if (cluster.job_id is not None and cluster.job_id not in live_jobs)
             or cluster.status is ClusterStatus.TERMINATING
             or (cluster.status is ClusterStatus.INIT and not cluster.job_id and now_s - cluster.created_s > UP_S_MAX)
         }
-        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
-        for intent in self._store.list_open_intents():
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
+        for intent in self._store.intents.list_open():
             cluster = clusters.get(intent.request.cluster)
             is_coming_up = cluster is None or (cluster.job_id is None and cluster.status is ClusterStatus.INIT)
             if is_coming_up and now_s - intent.created_s > UP_S_MAX:

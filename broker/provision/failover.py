@@ -56,7 +56,7 @@ class Failover:
         self._clouds = clouds
         self._clock = clock
         self._memory = UnavailableOffers(store)
-        self.hedge_timer = HedgeTimer(store)
+        self.hedge_timer = HedgeTimer(store.paces)
         self.launcher = Launcher(
             clouds,
             store,

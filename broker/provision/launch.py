@@ -163,7 +163,7 @@ class Launcher:
         return one
 
     def find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
-        requests = [intent.request for intent in self._store.list_open_intents(cluster.name)]
+        requests = [intent.request for intent in self._store.intents.list_open(cluster.name)]
         same = (each for each in requests if each.placement == placement and each.attempt == cluster.attempt)
         return next(same, None)
 
@@ -177,12 +177,12 @@ class Launcher:
         refusal = await self._hear_out(one, one.call) if one.call is not None else None
         is_asked = one.call is not None or one.is_resumed
         if one.is_resumed or one.nodes or (is_asked and refusal is None):
-            is_left = one.nodes or self._store.is_intent_open(one.request.token)
+            is_left = one.nodes or self._store.intents.is_open(one.request.token)
             return await self.terminate(one.cloud, one.request, known=one.nodes) if is_left else ()
         if refusal is None:
-            self._store.close_intent(one.request.token, IntentEnd.NEVER_ASKED)
+            self._store.intents.close(one.request.token, IntentEnd.NEVER_ASKED)
         else:
-            self._store.close_intent(one.request.token, find_intent_end(refusal), refusal.message)
+            self._store.intents.close(one.request.token, find_intent_end(refusal), refusal.message)
         return ()
 
     async def _hear_out(self, one: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
@@ -199,8 +199,8 @@ class Launcher:
 
     async def terminate(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
         """End whatever this intent made, confirm it, and only then close the intent; returns what was made."""
-        request = self._store.get_request(request.token) or request  # its account may be known since
-        known = known or self._store.list_made_nodes(request.token)
+        request = self._store.intents.get_request(request.token) or request  # its account may be known since
+        known = known or self._store.intents.list_nodes(request.token)
         gone = await confirm_gone(
             cloud,
             self._lister,
@@ -212,36 +212,36 @@ class Launcher:
         )
         with self._store.transaction():
             self.record(gone)
-            self._store.close_intent(request.token, IntentEnd.TERMINATED)
+            self._store.intents.close(request.token, IntentEnd.TERMINATED)
         return gone
 
     def record(self, nodes: Sequence[Node]) -> None:
         with self._store.transaction():
             for node in nodes:
-                self._store.record_node(node)
+                self._store.bills.record(node)
 
     def _open_intent(self, spec: LaunchSpec, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
         cluster = spec.cluster
-        serial = self._store.count_closed_intents(cluster.name)
+        serial = self._store.intents.count_closed(cluster.name)
         request = NodeRequest(
             owner=self._owner,
             cluster=cluster.name,
             attempt=cluster.attempt,
-            token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
+            token=make_token(f"{self._owner}{self._store.meta.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
             spec=spec.make_spec(placement),
             # A gang is of one account: a login for another one cannot see, and not end, what is there already.
             account=next((node.account for node in cluster.nodes if node.account), "") if is_addition else "",
         )
         with self._store.transaction():
-            current = self._store.get_cluster(cluster.name)
+            current = self._store.clusters.get(cluster.name)
             is_ours = is_first if current is None else current.created_s == cluster.created_s
             if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
                 raise _make_down_error(cluster.name)
             self._memory.begin(placement)
             if not is_addition:
-                self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
-            self._store.put_intent(request)
+                self._store.clusters.put(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
+            self._store.intents.put(request)
         return request
 
     async def _see_through(self, one: Launch, spec: LaunchSpec) -> Sequence[Node]:
@@ -250,7 +250,7 @@ class Launcher:
         one.created_s = self._clock.now_s()
         with self._store.transaction():
             self.record(one.nodes)
-            self._store.note_made_nodes(one.request.token, one.nodes)
+            self._store.intents.note_nodes(one.request.token, one.nodes)
         await self._end_unless_open(one)
         if len(one.nodes) < one.placement.node_count:  # the rest will not come; what came costs money
             await self.terminate(one.cloud, one.request, known=one.nodes)
@@ -277,7 +277,7 @@ class Launcher:
 
     async def _end_unless_open(self, one: Launch) -> None:
         """Whoever took the cluster down, and closed this intent, may not have seen what was on its way."""
-        if not self._store.is_intent_open(one.request.token):
+        if not self._store.intents.is_open(one.request.token):
             await self.terminate(one.cloud, one.request, known=one.nodes)
             raise _make_down_error(one.request.cluster)
 
@@ -294,7 +294,7 @@ class Launcher:
             for tries in range(CREATE_TRIES_MAX):
                 try:
                     await self._note_account(one)
-                    if not self._store.is_intent_open(request.token):
+                    if not self._store.intents.is_open(request.token):
                         raise _make_down_error(request.cluster)
                     if tries:
                         spec.check_budget()
@@ -330,7 +330,7 @@ class Launcher:
                 spec.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=place))
                 one.note_end(error)
                 await self.terminate(one.cloud, request)
-            self._store.close_intent(request.token, find_intent_end(error), error.message)
+            self._store.intents.close(request.token, find_intent_end(error), error.message)
             raise
 
     async def _call(self, one: Launch, request: NodeRequest) -> Sequence[Node]:
@@ -360,7 +360,7 @@ class Launcher:
             )
         if not known:
             one.request = replace(one.request, account=account)
-            self._store.note_intent_account(one.request.token, account)
+            self._store.intents.note_account(one.request.token, account)
 
     async def _is_done_within(self, call: asyncio.Task[Sequence[Node]], limit_s: float) -> bool:
         """Whether it has ended by then; it goes on either way."""

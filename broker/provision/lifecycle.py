@@ -86,7 +86,7 @@ class Provisioner:
         what the caller does next: `finish` waits for that. `check_budget` is called before each try, and what it
         raises ends the search. `retry_until_up`: all places are asked again, later and later, until one gives.
         """
-        known = self._store.get_cluster(name)
+        known = self._store.clusters.get(name)
         if known and known.status is ClusterStatus.UP and known.attempt == attempt:
             return await self.refresh(known)
         # A job's cluster is brought up by the leader, which the epoch fences: a stopped one must not hold up the next.
@@ -158,10 +158,10 @@ class Provisioner:
         if nodes != cluster.nodes:
             with self._store.transaction():
                 self._failover.launcher.record(nodes)
-                current = self._store.get_cluster(cluster.name)
+                current = self._store.clusters.get(cluster.name)
                 # Since the caller read the record a node may have been replaced, or the cluster been taken down.
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
-                    self._store.put_cluster(replace(current, nodes=nodes))
+                    self._store.clusters.put(replace(current, nodes=nodes))
         return replace(cluster, nodes=nodes)
 
     def can_replace_node(self, cluster: Cluster) -> bool:
@@ -195,12 +195,12 @@ class Provisioner:
     async def down(self, name: str) -> None:
         """Terminate, confirm, forget: the record goes only when the cloud says every node is gone."""
         with self._store.transaction():
-            cluster = self._store.get_cluster(name)
-            intents = self._store.list_open_intents(name)
+            cluster = self._store.clusters.get(name)
+            intents = self._store.intents.list_open(name)
             if cluster is None and not intents:
                 return
             if cluster and cluster.status is not ClusterStatus.TERMINATING:
-                self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+                self._store.clusters.put(replace(cluster, status=ClusterStatus.TERMINATING))
         # All at once: a place that cannot be asked must not hold up the end of nodes elsewhere.
         works = [self._terminate(each.request) for each in intents]
         if cluster and cluster.nodes:
@@ -211,15 +211,15 @@ class Provisioner:
         if cluster is None:
             return
         with self._store.transaction():
-            current = self._store.get_cluster(name)
+            current = self._store.clusters.get(name)
             if current is None or current.created_s != cluster.created_s:
                 return  # somebody else finished this, and the name may already stand for a new cluster
-            self._store.delete_cluster(name)
-            self._store.add_event(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
+            self._store.clusters.delete(name)
+            self._store.events.add(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
 
     async def _end_nodes(self, cluster: Cluster) -> None:
         """Terminate the recorded nodes, and any other that carries the name with a token of ours."""
-        tokens = self._store.list_tokens(cluster.name)
+        tokens = self._store.intents.list_tokens(cluster.name)
         gone = await confirm_gone(
             self._get_cloud(cluster.placement),
             self._lister,
@@ -237,7 +237,7 @@ class Provisioner:
         await self._wait_all(cluster, NodeState.STOPPED)
         with self._store.transaction():
             for node in cluster.nodes:
-                self._store.close_bill(node)
+                self._store.bills.close(node)
             self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
@@ -245,7 +245,7 @@ class Provisioner:
         await cloud.start_nodes([node.id for node in cluster.nodes])
         with self._store.transaction():
             for node in cluster.nodes:
-                self._store.reopen_bill(node)
+                self._store.bills.reopen(node)
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 
@@ -271,7 +271,7 @@ class Provisioner:
 
     async def _make_room(self, name: str, attempt: int) -> float:
         """What has the name and is not to be gone on with is gone; when the cluster now to come up was begun."""
-        known = self._store.get_cluster(name)
+        known = self._store.clusters.get(name)
         if known and (known.status is ClusterStatus.TERMINATING or known.attempt != attempt):
             await self.down(name)
             known = None
@@ -295,7 +295,7 @@ class Provisioner:
 
     async def _bring_up(self, spec: LaunchSpec, plan: Plan) -> Cluster:
         name = spec.cluster.name
-        begun = [intent.request.placement for intent in self._store.list_open_intents(name)]
+        begun = [intent.request.placement for intent in self._store.intents.list_open(name)]
         asked = [replace(zone, alternative=0) for placement in begun for zone in split_zones(placement)]
         # One place is asked once, whichever alternative it stands for since the file was changed.
         others = (each for each in plan.estimates if replace(each.placement, alternative=0) not in asked)
@@ -303,8 +303,8 @@ class Provisioner:
         try:
             won = await self._failover.acquire(spec, ordered, begun=begun)
         except Exception:
-            if not self._store.list_open_intents(name):
-                self._store.delete_cluster(name)
+            if not self._store.intents.list_open(name):
+                self._store.clusters.delete(name)
             raise
         try:
             cluster = self._enter(spec, won.placement, won.nodes)
@@ -329,13 +329,13 @@ class Provisioner:
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
-            if not self._store.is_intent_open(nodes[0].token):
+            if not self._store.intents.is_open(nodes[0].token):
                 raise UsageError(f"{name} was taken down while it came up")
-            self._store.put_cluster(cluster)
+            self._store.clusters.put(cluster)
             self._failover.launcher.record(nodes)
-            self._store.close_intent(nodes[0].token, IntentEnd.UP)
+            self._store.intents.close(nodes[0].token, IntentEnd.UP)
             event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
-            self._store.add_event(event, cluster=name, job_id=cluster.job_id)
+            self._store.events.add(event, cluster=name, job_id=cluster.job_id)
         return cluster
 
     def _judge(self, node: Node, seen: Node | None, *, is_answering: bool) -> Node:
@@ -351,7 +351,7 @@ class Provisioner:
         return replace(seen, rank=node.rank, account=seen.account or node.account)
 
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
-        cluster = self._store.get_cluster(name)
+        cluster = self._store.clusters.get(name)
         if cluster is None:
             raise UsageError(f"there is no cluster {name}", hints=("List clusters with `broker status`.",))
         cloud = self._get_cloud(cluster.placement)
@@ -377,11 +377,11 @@ class Provisioner:
 
     def _change_status(self, name: str, status: ClusterStatus) -> Cluster:
         with self._store.transaction():
-            cluster = self._store.get_cluster(name)
+            cluster = self._store.clusters.get(name)
             if cluster is None or cluster.status is ClusterStatus.TERMINATING:
                 raise UsageError(f"{name} was taken down while it was stopped or started")
             changed = replace(cluster, status=status)
-            self._store.put_cluster(changed)
+            self._store.clusters.put(changed)
         return changed
 
 

@@ -29,7 +29,7 @@ class UnavailableOffers:
         self._store = store
 
     def list_active(self) -> tuple[Refusal, ...]:
-        return tuple(self._store.active_refusals(self._store.clock.now_s()))
+        return tuple(self._store.refusals.list_active(self._store.clock.now_s()))
 
     def list_covering(self, placement: Placement, active: Iterable[Refusal]) -> Sequence[Refusal]:
         """Why this place is not asked now; empty: it may be."""
@@ -45,7 +45,7 @@ class UnavailableOffers:
     def begin(self, placement: Placement) -> None:
         """A try begins there: where an earlier refusal has just run out, it is everybody's probe."""
         for each in split_zones(placement):
-            self._store.begin_probe(each, lasts_s=PROBE_S)
+            self._store.refusals.begin_probe(each, lasts_s=PROBE_S)
 
     def refuse(self, placement: Placement, error: CloudError, *, is_region_wide: bool = False) -> None:
         """Where several zones were asked as one, what holds for a zone holds for each of them. `is_region_wide`: calls
@@ -65,7 +65,7 @@ class UnavailableOffers:
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
             zone = zone if error.scope == "zone" else None
-        self._store.add_refusal(
+        self._store.refusals.add(
             offer.cloud,
             region,
             zone,
@@ -80,15 +80,15 @@ class UnavailableOffers:
         )
 
     def forgive(self, placement: Placement) -> None:
-        self._store.forgive(placement)
+        self._store.refusals.forgive(placement)
 
     def note_failed_call(self, cloud: str) -> None:
         """A call was refused, throttled or lost: the budget that all jobs share has one less."""
-        self._store.take_retry(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
+        self._store.retries.take(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
     def measure_wait_s(self, cloud: str) -> float:
         """Seconds until this cloud may be asked again; 0 while its budget of failures lasts."""
-        return self._store.measure_retry_wait_s(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
+        return self._store.retries.measure_wait_s(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
 
 def find_intent_end(error: CloudError) -> IntentEnd:

@@ -27,15 +27,15 @@ async def replace_node(launcher: Launcher, store: Store, spec: LaunchSpec, *, ra
         raise
     new = replace(made, rank=rank)
     with store.transaction():
-        cluster = store.get_cluster(name)
-        if cluster is None or cluster.status is not ClusterStatus.UP or not store.is_intent_open(made.token):
+        cluster = store.clusters.get(name)
+        if cluster is None or cluster.status is not ClusterStatus.UP or not store.intents.is_open(made.token):
             raise UsageError(f"{name} was taken down while a node of it was replaced")
         old = next(node for node in cluster.nodes if node.rank == rank)
         assert old.state is NodeState.TERMINATED, "a node is replaced when it is confirmed gone"
         changed = replace(cluster, nodes=tuple(new if node is old else node for node in cluster.nodes))
-        store.put_cluster(changed)
+        store.clusters.put(changed)
         launcher.record([new])
-        store.close_intent(made.token, IntentEnd.UP)
+        store.intents.close(made.token, IntentEnd.UP)
         event = make_event(EventKind.REPLACED, cluster=name, rank=rank)
-        store.add_event(event, cluster=name, job_id=cluster.job_id)
+        store.events.add(event, cluster=name, job_id=cluster.job_id)
     return changed

@@ -43,5 +43,5 @@ class ResourceSweeper:
 
     def _list_names(self) -> frozenset[str]:
         """Every cluster that is there, or may be coming up."""
-        coming = (intent.request.cluster for intent in self._store.list_open_intents())
-        return frozenset((*coming, *(cluster.name for cluster in self._store.list_clusters())))
+        coming = (intent.request.cluster for intent in self._store.intents.list_open())
+        return frozenset((*coming, *(cluster.name for cluster in self._store.clusters.list())))

@@ -45,7 +45,7 @@ class Database:
         self._owner = owner
         self._depth = 0
         self._is_durable = True
-        self._epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
+        self.epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
         try:
             self._connection = self._open()
             self._migrate()
@@ -66,9 +66,9 @@ class Database:
             yield
             return
         if is_durable != self._is_durable:
-            self._execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
+            self.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
             self._is_durable = is_durable
-        self._execute("BEGIN IMMEDIATE")
+        self.execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
             self._check_epoch()
@@ -104,23 +104,23 @@ class Database:
 
     def _check_epoch(self) -> None:
         """A process that slept through its own replacement may not write any more (a fencing token)."""
-        if self._epoch is not None and self._rows("SELECT epoch FROM leader")[0][0] != self._epoch:
+        if self.epoch is not None and self.rows("SELECT epoch FROM leader")[0][0] != self.epoch:
             raise FencedError("another daemon of this state folder has taken over")
 
     def _commit(self) -> None:
-        self._execute("COMMIT")
+        self.execute("COMMIT")
 
-    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(sql, parameters)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
 
-    def _write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
+    def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
         with self.transaction(is_durable=is_durable):
-            return self._execute(sql, parameters)
+            return self.execute(sql, parameters)
 
-    def _rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
@@ -140,8 +140,8 @@ class Database:
         finally:
             self._connection.text_factory = str
 
-    def _row(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
-        rows = self._rows(sql, parameters)
+    def row(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
+        rows = self.rows(sql, parameters)
         return rows[0] if rows else None
 
     def _open(self) -> sqlite3.Connection:
@@ -196,10 +196,10 @@ class Database:
             for steps in MIGRATIONS[version:]:
                 for step in steps:
                     if isinstance(step, str):
-                        self._execute(step)
+                        self.execute(step)
                     else:
                         step(self._connection)
-            self._execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+            self.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
 
     def _check_version(self, version: int) -> None:
         if version > len(MIGRATIONS):
@@ -214,14 +214,14 @@ class Database:
             )
 
     def _schema_version(self) -> int:
-        return int(self._rows("PRAGMA user_version")[0][0])
+        return int(self.rows("PRAGMA user_version")[0][0])
 
     def _identify(self) -> None:
         """Compare file, guard and owner; write what is not written yet."""
         if not self.path.exists():
             return  # kept in memory, by a simulation
         guard = read_guard(self.path)
-        known = {str(row["key"]): str(row["value"]) for row in self._rows("SELECT key, value FROM meta")}
+        known = {str(row["key"]): str(row["value"]) for row in self.rows("SELECT key, value FROM meta")}
         lineage, owner = known.get("lineage", ""), known.get("installation", "")
         check_lineage(self.path, guard, lineage)
         if self._owner is not None and owner not in ("", self._owner):
@@ -232,7 +232,7 @@ class Database:
         if self.is_read_only:
             return
         if self._owner and not owner:
-            self._write("INSERT OR IGNORE INTO meta (key, value) VALUES ('installation', ?)", (self._owner,))
+            self.write("INSERT OR IGNORE INTO meta (key, value) VALUES ('installation', ?)", (self._owner,))
         wanted = Guard(
             lineage=lineage,
             owner=owner or self._owner or "",

@@ -35,13 +35,13 @@ def test_patience_is_the_mean_and_four_deviations_within_its_limits() -> None:
 
 
 def test_patience_asks_for_its_own_cloud_and_answer(store: Store) -> None:
-    patience = HedgeTimer(store)
+    patience = HedgeTimer(store.paces)
     assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
     patience.note("x", Answer.CREATED, 8.0)
     assert patience.measure_s("x", Answer.CREATED) == 24.0
     assert patience.measure_s("y", Answer.CREATED) == LIMITS[Answer.CREATED].prior_s
     patience.note("z", Answer.CREATED, -5.0)
-    assert store.get_pace("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
+    assert store.paces.get("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_place_that_hangs_does_not_hold_up_the_next_one(tmp_path: Path) -> Non
     up_s = world.clock.run(scenario)
     assert LIMITS[Answer.CREATED].prior_s < up_s < LIMITS[Answer.CREATED].prior_s + 60.0
     assert [zone for zone, _ in world.cloud.asked] == ["east1a", "east1b"]
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
     story = "\n".join(told)
     for words in ("asking for 2 x big spot in east1a", "is late after 20 s", "4.00 USD/h at stake", "is whole after"):
         assert words in story, story
@@ -102,12 +102,12 @@ def test_what_a_slow_place_gives_after_all_is_given_back_and_confirmed_gone(tmp_
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert len(given) == 2 and all(node.state is NodeState.TERMINATED for node in given), "it was made, and ended"
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
     (end,) = (line for line in told if "east1a" in line and "confirmed gone" in line)
     given_usd = sum(node.usd_hour * ((node.ended_s or 0.0) - node.created_s) / 3600 for node in given)
     told_usd = float(end.rpartition("it cost ")[2].removesuffix(" USD"))
     assert told_usd == pytest.approx(given_usd, abs=0.0001) and given_usd > 0.0005
-    spent_usd = world.store.spend_usd(cluster="c", now_s=world.clock.now_s())
+    spent_usd = world.store.bills.spend_usd(cluster="c", now_s=world.clock.now_s())
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
 
 
@@ -128,7 +128,7 @@ def test_what_comes_too_late_is_ended_though_no_list_answers(tmp_path: Path) -> 
     world.clock.run(scenario)
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
-    assert len(world.store.list_open_intents("c")) == 1, "nobody has confirmed that they are gone"
+    assert len(world.store.intents.list_open("c")) == 1, "nobody has confirmed that they are gone"
 
 
 def test_places_that_a_killed_command_had_begun_are_told_as_such_and_not_as_the_next_to_ask(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_places_that_a_killed_command_had_begun_are_told_as_such_and_not_as_the_
         await asyncio.gather(coming, return_exceptions=True)
 
     world.clock.run(cut_short)
-    assert len(world.store.list_open_intents("c")) == 2
+    assert len(world.store.intents.list_open("c")) == 2
     told: list[str] = []
     up(world, told=told)
     assert [line.partition(" at ")[0] for line in told[:2]] == [
@@ -180,7 +180,7 @@ def test_a_call_that_is_refused_for_its_rate_is_made_again_later_and_later_while
 def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.cloud.timings = CloudTimings(list_lag_s=4.0)
-    create, note, begun_s = world.cloud.create_nodes, world.store.note_made_nodes, world.clock.now_s()
+    create, note, begun_s = world.cloud.create_nodes, world.store.intents.note_nodes, world.clock.now_s()
     calls: list[str] = []
     made_s: list[float] = []
 
@@ -196,7 +196,7 @@ def test_nodes_whose_answer_was_lost_are_taken_as_soon_as_lists_show_all_of_them
         note(token, nodes)
 
     world.cloud.create_nodes = lose  # type: ignore[method-assign]
-    world.store.note_made_nodes = note_made  # type: ignore[method-assign]
+    world.store.intents.note_nodes = note_made  # type: ignore[method-assign]
     up(world)
     assert len(calls) == 1, "lists are late: that they show nothing yet is no reason to ask again"
     assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
@@ -206,7 +206,7 @@ def test_the_slow_place_wins_if_it_is_whole_first(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 21.0, "east1b": 100.0})
     assert up(world).placement.offer.zone == "east1a"
     assert {node.zone for node in world.list_live_nodes()} == {"east1a"}
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
 
 
 def test_a_gang_whose_node_never_boots_does_not_hold_up_the_next_place(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_patience_is_learned_from_answers_and_bounded() -> None:
 
 def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    patience = HedgeTimer(world.store)
+    patience = HedgeTimer(world.store.paces)
     patience.note("here", Answer.CREATED, 86400.0)
     for _ in range(30):
         patience.note("here", Answer.CREATED, 0.5)
@@ -327,7 +327,7 @@ def test_a_command_killed_while_it_gives_back_leaves_it_to_the_collector_and_the
         await provisioner.up("c", make_plan(world.task))
 
     world.clock.run(come_up)  # its loop ends here, as its process would: the call to east1a is still under way
-    (intent,) = world.store.list_open_intents()
+    (intent,) = world.store.intents.list_open()
     assert intent.request.placement.offer.zone == "east1a"
     world.reborn()
     late = world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud does it after all
@@ -335,9 +335,9 @@ def test_a_command_killed_while_it_gives_back_leaves_it_to_the_collector_and_the
     found, names = world.clock.run(lambda: world.make_provisioner().find_lost())
     assert {node.id for node in found} == set(late) and not names
     world.clock.run(lambda: world.make_provisioner().collect())
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
-    cluster = world.store.get_cluster("c")
+    cluster = world.store.clusters.get("c")
     assert cluster is not None and cluster.status is ClusterStatus.UP, "what is in use is left alone"
 
 
@@ -348,7 +348,7 @@ def test_down_ends_a_search_and_everything_it_had_begun(tmp_path: Path) -> None:
     async def scenario() -> None:
         coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
         await world.clock.sleep(60.0)
-        assert len(world.store.list_open_intents()) == 2
+        assert len(world.store.intents.list_open()) == 2
         await other.down("c")
         with pytest.raises(BrokerError):
             await coming
@@ -356,7 +356,7 @@ def test_down_ends_a_search_and_everything_it_had_begun(tmp_path: Path) -> None:
     world.clock.run(scenario)
     world.clock.run(lambda: world.make_provisioner().collect())
     world.clock.run(lambda: world.clock.sleep(60.0))
-    assert not world.list_live_nodes() and not world.store.list_open_intents()
+    assert not world.list_live_nodes() and not world.store.intents.list_open()
 
 
 def test_of_two_searches_only_one_probes_a_place_whose_refusal_has_run_out(tmp_path: Path) -> None:
@@ -380,9 +380,9 @@ def test_a_probe_that_died_holds_nobody_up_for_long(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     placement = make_plan(world.task).choice.placement
     offer = placement.offer
-    world.store.add_refusal(offer.cloud, offer.region, offer.zone, offer.instance_type, True, 1.0, "full")
+    world.store.refusals.add(offer.cloud, offer.region, offer.zone, offer.instance_type, True, 1.0, "full")
     world.clock.run(lambda: world.clock.sleep(2.0))
-    world.store.begin_probe(placement, lasts_s=PROBE_S)
+    world.store.refusals.begin_probe(placement, lasts_s=PROBE_S)
     assert up(world, name="one").placement.offer.zone == "east1b"
     world.clock.run(lambda: world.clock.sleep(PROBE_S))
     assert up(world, name="two").placement.offer.zone == "east1a"

@@ -86,7 +86,7 @@ class Stage:
         return self.run(lambda: self.provisioner.up(name, plan or self.plan, **more))
 
     def get(self, name: str = "c") -> Cluster:
-        found = self.world.store.get_cluster(name)
+        found = self.world.store.clusters.get(name)
         assert found is not None
         return found
 
@@ -107,8 +107,8 @@ def test_a_cluster_that_is_up_is_what_was_asked_for_and_is_recorded_so(stage: St
         (NodeState.RUNNING, 0, 3),
         (NodeState.RUNNING, 1, 3),
     ]
-    assert not stage.world.store.list_open_intents() and len(stage.world.store.list_bills()) == 2
-    assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up"]
+    assert not stage.world.store.intents.list_open() and len(stage.world.store.bills.list()) == 2
+    assert [event.kind for event in stage.world.store.events.list(cluster="c")] == ["up"]
 
 
 def test_a_cluster_that_is_up_already_is_only_looked_at(stage: Stage) -> None:
@@ -140,7 +140,7 @@ def test_a_search_asks_all_places_again_only_where_it_is_told_to(stage: Stage) -
     told: list[str] = []
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
-    assert not stage.world.store.list_clusters(), "nothing is left of it"
+    assert not stage.world.store.clusters.list(), "nothing is left of it"
     assert (
         stage.up(retry_until_up=True, on_event=lambda event: told.append(describe_event(event))).status
         is ClusterStatus.UP
@@ -195,18 +195,18 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     stopped_s = stage.world.clock.now_s()
     assert stage.get().status is ClusterStatus.STOPPED and stage.cloud.stopped_at_s is not None
     assert stopped_s >= stage.cloud.stopped_at_s
-    spent_usd = stage.world.store.spend_usd(cluster="c", now_s=stopped_s)
+    spent_usd = stage.world.store.bills.spend_usd(cluster="c", now_s=stopped_s)
     stage.run(lambda: stage.world.clock.sleep(3600.0))
     later_s = stage.world.clock.now_s()
-    assert stage.world.store.spend_usd(cluster="c", now_s=later_s) == pytest.approx(spent_usd) and spent_usd > 0
+    assert stage.world.store.bills.spend_usd(cluster="c", now_s=later_s) == pytest.approx(spent_usd) and spent_usd > 0
     with pytest.raises(UsageError, match="stopped") as caught:
         stage.up()
     assert "broker start c" in caught.value.hints[0]
     started = stage.run(lambda: stage.provisioner.start("c"))
     assert started.status is ClusterStatus.UP and stage.get().status is ClusterStatus.UP
     assert stage.world.clock.now_s() >= later_s + stage.cloud.lag_s
-    assert stage.world.store.spend_usd(cluster="c", now_s=later_s + 3600.0) > spent_usd + 1.0
-    assert len([bill for bill in stage.world.store.list_bills() if bill.ended_s is None]) == 2
+    assert stage.world.store.bills.spend_usd(cluster="c", now_s=later_s + 3600.0) > spent_usd + 1.0
+    assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
 
 
 def test_stop_waits_for_the_last_node(stage: Stage) -> None:
@@ -232,14 +232,16 @@ def test_a_node_that_is_seen_to_be_lost_costs_no_more(stage: Stage) -> None:
     stage.run(lambda: stage.provisioner.refresh(cluster))
     then_s = stage.world.clock.now_s()
     stage.run(lambda: stage.world.clock.sleep(3600.0))
-    more_usd = stage.world.store.spend_usd(now_s=stage.world.clock.now_s()) - stage.world.store.spend_usd(now_s=then_s)
+    more_usd = stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()) - stage.world.store.bills.spend_usd(
+        now_s=then_s
+    )
     assert more_usd == pytest.approx(cluster.nodes[0].usd_hour, rel=0.01), "one node's hour"
 
 
 def test_a_node_keeps_the_rank_of_the_one_that_it_replaced_whatever_its_tags_say(stage: Stage) -> None:
     cluster = stage.up()
     swapped = tuple(replace(node, rank=1 - node.rank) for node in cluster.nodes)
-    stage.world.store.put_cluster(replace(cluster, nodes=swapped))
+    stage.world.store.clusters.put(replace(cluster, nodes=swapped))
     stage.cloud.preempt([swapped[0].id])
     stage.run(lambda: stage.world.clock.sleep(1.0))
     refreshed = stage.run(lambda: stage.provisioner.refresh(stage.get()))
@@ -270,7 +272,7 @@ def test_what_cannot_be_stopped_or_is_not_there_is_refused_with_a_hint(tmp_path:
     with pytest.raises(UsageError, match="cannot stop") as caught:
         plain.clock.run(lambda: provisioner.stop("c"))
     assert "broker down c" in caught.value.hints[0]
-    assert provisioner.hint_console(plain.store.list_clusters()[0], "n") is None
+    assert provisioner.hint_console(plain.store.clusters.list()[0], "n") is None
 
 
 def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_on_the_disk(
@@ -278,22 +280,22 @@ def test_a_start_and_its_intent_are_one_commit_and_the_end_of_what_was_made_is_o
 ) -> None:
     """A cluster without its intent would be ended by nobody; an intent that a power cut opens again costs a search."""
     store = stage.world.store
-    commit, close = type(store)._commit, type(store).close_intent
+    commit, close = type(store)._commit, store.intents.close
     coming: list[bool] = []
     closed: list[tuple[str, int]] = []
 
     def note_commit() -> None:
         commit(store)
-        cluster = store.get_cluster("c")
+        cluster = store.clusters.get("c")
         if cluster is not None and cluster.status is ClusterStatus.INIT:
-            coming.append(bool(store.list_open_intents("c")))
+            coming.append(bool(store.intents.list_open("c")))
 
     def note_close(token: str, outcome: IntentEnd, detail: str = "") -> None:
-        closed.append((outcome, store._rows("PRAGMA synchronous")[0][0]))
-        close(store, token, outcome, detail)
+        closed.append((outcome, store.rows("PRAGMA synchronous")[0][0]))
+        close(token, outcome, detail)
 
     monkeypatch.setattr(store, "_commit", note_commit)
-    monkeypatch.setattr(store, "close_intent", note_close)
+    monkeypatch.setattr(store.intents, "close", note_close)
     stage.cloud.faults = FaultRates(partial=1.0)
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
@@ -318,7 +320,7 @@ def test_a_node_that_replaces_a_lost_one_is_in_the_record_and_none_is_made_for_a
     stage.run(lambda: stage.provisioner.down("c"))
     with pytest.raises(UsageError, match="taken down"):
         replace_lost()
-    assert not stage.world.list_live_nodes() and not stage.world.store.list_open_intents()
+    assert not stage.world.list_live_nodes() and not stage.world.store.intents.list_open()
 
 
 def test_an_adapter_whose_lists_name_no_account_takes_none_from_the_record(
@@ -347,15 +349,15 @@ def test_down_leaves_no_node_no_record_and_no_open_intent_and_twice_does_nothing
     stage.up()
     for _ in range(2):
         stage.run(lambda: stage.provisioner.down("c"))
-        assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
-    assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up", "down"]
-    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+        assert not stage.world.list_live_nodes() and not stage.world.store.clusters.list()
+    assert [event.kind for event in stage.world.store.events.list(cluster="c")] == ["up", "down"]
+    assert all(bill.ended_s is not None for bill in stage.world.store.bills.list())
 
 
 def test_a_look_that_began_before_a_cluster_was_taken_down_does_not_bring_it_back(stage: Stage) -> None:
     """The record would say UP again: a node would be replaced in it, and lost when the end is confirmed."""
     seen = stage.up()
-    stage.world.store.put_cluster(replace(seen, status=ClusterStatus.TERMINATING))
+    stage.world.store.clusters.put(replace(seen, status=ClusterStatus.TERMINATING))
     stage.cloud.preempt([seen.nodes[1].id])
     stage.run(lambda: stage.world.clock.sleep(1.0))
     refreshed = stage.run(lambda: stage.provisioner.refresh(seen))
@@ -372,7 +374,7 @@ def test_a_cluster_that_is_taken_down_while_it_stops_or_starts_stays_so(stage: S
     async def act() -> None:
         doing = asyncio.ensure_future(getattr(stage.provisioner, verb)("c"))
         await stage.world.clock.sleep(5.0)
-        stage.world.store.put_cluster(replace(stage.get(), status=ClusterStatus.TERMINATING))
+        stage.world.store.clusters.put(replace(stage.get(), status=ClusterStatus.TERMINATING))
         with pytest.raises(UsageError, match="was taken down"):
             await doing
 
@@ -386,8 +388,8 @@ def test_nodes_that_were_seen_to_end_need_no_list_of_their_region_any_more(stage
     stage.run(lambda: stage.provisioner.refresh(cluster))
     stage.cloud.silent_regions["east1"] = TransientError("no answer")
     stage.run(lambda: stage.provisioner.down("c"))
-    assert not stage.world.store.list_clusters()
-    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+    assert not stage.world.store.clusters.list()
+    assert all(bill.ended_s is not None for bill in stage.world.store.bills.list())
 
 
 def test_a_cloud_that_is_not_set_up_any_more_is_named(stage: Stage) -> None:
@@ -411,7 +413,7 @@ def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Sta
     with pytest.raises(AccountError, match="account-1"):
         stage.run(replace_it)
     assert [node.id for node in stage.world.list_live_nodes()] == [cluster.nodes[0].id]
-    assert not stage.world.store.list_open_intents("c")
+    assert not stage.world.store.intents.list_open("c")
 
 
 def test_a_node_asks_for_what_its_task_says(stage: Stage) -> None:
