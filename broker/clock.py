@@ -72,7 +72,7 @@ class ScaledClock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Simulated time stands still inside: what is done there takes none of it."""
+        """Stop simulated time while the context lasts: work done inside takes none of it."""
         self.now_s()
         self._holders += 1
         try:

@@ -9,6 +9,8 @@ BrokerError                     exit code
 ├── StateError                  4   the state folder cannot be used (locked, newer schema, unreadable)
 │   ├── FencedError                 another daemon has taken over; this one must stop
 │   └── DamagedRowError             one row of the state file is unreadable; the others are fine
+├── JobEndedError               1   a job ended in another status than the one waited for
+├── WaitTimeoutError            1   a job did not reach the status in time
 ├── SourceError                 1   a price source gave no answer, or an implausible one
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
 └── CloudError                  5   cloud provider error
@@ -110,6 +112,14 @@ class DamagedRowError(StateError):
         )
         self.table = table
         self.key = key
+
+
+class JobEndedError(BrokerError):
+    pass
+
+
+class WaitTimeoutError(BrokerError):
+    pass
 
 
 class SourceError(BrokerError):

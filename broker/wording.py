@@ -172,15 +172,16 @@ def _lease_expired(*, allowance: str, step: int | None = None) -> str:
 
 def _program_restarted(*, exit_code: int | None, cause: str, step: int | None, in_place: bool) -> str:
     at = f" at step {step}" if step else ""
-    return f"the program exited with {_name_code(exit_code, cause)}{at} and is restarted on {_name_nodes(in_place)}"
+    nodes = _name_nodes(in_place=in_place)
+    return f"the program exited with {_name_code(exit_code, cause)}{at} and is restarted on {nodes}"
 
 
 def _stall_restarted(*, timeout_s: float, step: int, in_place: bool) -> str:
-    return f"{explain_stall(timeout_s)} at step {step}: restarted on {_name_nodes(in_place)}"
+    return f"{explain_stall(timeout_s)} at step {step}: restarted on {_name_nodes(in_place=in_place)}"
 
 
 def _gang_restarted(*, reason: str, step: int, in_place: bool) -> str:
-    return f"{explain_broken_gang(reason)} at step {step}: restarted on {_name_nodes(in_place)}"
+    return f"{explain_broken_gang(reason)} at step {step}: restarted on {_name_nodes(in_place=in_place)}"
 
 
 def _setup_retried(*, exit_code: int | None) -> str:
@@ -394,5 +395,5 @@ def _name_code(exit_code: int | None, cause: str) -> str:
     return f"code {exit_code} ({cause})" if cause else f"code {exit_code}"
 
 
-def _name_nodes(in_place: bool) -> str:
+def _name_nodes(*, in_place: bool) -> str:
     return "the same nodes" if in_place else "new nodes"

@@ -28,7 +28,7 @@ EXEMPT = {
     "broker/state/sentences.py",  # the migration: it reads what older versions recorded, once
 }
 SHORTENED = {  # texts that are cut to be shown; nothing is decided by them
-    "broker/api.py: wider.message.partition('\\n')",
+    "broker/app/market.py: wider.message.partition('\\n')",
     "broker/cli/what_if.py: error.message.splitlines()",
     "broker/clouds/aws/startable.py: error.message.rpartition(': ')",
 }

@@ -1,6 +1,6 @@
 """What can be changed about a model's blocks without changing its numbers: what they keep, and how they are run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -13,14 +13,30 @@ def prepare_blocks(model: nn.Module, *, recompute: str, is_compiled: bool) -> No
 
     Names of parameters stay as they are, so checkpoints fit whatever is chosen here.
     """
-    blocks = getattr(model, "blocks", None)
-    if blocks is None or (recompute == "none" and not is_compiled):
+    if recompute == "none" and not is_compiled:
         return
+    blocks = find_blocks(model)
+    if not blocks and is_compiled:
+        _compile(model)
     for place, block in enumerate(blocks):
         if recompute == "full" or (recompute == "selective" and place % 2 == 0):
             block.forward = _recompute(block.forward)
         if is_compiled:
             _compile(block)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the model's blocks: its list of that name, or the children of its outermost module lists."""
+    blocks: Any = getattr(model, "blocks", None)
+    if isinstance(blocks, Iterable):
+        return list(blocks)
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [block for block in child if next(block.parameters(), None) is not None]
+        else:
+            found += find_blocks(child)
+    return found
 
 
 def find_shared(model: nn.Module) -> list[list[str]]:
@@ -44,8 +60,8 @@ def check_shared(model: nn.Module, before: list[list[str]], strategy: str) -> No
 def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
     from torch.utils.checkpoint import checkpoint
 
-    def run(hidden: Any) -> Any:
-        return checkpoint(forward, hidden, use_reentrant=False)
+    def run(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
     return run
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainers.errors import TrainerError
-from trainers.logins import find_s3_provider
+from trainers.s3_credentials import find_s3_provider
 
 SCHEMES = ("s3", "gs", "az")
 # Of one part of an upload. S3 takes 10,000 parts, so that a file can have 312 GiB.
@@ -106,7 +106,7 @@ class BucketStorage:
         """One object a rank, sent in parts while it is made."""
         from torch.distributed.checkpoint import FileSystemWriter
 
-        writer = FileSystemWriter(path, sync_files=False)
+        writer: Any = FileSystemWriter(path, sync_files=False)
         writer.fs, writer.path = BucketFiles(self._store, self._seals), path
         return writer
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.errors import CheckpointError, StaleAttemptError
-from trainers.headway import Headway, LocalCounter
 from trainers.manifest import (
     INDEX,
     MANIFEST_VERSION,
@@ -26,7 +25,9 @@ from trainers.manifest import (
     warn,
 )
 from trainers.ranks import Ranks
-from trainers.restoring import Restorer, Stateful, copy_state, decide, name_own
+from trainers.restore import Restorer, Stateful, decide, name_own
+from trainers.restore_progress import LocalCounter, RestoreProgress
+from trainers.snapshot import CudaStreams, Snapshot
 from trainers.storage import Storage
 
 __all__ = ["CheckpointManager", "CheckpointName", "Contents", "find_newest", "list_checkpoints"]
@@ -67,8 +68,13 @@ class CheckpointManager:
         keep: int,
         shared: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Register the attempt. `shared` state is one for all ranks; `own` differs from rank to rank."""
+        """Register the attempt. `shared` state is one for all ranks; `own` differs from rank to rank.
+
+        `about` is JSON to keep with each checkpoint.
+        """
+        self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
         self._attempt, self._keep = attempt, keep
         self._shared, self._own = shared, own
@@ -77,8 +83,7 @@ class CheckpointManager:
         self._failures = 0  # in a row
         self._step_saved: int | None = None
         self.step_committed: int | None = None
-        self._is_copied = threading.Event()
-        self._is_copied.set()
+        self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
         self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
         self.write_s = 0.0  # how long the last committed one was on its way, training going on
         self._run = ranks.share(uuid.uuid4().hex[:8])
@@ -89,13 +94,14 @@ class CheckpointManager:
         if newer := self._find_newer_attempt():
             raise StaleAttemptError(newer)
 
-    def restore(self, headway: Headway | None = None) -> int | None:
+    def restore(self, progress: RestoreProgress | None = None) -> int | None:
         """Load the newest complete checkpoint into the objects and return its step; None where there is none.
 
-        Torn and corrupt ones are passed over with a warning, by all ranks alike. `headway` tells how far the ranks are.
+        All ranks skip torn and corrupt ones, with a warning. `progress` reports how far the ranks are.
         """
         restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
-        name = restorer.restore(headway or Headway(LocalCounter(), beat=lambda doing: None, tell=lambda found: None))
+        silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
+        name = restorer.restore(progress or silent)
         if name is None:
             return None
         self._step_saved = self.step_committed = name.step
@@ -120,22 +126,25 @@ class CheckpointManager:
                 warn(f"{error}; training continues until the next checkpoint")
         if step == self._step_saved:
             return
-        # Asked on every rank, for the ranks may have to settle what the state is.
-        found = {key: (each, each.state_dict()) for key, each in self._shared.items()}
-        live = {key: part for key, (each, part) in found.items() if getattr(each, "is_holder", True)}
-        live[name_own(self._ranks)] = {key: each.state_dict() for key, each in self._own.items()}
+        # Called on every rank: for some strategies it is a collective operation.
+        states = {key: (holder, holder.state_dict()) for key, holder in self._shared.items()}
+        live = {key: state for key, (holder, state) in states.items() if getattr(holder, "is_holder", True)}
+        live[name_own(self._ranks)] = {key: holder.state_dict() for key, holder in self._own.items()}
         self._step_saved = step
         name = CheckpointName(step=step, attempt=self._attempt, run=self._run)
         self._thread = threading.Thread(target=self._write, args=(name, live), name=f"checkpoint-{step}")
-        self._is_copied.clear()
+        self._snapshot.begin()
         self._thread.start()
         self.stall_s = time.perf_counter() - begin
 
     def settle(self) -> None:
-        """Return when the state may change again: when it is copied, though not yet written."""
-        if not self._is_copied.is_set():
+        """Return when the state may change again: when it is copied, though not yet written.
+
+        On a GPU the change itself waits, on the device; the host does not.
+        """
+        if not self._snapshot.is_settled:
             begin = time.perf_counter()
-            self._is_copied.wait()
+            self._snapshot.settle()
             self.stall_s += time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -155,10 +164,7 @@ class CheckpointManager:
         """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
         begin = time.perf_counter()
         try:
-            try:
-                state = copy_state(live)
-            finally:
-                self._is_copied.set()
+            state = self._snapshot.take(live)
             import torch.distributed.checkpoint as dcp
 
             is_alone = self._ranks.world_size == 1
@@ -204,6 +210,7 @@ class CheckpointManager:
             "world_size": self._ranks.world_size,
             "shared": sorted(self._shared),
             "own": sorted(self._own),
+            "about": self._about,
             "files": files,
         }
         content = json.dumps({**manifest, "seal": seal_manifest(manifest)}, indent=1).encode()

@@ -87,7 +87,7 @@ def _reduce_scatter(part: int, whole: int, dtype: torch.dtype, ranks: Ranks) -> 
     mine = _values(whole, ranks.rank, dtype, ranks)
     summed = torch.zeros(part, dtype=dtype, device=ranks.device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    total = sum(_values(whole, rank, dtype, ranks) for rank in range(ranks.world_size))
+    total = torch.stack([_values(whole, rank, dtype, ranks) for rank in range(ranks.world_size)]).sum(0, dtype=dtype)
     expected = total[ranks.rank * part : (ranks.rank + 1) * part]
     return Collective(
         name="reduce_scatter",

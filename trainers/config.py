@@ -3,6 +3,7 @@
 Imports nothing heavy, so `--help` and a mistyped flag answer at once.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,11 @@ from trainers.launch import parse_elastic
 from trainers.presets import PRESETS
 from trainers.strategies.options import StrategyOptions
 
+# Hidden widths that are multiples of this suit every GPU's matrix units.
+WIDTH_MULTIPLE = 64
+_NUMBER = r"\d+(?:\.\d+)?"
+ROPE_SCALING = rf"linear:{_NUMBER}|llama3:{_NUMBER}(?:,{_NUMBER}){{3}}"
+
 __all__ = ["Config", "find_problem", "iterate_knobs", "parse_config", "to_arguments"]
 
 
@@ -20,7 +26,7 @@ __all__ = ["Config", "find_problem", "iterate_knobs", "parse_config", "to_argume
 class ModelConfig:
     """The shape of the network."""
 
-    kind: str = knob("gpt", "GPT-2's blocks, or Llama's", ("gpt", "llama"))
+    kind: str = knob("gpt", "GPT-2's blocks, or Llama's (also Mistral's and Qwen's)", ("gpt", "llama"))
     depth: int = knob(4, "transformer blocks")
     width: int = knob(128, "size of the residual stream, a multiple of the heads")
     heads: int = knob(4, "attention heads")
@@ -28,9 +34,32 @@ class ModelConfig:
     hidden_width: int = knob(0, "width inside the perceptron; 0: 4 x width, for llama 8/3 x width")
     context: int = knob(128, "tokens the model sees at once")
     vocabulary: int = knob(0, "token ids the model knows; 0: those of the data")
+    vocabulary_multiple: int = knob(128, "round the vocabulary up to a multiple of this, for GPUs; 1 does not round")
     dropout: float = knob(0.0, "share of activations dropped while training (gpt)")
     tie_embeddings: bool = knob(False, "use the token embedding as the last layer too")
     rope_theta: float = knob(10000.0, "longest wave of the rotary position embedding (llama)")
+    rope_scaling: str = knob("", "`linear:FACTOR`, or `llama3:FACTOR,LOW,HIGH,CONTEXT` as Llama 3.1 has it (llama)")
+    head_width: int = knob(0, "width of an attention head (llama); 0: width / heads")
+    attention_bias: str = knob(
+        "none", "biases of attention (llama): none, of queries, keys and values (Qwen2), or all", ("none", "qkv", "all")
+    )
+    query_key_norm: bool = knob(False, "normalise queries and keys (llama), as Qwen3 does")
+    activation: str = knob("gelu", "gelu, or its tanh form, which GPT-2 was trained with (gpt)", ("gelu", "gelu_tanh"))
+    norm_epsilon: float = knob(1e-5, "added to variances in norms")
+    positions: int = knob(0, "positions that can be embedded (gpt); 0: the context")
+
+    def find_hidden_width(self) -> int:
+        """Return the width inside the perceptron."""
+        if self.hidden_width:
+            return self.hidden_width
+        if self.kind == "gpt":
+            return 4 * self.width
+        # Two thirds of four times the width makes as many weights as GPT's two layers.
+        return -(-8 * self.width // (3 * WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
+
+    def find_head_width(self) -> int:
+        """Return the width of an attention head."""
+        return self.head_width or self.width // self.heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +110,17 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: only they are trained, beside frozen weights (arXiv:2106.09685)."""
+
+    rank: int = knob(0, "rank of the adapters; 0 trains all weights")
+    alpha: float = knob(16.0, "the adapters' output is multiplied by alpha / rank")
+    targets: str = knob(
+        "attention", "linear layers that get one: of attention, or all of a block", ("attention", "all")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """Text written by the model when it is trained."""
 
@@ -94,7 +134,9 @@ class SampleConfig:
 class LogConfig:
     """What is told, and where. The broker's progress file is written as well."""
 
-    every_steps: int = knob(1, "steps between two lines on stdout and in the files")
+    every_steps: int = knob(
+        1, "steps between two lines on stdout and in the files; a GPU is waited for at these steps only"
+    )
     metrics: str = knob("", "JSON lines are appended to this file")
     tensorboard: str = knob("", "folder for TensorBoard's event files; needs the package tensorboard")
     peak_tflops: float = knob(0.0, "what one device can do at best, for the share in use (MFU); 0: by its name")
@@ -138,6 +180,12 @@ class RunConfig(StrategyOptions):
         "arithmetic of forward and backward; weights stay float32. float16 is for cards without bfloat16",
         ("float32", "bfloat16", "float16"),
     )
+    matmul_precision: str = knob(
+        "high", "float32 products on a GPU: high is TensorFloat-32, highest is float32 (slower)", ("high", "highest")
+    )
+    deterministic: bool = knob(
+        False, "use deterministic algorithms, so that a resumed run is bit-identical on GPUs too; slower there"
+    )
     compile: bool = knob(False, "compile the model's blocks with torch.compile: slow to start, fast to run")
     recompute: str = knob(
         "none",
@@ -160,8 +208,10 @@ class RunConfig(StrategyOptions):
 class Config(RunConfig):
     """A whole run of the language model."""
 
+    init_from: str = knob("", "folder of a Hugging Face model whose shape and weights to begin with")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
 
 
@@ -185,14 +235,15 @@ def find_problem(config: Config) -> str | None:
         "--model.width": model.width,
         "--model.heads": model.heads,
         "--model.context": model.context,
+        "--model.vocabulary_multiple": model.vocabulary_multiple,
     }
     if problem := find_small(positive, 1) or find_run_problem(config):
         return problem
-    if model.width % model.heads:
+    if model.width % model.heads and not model.head_width:
         return f"`--model.width {model.width}` is not a multiple of `--model.heads {model.heads}`"
     if model.key_value_heads and model.heads % model.key_value_heads:
         return f"`--model.heads {model.heads}` is not a multiple of `--model.key_value_heads {model.key_value_heads}`"
-    if model.kind == "llama" and (model.width // model.heads) % 2:
+    if model.kind == "llama" and model.find_head_width() % 2:
         return "rotary embedding turns pairs: `--model.width` over `--model.heads` must be even"
     if not 0.0 <= model.dropout < 1.0:
         return f"`--model.dropout` must be in [0, 1), not {model.dropout}"
@@ -200,7 +251,17 @@ def find_problem(config: Config) -> str | None:
         return "`--model.kind llama` has no dropout"
     if not 0.0 <= config.data.validation_share < 1.0:
         return f"`--data.validation_share` must be in [0, 1), not {config.data.validation_share}"
-    return find_small({"--model.vocabulary": model.vocabulary, "--model.hidden_width": model.hidden_width}, 0)
+    if model.positions and model.positions < model.context:
+        return f"`--model.positions {model.positions}` is below `--model.context {model.context}`"
+    if model.rope_scaling and not re.fullmatch(ROPE_SCALING, model.rope_scaling):
+        return f"`--model.rope_scaling {model.rope_scaling}` is not like `linear:8` or `llama3:8,1,4,8192`"
+    natural = {
+        "--model.vocabulary": model.vocabulary,
+        "--model.hidden_width": model.hidden_width,
+        "--model.head_width": model.head_width,
+        "--lora.rank": config.lora.rank,
+    }
+    return find_small(natural, 0)
 
 
 def find_run_problem(config: RunConfig) -> str | None:

@@ -5,10 +5,10 @@ A sample's place depends on its global index only, never on the rank or world si
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from trainers.errors import TrainerError
 # Balanced Feistel networks are hard to tell from random from four rounds on (Luby and Rackoff, 1988).
 ROUND_COUNT = 4
 
-Batch = tuple[Tensor, Tensor]
+Batch = Any  # a pair (inputs, targets) or a dict; tensors, possibly nested, the sample first in every shape
 
 
 class Samples(Protocol):
@@ -27,8 +27,31 @@ class Samples(Protocol):
     fingerprint: str  # two rows with one fingerprint hold the same samples in the same order
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Inputs and targets of consecutive global indexes, on the CPU, the sample first in every shape."""
+        """Return the samples of consecutive global indexes as one batch, on the CPU."""
         ...
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return the batch with every tensor changed; what is no tensor stays."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(map_tensors(value, change) for value in batch)
+    return batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the device; a copy from pinned memory does not hold up the caller."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def split_batch(batch: Batch) -> tuple[Any, Any]:
+    """Return what the model and the loss get: the parts of a pair, or the whole of anything else twice."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    return batch, batch
 
 
 class Corpus:
@@ -93,8 +116,8 @@ class Prefetch:
         return found.result() if found else self._read(sample_first, sample_count)
 
     def _read(self, sample_first: int, sample_count: int) -> Batch:
-        inputs, targets = self._samples.read(sample_first, sample_count)
-        return (inputs.pin_memory(), targets.pin_memory()) if self._is_pinned else (inputs, targets)
+        batch = self._samples.read(sample_first, sample_count)
+        return map_tensors(batch, lambda tensor: tensor.pin_memory()) if self._is_pinned else batch
 
 
 def split_windows(window_count: int, validation_share: float) -> tuple[range, range]:

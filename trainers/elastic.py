@@ -26,9 +26,9 @@ from trainers.wire import Wire, read_credential
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
-    from trainers.handover import Holding
     from trainers.loop import Position
     from trainers.ranks import Ranks
+    from trainers.state_transfer import Holding
     from trainers.strategies.grid import Part
 
 BEAT_S = 2.0
@@ -52,7 +52,7 @@ class World:
 
     def read_holdings(self) -> "Sequence[Holding]":
         """What each rank kept of the world before."""
-        from trainers.handover import Holding
+        from trainers.state_transfer import Holding
         from trainers.strategies.grid import Part
 
         return [Holding(step=step, part=Part(index=index, count=count)) for step, index, count in self.holdings]
@@ -115,14 +115,14 @@ class Member:
         """
         import torch
 
-        from trainers.handover import hand_over
+        from trainers.state_transfer import transfer_state
 
         def read() -> Any:
             with os.fdopen(os.dup(self._kept), "rb") as file:
                 file.seek(0)
                 return torch.load(file, map_location="cpu", weights_only=True)
 
-        return hand_over(ranks, part, self.world.read_holdings(), read, shared)
+        return transfer_state(ranks, part, self.world.read_holdings(), read, shared)
 
     def vote(self, *, is_leaving: bool) -> str:
         """After a step at which all ranks stop: `stay`, `again` in a new world, `go` alone, or `stop` all together."""
@@ -148,7 +148,7 @@ class Member:
         if self._position is not None and self._part is not None:
             import torch
 
-            from trainers.handover import keep
+            from trainers.state_transfer import keep
 
             if not self._lock.acquire(timeout=LOCK_S_MAX):
                 print("error: the state cannot be kept: a step does not end", file=sys.stderr, flush=True)

@@ -1,22 +1,23 @@
-"""The loss on samples that are not trained on. Draws no random numbers: training goes on as if nothing had been."""
+"""The loss on samples that are not trained on. Draws no random numbers, so training is not affected by it."""
 
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainers.config import RunConfig
 from trainers.errors import TrainerError
 from trainers.loop import Work, read_passes
 from trainers.ranks import Ranks
+from trainers.recipe import Recipe
 from trainers.strategies.base import Strategy
-from trainers.study import Study
 
 
 class Evaluation:
-    """The same samples each time, shared by all ranks."""
+    """Evaluates on the same samples each time, shared by all ranks."""
 
     def __init__(
         self,
@@ -24,30 +25,35 @@ class Evaluation:
         model: nn.Module,
         strategy: Strategy,
         ranks: Ranks,
-        study: Study,
+        recipe: Recipe,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Asked for without samples kept for it, evaluation is a TrainerError now rather than at step 1000."""
+        """Raise a TrainerError now, rather than at step 1000, if there are no samples to evaluate on."""
         self._model, self._strategy, self._ranks = model, strategy, ranks
         # The same samples for any number of shares: the loss of an elastic run must not move with its size. A share
         # without any would make no pass, while ranks that gather a model together must run it equally often.
         samples = max(config.evaluate.samples, strategy.share.count)
         self._train = dataclasses.replace(config.train, batch=samples)
         self._work: Work | None = None
-        if study.validation is not None:
-            self._work = Work(samples=study.validation, loss_of=study.loss_of, precision=precision)
+        if recipe.validation is not None:
+            self._work = Work(samples=recipe.validation, loss=recipe.loss, precision=precision, forward=recipe.forward)
         elif config.evaluate.every_steps:
             raise TrainerError(
                 "there is nothing to evaluate on: the data is too short for `--data.validation_share`, or that is 0"
             )
 
     def run(self) -> float:
-        """The mean loss, equal on every rank."""
+        """Return the mean loss, equal on every rank."""
         assert self._work is not None
         self._model.eval()
         try:
             passes = read_passes(self._train, self._strategy, self._work, 0, self._ranks)
-            loss_part = self._strategy.evaluate(self._model, passes)
+            total = torch.zeros((), dtype=torch.float64, device=passes.device)
+            with torch.no_grad():
+                for micro_batch in passes.micro_batches:
+                    with passes.precision():
+                        outputs = passes.forward(self._model, micro_batch.inputs)
+                    total += passes.loss(outputs, micro_batch.targets).double() * micro_batch.weight
         finally:
             self._model.train()
-        return self._ranks.sum([loss_part if self._strategy.share.is_counted else 0.0])[0]
+        return self._ranks.sum([total.item() if self._strategy.share.is_counted else 0.0])[0]

@@ -1,49 +1,56 @@
-"""Writes the weights of a checkpoint as one safetensors file: `python -m trainers.export model.safetensors`.
+"""Write the weights of a checkpoint: `python -m trainers.export model.safetensors`, or `--format hf FOLDER`.
 
 Reads the newest complete checkpoint, whatever strategy and number of ranks wrote it, in one process.
 """
 
 import argparse
 import json
-import struct
+import shutil
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainers.config import LoraConfig, ModelConfig
 from trainers.environment import read_environment
 from trainers.errors import TrainerError
+from trainers.hugging_face import list_weights, to_theirs, write_shape
 
-# The format's own names, https://github.com/huggingface/safetensors.
-DTYPE_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-ALIGNMENT = 8
 PREFIX = "model."
+# Everything that belongs to a tokenizer in a Hugging Face folder.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "added_tokens.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags, write the file; return the exit code."""
+    """Read the flags, write the files; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainers.export", description="Write a checkpoint's weights.")
-    parser.add_argument("output", metavar="FILE", help="safetensors file to write")
+    parser.add_argument("output", metavar="PATH", help="safetensors file to write; with `--format hf` a folder")
     parser.add_argument(
         "--checkpoint", metavar="FOLDER", help="folder of checkpoints (default: $BROKER_CHECKPOINT_DIR)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="as what to write"
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="type of the weights"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "hf"),
+        default="safetensors",
+        help="one file with the trainers' names, or a folder that Hugging Face's `from_pretrained` reads",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="copy the tokenizer from here (default: the folder of `--init-from`)"
     )
     options = parser.parse_args(arguments)
     try:
-        export(options.checkpoint or read_environment().checkpoint_url, Path(options.output), options.dtype)
+        url, output = options.checkpoint or read_environment().checkpoint_url, Path(options.output)
+        if options.format == "hf":
+            export_hugging_face(url, output, options.dtype, tokenizer=options.tokenizer)
+        else:
+            export(url, output, options.dtype)
     except (TrainerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -51,9 +58,54 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(url: str, output: Path, dtype: str) -> None:
-    """Write the newest complete checkpoint's weights; none there is a TrainerError."""
+    """Write the newest complete checkpoint's weights to a file; a TrainerError if there is none."""
+    from trainers.safetensors import write_safetensors
+
+    step, _, tensors = read_checkpoint(url)
+    write_safetensors(output, convert(tensors, dtype), {"format": "pt", "step": str(step)})
+    print(f"{sum(tensor.numel() for tensor in tensors.values()):,} weights of step {step} are in `{output}`")
+
+
+def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | None) -> None:
+    """Write a folder with `config.json`, weights by Hugging Face's names, adapters merged, and the tokenizer."""
+    from trainers.lora import merge_adapters
+    from trainers.safetensors import SINGLE_FILE, write_safetensors
+
+    step, about, tensors = read_checkpoint(url)
+    if "model" not in about:
+        raise TrainerError(
+            f"the checkpoint of step {step} does not say its model's shape: it is not of `trainers.lm`, or was written "
+            "before this release\n\nhint: resume the run for one step, or export without `--format hf`"
+        )
+    model, lora = ModelConfig(**about["model"]), LoraConfig(**about["lora"])
+    if lora.rank:
+        tensors = merge_adapters(tensors, scale=lora.alpha / lora.rank)
+    weights = {weight.theirs: to_theirs(tensors[weight.ours], weight.layout, model) for weight in list_weights(model)}
+    output.mkdir(parents=True, exist_ok=True)
+    write_safetensors(output / SINGLE_FILE, convert(weights, dtype), {"format": "pt", "step": str(step)})
+    (output / "config.json").write_text(json.dumps(write_shape(model, dtype=dtype), indent=2) + "\n")
+    copied = copy_tokenizer(tokenizer or about.get("init_from"), output)
+    print(f"step {step} is in `{output}` ({'with' if copied else 'without'} a tokenizer)")
+
+
+def copy_tokenizer(source: str | None, output: Path) -> bool:
+    """Copy the files of a tokenizer; whether there were any."""
+    names = [name for name in TOKENIZER_FILES if source and (Path(source) / name).is_file()]
+    for name in names:
+        shutil.copyfile(Path(str(source)) / name, output / name)
+    return any(name.startswith("tokenizer") for name in names)
+
+
+def convert(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the tensors with floating-point numbers in another type."""
     import torch
 
+    target = getattr(torch, dtype)
+    return {name: value.to(target) if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def read_checkpoint(url: str) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
+    """Return step, description and weights of the newest complete checkpoint; a TrainerError if there is none."""
     from trainers.manifest import find_newest, read_index
     from trainers.storage import open_storage
     from trainers.verified_reader import VerifiedReader
@@ -61,26 +113,23 @@ def export(url: str, output: Path, dtype: str) -> None:
     if "://" not in url and not Path(url).is_dir():
         raise TrainerError(f"`{url}` is no folder; name one with `--checkpoint`")
     storage = open_storage(url)
-    found = find_newest(storage)
-    if found is None:
+    newest = find_newest(storage)
+    if newest is None:
         raise TrainerError(f"no complete checkpoint is in `{url}`")
-    name, contents = found
+    name, contents = newest
     reader = VerifiedReader(storage, name, contents, read_index(storage, name, contents))
     tensors = read_weights(reader)
     if reader.problem is not None:
         raise TrainerError(f"checkpoint `{name}` cannot be read: {reader.problem}")
-    wanted = getattr(torch, dtype)
-    converted = {key: each.to(wanted) if each.is_floating_point() else each for key, each in tensors.items()}
-    write_safetensors(output, converted, {"format": "pt", "step": str(name.step)})
-    count = sum(each.numel() for each in tensors.values())
-    print(f"{count:,} weights of step {name.step} are in `{output}`")
+    return name.step, contents.about, tensors
 
 
 def read_weights(reader: Any) -> dict[str, Any]:
-    """All tensors of the model, whole, by the names they have in it."""
+    """Return all tensors of the model, whole, by the names they have in it."""
     import torch
     import torch.distributed.checkpoint as dcp
 
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
     entries = reader.read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -90,30 +139,7 @@ def read_weights(reader: Any) -> dict[str, Any]:
     if not state:
         raise TrainerError("the checkpoint holds no model")
     dcp.load(state, storage_reader=reader, no_dist=True)
-    return {key.removeprefix(PREFIX): each for key, each in state.items()}
-
-
-def write_safetensors(output: Path, tensors: Mapping[str, Any], about: Mapping[str, str]) -> None:
-    """Eight bytes with the length of a JSON header, the header, the tensors' bytes; it appears when it is whole."""
-    import torch
-
-    header: dict[str, Any] = {"__metadata__": dict(about)}
-    place = 0
-    for name, tensor in sorted(tensors.items()):
-        size = tensor.numel() * tensor.element_size()
-        dtype_name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype_name, "shape": list(tensor.shape), "data_offsets": [place, place + size]}
-        place += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in sorted(tensors.items()):
-            # By bytes, because numpy has no bfloat16.
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    partial.replace(output)
+    return {key.removeprefix(PREFIX): value for key, value in state.items()}
 
 
 if __name__ == "__main__":

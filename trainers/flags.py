@@ -25,14 +25,17 @@ def parse_flags(
     description: str,
     presets: Mapping[str, Preset] | None = None,
     find_problem: Callable[[Tree], str | None] = lambda _: None,
+    defaults: Preset | None = None,
 ) -> Tree:
     """Read flags such as `--model.depth 6`; what cannot be understood, or cannot work, exits with code 2.
 
+    `defaults` replace those of the tree, by dotted name. A dash in a name is read as an underscore.
     `--config FILE.toml` has a table for each part of the tree and may name a `preset`.
     """
-    presets = presets or {}
-    parser = make_parser(tree, program, description, presets)
-    found, unknown = parser.parse_known_args(arguments)
+    presets, defaults = presets or {}, defaults or {}
+    _check_defaults(tree, defaults)
+    parser = make_parser(tree, program, description, presets, defaults)
+    found, unknown = parser.parse_known_args([_read_dashes(argument) for argument in arguments])
     if unknown:
         parser.error(_explain_unknown(unknown[0], tree))
     given = vars(found)
@@ -45,15 +48,17 @@ def parse_flags(
         preset = presets[preset_name] if preset_name else {}
     except ValueError as error:
         parser.error(str(error))
-    config: Tree = _build(tree, {**preset, **from_file, **given}, "")
+    config: Tree = _build(tree, {**defaults, **preset, **from_file, **given}, "")
     problem = find_problem(config)
     if problem:
         parser.error(problem)
     return config
 
 
-def make_parser(tree: type, program: str, description: str, presets: Mapping[str, Preset]) -> argparse.ArgumentParser:
-    """One flag a knob, grouped as the tree is; only flags that were given leave a value."""
+def make_parser(
+    tree: type, program: str, description: str, presets: Mapping[str, Preset], defaults: Preset | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with one flag for each knob, grouped as the tree is; only flags that are given leave a value."""
     # An abbreviation that is unique today breaks when the next knob arrives.
     parser = argparse.ArgumentParser(
         prog=program,
@@ -74,7 +79,7 @@ def make_parser(tree: type, program: str, description: str, presets: Mapping[str
         if prefix not in groups:
             about = (sections[prefix].__doc__ or "").strip() if prefix in sections else ""
             groups[prefix] = parser.add_argument_group(f"{prefix}*" if prefix else "the run", about or None)
-        default, choices = knob_field.default, knob_field.metadata["choices"]
+        default, choices = (defaults or {}).get(name, knob_field.default), knob_field.metadata["choices"]
         action = groups[prefix].add_argument(
             f"--{name}",
             type=_READERS[type(default)],
@@ -85,6 +90,18 @@ def make_parser(tree: type, program: str, description: str, presets: Mapping[str
         if isinstance(default, bool):  # `--compile` alone means yes
             action.nargs, action.const = "?", True
     return parser
+
+
+def _read_dashes(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
+
+
+def _check_defaults(tree: type, defaults: Preset) -> None:
+    knobs = dict(iterate_knobs(tree))
+    for name, value in defaults.items():
+        if name not in knobs or type(value) is not type(knobs[name].default):
+            raise ValueError(f"`{name}`={value!r} is no default of a flag{_suggest(name, knobs)}")
 
 
 def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) -> dict[str, Any]:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from trainers.image_config import ImageConfig, parse_config
 from trainers.launch import end_process, launch_if_needed
+from trainers.recipe import Recipe
 from trainers.session import run_session
-from trainers.study import Study
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
     import torch
 
-    from trainers.pictures import Pictures
+    from trainers.synthetic_images import SyntheticImages
 
-# Pictures to show at the end what was learnt.
+# SyntheticImages to show at the end what was learnt.
 SHOWN_COUNT = 256
 
 
@@ -27,23 +27,23 @@ def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
     code = launch_if_needed("trainers.image", arguments, elastic=config.elastic)
-    return run_session(config, partial(bring, config)) if code is None else code
+    return run_session(config, partial(build, config)) if code is None else code
 
 
-def bring(config: ImageConfig, device: "torch.device", is_spread: bool = False) -> Study:
+def build(config: ImageConfig, device: "torch.device", is_spread: bool = False) -> Recipe:
     """The pictures, the network, and the loss."""
     from trainers.losses import class_loss
     from trainers.models.resnet import ResNet, count_flops
-    from trainers.pictures import Pictures
+    from trainers.synthetic_images import SyntheticImages
 
-    training, validation = Pictures(config.data, "training"), Pictures(config.data, "validation")
+    training, validation = SyntheticImages(config.data, "training"), SyntheticImages(config.data, "validation")
     with device:
         model = ResNet(config.model, classes=training.class_count)
-    return Study(
+    return Recipe(
         model=model,
         training=training,
         validation=validation,
-        loss_of=class_loss,
+        loss=class_loss,
         unit="images",
         units_per_sample=1,
         flops_per_sample=count_flops(model, config.data.size),
@@ -51,7 +51,7 @@ def bring(config: ImageConfig, device: "torch.device", is_spread: bool = False) 
     )
 
 
-def count_right(pictures: "Pictures", device: "torch.device", model: "torch.nn.Module") -> str:
+def count_right(pictures: "SyntheticImages", device: "torch.device", model: "torch.nn.Module") -> str:
     """How many of some pictures that were not trained on are recognised. All ranks look at the same ones."""
     import torch
 

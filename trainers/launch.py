@@ -70,31 +70,38 @@ def main(arguments: Sequence[str]) -> int:
     """Run the workers to their end; return 0, or the first failing worker's exit code."""
     workers, command = split_arguments(arguments)
     plan = read_plan(os.environ, workers)
-    if elastic := find_elastic(command):
-        return run_elastic(plan, elastic, [sys.executable, *command])
-    port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     command = [sys.executable, *command]
+    if elastic := find_elastic(command):
+        return run_elastic(plan, elastic, command)
+    return run_fixed(plan, command)
+
+
+def run_fixed(plan: Plan, command: list[str]) -> int:
+    """Run workers with fixed ranks to their end; a single one replaces this process."""
+    port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     if plan.workers == 1:
         os.environ.update(plan.worker_variables(0, port))
         os.execv(command[0], command)
     return run_workers([(command, {**os.environ, **plan.worker_variables(rank, port)}) for rank in range(plan.workers)])
 
 
-def launch_if_needed(module: str, arguments: Sequence[str], *, elastic: str | None = None) -> int | None:
+def launch_if_needed(module: str | None, arguments: Sequence[str], *, elastic: str | None = None) -> int | None:
     """For a trainer's first line: learn this process's place among the ranks, or start them all.
 
-    `elastic` is the knob of a trainer that has one, as its flags and its config file say. Returns the exit code of the
-    workers that were started in its stead; None where this process is itself a rank.
+    `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
+    that has one, as its flags and its config file say. Returns the exit code of the workers that were started; None
+    where this process is itself a rank.
     """
     check_torch()
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
         return None
     plan = read_plan(os.environ)
     bounds = None if elastic is None else parse_elastic(elastic) if elastic else plan.elastic
+    command = [sys.executable, *(["-m", module, *arguments] if module else sys.orig_argv[1:])]
     if bounds:
-        return run_elastic(plan, bounds, [sys.executable, "-m", module, *arguments])
+        return run_elastic(plan, bounds, command)
     if plan.workers > 1:
-        return main(["-m", module, *arguments])
+        return run_fixed(plan, command)
     if plan.node_count > 1:
         os.environ.update(plan.worker_variables(0, plan.master_port or PORT_DEFAULT))
     return None

@@ -1,67 +1,116 @@
-"""Trains a language model: `python -m trainers.lm --strategy ddp`, alone, on the broker's nodes or under torchrun.
+"""Train a language model: `python -m trainers.lm --strategy ddp`, alone, on the broker's nodes or under torchrun.
 
-Run again after any end but success, it goes on from the newest complete checkpoint.
+Run the same command again after a preemption or a failure: it resumes from the newest complete checkpoint.
 """
 
 import dataclasses
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainers.config import Config, parse_config
+from trainers.config import Config, ModelConfig, parse_config
 from trainers.errors import TrainerError
+from trainers.hugging_face import adopt_shape, load_weights
 from trainers.launch import end_process, launch_if_needed
+from trainers.recipe import Recipe
 from trainers.session import run_session
-from trainers.study import Study
 
-if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
+if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
     import torch
 
+    from trainers.models.decoder import Decoder
     from trainers.tokens import Tokens
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
-    config = parse_config(arguments)
-    code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
-    return run_session(config, partial(bring, config)) if code is None else code
+    try:
+        config = adopt_shape(parse_config(arguments))  # of `--init-from`
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # Start one process per GPU, unless this process is one of them.
+    exit_code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
+    if exit_code is not None:
+        return exit_code
+    # Join the other ranks, build the recipe, resume, train (trainers/loop.py), save.
+    return run_session(config, partial(build, config))
 
 
-def bring(config: Config, device: "torch.device", is_spread: bool = False) -> Study:
-    """The text, the network, and the loss."""
+def build(config: Config, device: "torch.device", is_spread: bool = False) -> Recipe:
+    """Build the data, the model and the loss. `is_spread`: the strategy accepts a model without memory."""
     import torch
 
+    from trainers.lora import add_adapters, check_strategy
     from trainers.losses import next_token_loss
     from trainers.models import create_language_model
     from trainers.tokens import open_corpora, open_tokens
 
+    # Data.
     tokens = open_tokens(config.data)
     training, validation = open_corpora(config.data, tokens, config.model.context)
+
+    # Model. On the `meta` device it takes no memory until that is known to suffice; but a tied weight that is already
+    # spread over ranks cannot be tied again.
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
-        raise TrainerError(f"the data has {tokens.vocabulary} token ids, `--model.vocabulary {vocabulary}` too few")
-    # Without memory until it is known to suffice. Only a tied weight, once spread over ranks, cannot be tied again.
+        raise TrainerError(
+            f"the data has {tokens.vocabulary} token ids, more than `--model.vocabulary {vocabulary}` allows"
+        )
+    vocabulary = -(-vocabulary // config.model.vocabulary_multiple) * config.model.vocabulary_multiple
     is_empty = not (is_spread and config.model.tie_embeddings)
+    shape = dataclasses.replace(config.model, vocabulary=vocabulary)
+    check_strategy(config.lora, config.strategy)
     with torch.device("meta") if is_empty else device:
-        model = create_language_model(config.model.kind, dataclasses.replace(config.model, vocabulary=vocabulary))
-    return Study(
+        model = create_language_model(shape.kind, shape)
+        add_adapters(model, config.lora)
+    initialize = partial(initialize_weights, config, shape, model)
+    if not is_empty:
+        initialize(device, is_allocated=True)
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+
+    return Recipe(
         model=model,
         training=training,
         validation=validation,
-        loss_of=next_token_loss(config.train.z_loss),
+        loss=next_token_loss(config.train.z_loss),
         unit="tokens",
         units_per_sample=config.model.context,
-        flops_per_sample=count_flops(config, sum(each.numel() for each in model.parameters()), vocabulary),
-        fill=model.fill if is_empty else None,
+        flops_per_sample=count_flops(config, parameter_count, vocabulary),
+        fill=initialize if is_empty else None,
         demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
+        about=describe(config, shape),
     )
 
 
-def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
-    """Of one sample, forward and backward: 6 a weight and token, and attention's (arXiv:2204.02311, appendix B).
+def initialize_weights(
+    config: Config, shape: ModelConfig, model: "Decoder", device: "torch.device", is_allocated: bool = False
+) -> None:
+    """Draw all weights, then read those of `--init-from` over them."""
+    if not is_allocated:
+        model.fill(device)
+    elif config.lora.rank:
+        model.draw_weights()  # the adapters were added later
+    if config.init_from:
+        load_weights(model, shape, Path(config.init_from))
 
-    An embedding is looked up, not multiplied with; tied to the last layer, it is both.
+
+def describe(config: Config, shape: ModelConfig) -> dict[str, Any]:
+    """Return what `trainers.export` needs to know about a checkpoint."""
+    return {
+        "model": dataclasses.asdict(shape),
+        "lora": dataclasses.asdict(config.lora),
+        "init_from": str(Path(config.init_from).resolve()) if config.init_from else "",
+    }
+
+
+def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
+    """Count the operations of one sample, forward and backward.
+
+    6 for each weight and token, and those of attention (arXiv:2204.02311, appendix B). An embedding is looked up, not
+    multiplied with; one that is tied to the last layer is both.
     """
     model = config.model
     looked_up = 0 if model.tie_embeddings else vocabulary * model.width
@@ -72,7 +121,7 @@ def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
 
 
 def write_sample(config: Config, tokens: "Tokens", device: "torch.device", model: "torch.nn.Module") -> str:
-    """What the model writes, or why it cannot be shown."""
+    """Return text written by the model, or the reason why there is none."""
     from trainers.generate import write_text
     from trainers.tokenizers import create_tokenizer
 

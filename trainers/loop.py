@@ -1,51 +1,64 @@
-"""The training loop: one step after another, each told to the caller.
+"""The training loop: read samples, forward, loss, backward, clip, step, all-reduce the loss, report.
 
-Knows no strategy, cloud or storage. Saving, resuming and stopping happen round it.
+Knows no strategy by name, no cloud and no storage. Saving, resuming and stopping happen around it.
+
+Nothing in a step waits for the device: loss, norm and the request to stop stay in its memory until a step at which
+they are read (`is_read_due`), all steps since the last such step in one copy.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainers.config import TrainConfig
-from trainers.data import Samples
+from trainers.data import Samples, split_batch, to_device
 from trainers.errors import TrainerError
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
+from trainers.recipe import Forward, Loss, call_model
 from trainers.scaling import LossScale
 from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What a step came to, equal on every rank."""
+class Reading:
+    """What the host learns when it reads the device. Equal on all ranks that step together."""
 
-    step: int
-    loss: float
+    loss: float  # of the step at which it was read
     norm: float
-    learning_rate: float
-    is_skipped: bool  # its gradients were not finite, and moved nothing
+    skipped_steps: tuple[int, ...]  # since the last reading: their gradients were not finite, nothing was updated
     is_stop_asked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step that was taken; `reading` is None where the host did not read the device."""
+
+    step: int
+    learning_rate: float
+    reading: Reading | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is to be learnt from what, and with which arithmetic."""
+    """What is learned from which samples, and with which arithmetic."""
 
     samples: Samples
-    loss_of: Callable[[Tensor, Tensor], Tensor]  # outputs and targets -> mean over the samples
+    loss: Loss  # of outputs and targets: the mean over the samples
     precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
+    forward: Forward = call_model
 
 
 class Position:
     """How far the run has come, in steps and in samples of the data order."""
 
     def __init__(self, fingerprint: str) -> None:
-        """Begin at the beginning of the data with this fingerprint."""
+        """Start at step 0 of the data with this fingerprint."""
         self.fingerprint = fingerprint
         self.steps_done = 0
         self.samples_done = 0
@@ -56,15 +69,16 @@ class Position:
         self.samples_done += samples
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters."""
+        """Return all counters."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counters; other data than before cannot continue the same run."""
+        """Continue from saved counters. A checkpoint of other data raises a TrainerError."""
         if state["fingerprint"] != self.fingerprint:
             raise TrainerError(
-                "the checkpoint was trained on other data, or data cut otherwise (`--data.*`, `--model.context`). "
-                "The text shipped with Python differs by release. Name a new `$BROKER_CHECKPOINT_DIR` to begin anew"
+                "the checkpoint was trained on other data, or on data cut into other samples (`--data.*`, "
+                "`--model.context`). The text shipped with Python differs by release\n\n"
+                "hint: set `$BROKER_CHECKPOINT_DIR` to a new folder to start a new run"
             )
         self.steps_done, self.samples_done = state["steps_done"], state["samples_done"]
 
@@ -74,7 +88,7 @@ def iterate_steps(
     *,
     model: nn.Module,
     strategy: Strategy,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     work: Work,
     position: Position,
     ranks: Ranks,
@@ -82,66 +96,120 @@ def iterate_steps(
     before_change: Callable[[], None],
     scaling: LossScale,
     changing: AbstractContextManager[Any] | None = None,
+    is_read_due: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[StepReport]:
-    """Train from `position` to the last step, yielding after each. All state is consistent while suspended.
+    """Train from `position` to the last step and yield after each one. All state is consistent while suspended.
 
-    `before_change` is called before parameters move: a checkpoint may still be copying them. Outside `changing` the
-    state is whole, and that of the position. Whether one rank asks to
-    stop travels with the loss, so that all ranks know at the same step.
+    `before_change` is called before parameters are updated: a checkpoint may still be copying them. Outside `changing`
+    parameters, moments and `position` belong to the same step. A request to stop travels with the loss, so that all
+    ranks learn of it at the same step; `is_read_due` must therefore give all ranks the same answer.
     """
-    skips = 0
+    device_log = DeviceLog(config)
     while position.steps_done < config.steps:
         learning_rate = optimizer.learning_rate
         passes = read_passes(config, strategy, work, position.samples_done, ranks, loss_scale=scaling.factor)
-        loss_part = strategy.run_passes(model, passes)
+
+        # Forward, loss and backward of every micro-batch; pipelines interleave those of their stages.
+        if strategy.has_own_schedule:
+            loss = strategy.run_schedule(model, passes)
+        else:
+            loss = forward_backward(model, passes, strategy)
         scaling.unscale(model.parameters())
         norm = strategy.clip(model, config.norm_max)
-        is_skipped = not math.isfinite(norm)
-        is_overflow = scaling.note(is_finite=not is_skipped)
-        skips = skips + 1 if is_skipped and not is_overflow else 0
-        if is_skipped:
-            if not is_overflow:
-                _check_skips(config, position.steps_done + 1, norm, skips)
-            optimizer.skip_step()
+        optimizer.skip_unless(torch.isfinite(norm))
+        is_overflow = scaling.is_on and scaling.note(is_finite=bool(torch.isfinite(norm)))
+
         before_change()
         with changing or nullcontext():
-            strategy.step(model, optimizer)
+            strategy.step(model, optimizer, loss)
             position.advance(config.batch)
-        loss, is_stopping = strategy.tally(loss_part, part=passes.part, is_stop_asked=is_stop_asked())
+
+        # Two numbers: the mean loss of the global batch, and how many ranks were asked to stop.
+        totals = strategy.all_reduce_loss(loss, weight=passes.weight, is_stop_asked=is_stop_asked())
+        device_log.add(position.steps_done, norm, totals, is_overflow=is_overflow)
+        is_read = is_read_due(position.steps_done) or position.steps_done == config.steps
         yield StepReport(
-            step=position.steps_done,
-            loss=loss,
-            norm=norm,
-            learning_rate=learning_rate,
-            is_skipped=is_skipped,
-            is_stop_asked=is_stopping,
+            step=position.steps_done, learning_rate=learning_rate, reading=device_log.read() if is_read else None
         )
+
+
+def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy) -> Tensor:
+    """Accumulate the mean gradient of the global batch; return this rank's part of the mean loss, on the device."""
+    total = torch.zeros((), dtype=torch.float64, device=passes.device)
+    for index, micro_batch in enumerate(passes.micro_batches, start=1):
+        # The strategy delays the exchange of gradients until the last backward pass.
+        with strategy.micro_step(model, last=index == len(passes.micro_batches)):
+            with passes.precision():
+                outputs = passes.forward(model, micro_batch.inputs)
+            loss = passes.loss(outputs, micro_batch.targets)
+            (loss * passes.scale(micro_batch)).backward()
+        total += loss.detach().double() * micro_batch.weight
+    return total
 
 
 def read_passes(
     config: TrainConfig, strategy: Strategy, work: Work, sample_first: int, ranks: Ranks, *, loss_scale: float = 1.0
 ) -> Passes:
-    """This rank's samples of a step, in micro-batches."""
+    """Read this rank's samples of a step, in micro-batches, onto the device."""
     micro_batches = []
-    for samples, part in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
-        batch = work.samples.read(samples.start, len(samples))
-        inputs, targets = (each.to(ranks.device, non_blocking=True) for each in batch)
-        micro_batches.append(MicroBatch(inputs=inputs, targets=targets, part=part))
+    for samples, weight in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
+        batch = to_device(work.samples.read(samples.start, len(samples)), ranks.device)
+        inputs, targets = split_batch(batch)
+        micro_batches.append(MicroBatch(inputs=inputs, targets=targets, weight=weight))
     return Passes(
         micro_batches=micro_batches,
-        loss_of=work.loss_of,
+        forward=work.forward,
+        loss=work.loss,
         precision=work.precision,
         share_count=strategy.share.count,
         loss_scale=loss_scale,
+        device=ranks.device,
     )
 
 
-def _check_skips(config: TrainConfig, step: int, norm: float, skips: int) -> None:
-    if config.on_nan == "skip" and skips <= config.skips_max:
-        return
-    times = f" {skips} times in a row" if skips > 1 else ""
-    raise TrainerError(
-        f"the gradients of step {step} are not finite{times} (norm {norm}), so nothing more can be learnt\n\n"
-        "hint: lower `--train.learning_rate`, raise `--train.warmup_steps`, or pass `--train.z_loss 1e-4`\n"
-        "hint: `--train.on_nan skip` passes over single steps; the run goes on from its last checkpoint"
-    )
+@dataclass(kw_only=True)
+class _Entry:
+    step: int
+    values: Tensor  # norm, loss, count of ranks asked to stop
+    is_overflow: bool
+
+
+@dataclass
+class DeviceLog:
+    """Results of steps that are still on the device."""
+
+    config: TrainConfig
+    _entries: list[_Entry] = field(default_factory=list)
+    _skips: int = 0  # in a row, up to the last step that was read
+
+    def add(self, step: int, norm: Tensor, totals: Tensor, *, is_overflow: bool) -> None:
+        """Keep the results of a step. `is_overflow`: non-finite gradients may be due to the loss scale."""
+        values = torch.cat([norm.detach().double().reshape(1), totals.to(norm.device)])
+        self._entries.append(_Entry(step=step, values=values, is_overflow=is_overflow))
+
+    def read(self) -> Reading:
+        """Wait for the device and judge all steps since the last reading. Raises TrainerError on non-finite ones."""
+        rows = torch.stack([entry.values for entry in self._entries]).tolist()
+        skipped = []
+        for entry, (norm, _, _) in zip(self._entries, rows, strict=True):
+            if math.isfinite(norm):
+                self._skips = 0
+                continue
+            skipped.append(entry.step)
+            self._skips = 0 if entry.is_overflow else self._skips + 1
+            if not entry.is_overflow:
+                self._check_skips(entry.step, norm)
+        self._entries.clear()
+        norm, loss, _ = rows[-1]
+        stops = any(row[2] > 0 for row in rows)
+        return Reading(loss=loss, norm=norm, skipped_steps=tuple(skipped), is_stop_asked=stops)
+
+    def _check_skips(self, step: int, norm: float) -> None:
+        if self.config.on_nan == "skip" and self._skips <= self.config.skips_max:
+            return
+        times = f" {self._skips} times in a row" if self._skips > 1 else ""
+        raise TrainerError(
+            f"the gradients of step {step} are not finite{times} (norm {norm}), so training cannot continue\n\n"
+            "hint: lower `--train.learning_rate`, raise `--train.warmup_steps`, or pass `--train.z_loss 1e-4`\n"
+            "hint: `--train.on_nan skip` skips single steps; the run resumes from its last checkpoint"
+        )

@@ -19,7 +19,8 @@ def next_token_loss(z_weight: float) -> Loss:
 
     def measure(logits: Tensor, targets: Tensor) -> Tensor:
         if logits.numel() * FLOAT_BYTES > CHUNK_BYTES and type(logits) is Tensor:
-            chunked: Tensor = ChunkedLoss.apply(logits.flatten(0, 1), targets.flatten(), z_weight)
+            apply: Callable[..., Tensor] = ChunkedLoss.apply
+            chunked = apply(logits.flatten(0, 1), targets.flatten(), z_weight)
             return chunked
         flat = logits.float().flatten(0, 1)
         loss: Tensor = functional.cross_entropy(flat, targets.flatten())
@@ -30,7 +31,7 @@ def next_token_loss(z_weight: float) -> Loss:
     return measure
 
 
-class ChunkedLoss(torch.autograd.Function):  # type: ignore[misc]
+class ChunkedLoss(torch.autograd.Function):
     """The same loss of logits `[rows, vocabulary]`, a chunk of rows at a time, its gradient worked out on the way.
 
     Left to autograd, bfloat16 logits are held twice more in float32, and their gradient a third time. Here float32
@@ -55,7 +56,7 @@ class ChunkedLoss(torch.autograd.Function):  # type: ignore[misc]
                 slope = (part - log_sum).exp_()
                 if z_weight:
                     slope *= 1 + 2 * z_weight * log_sum
-                slope.scatter_add_(1, right, torch.full_like(log_sum, -1.0))
+                slope.scatter_(1, right, slope.gather(1, right) - 1.0)  # deterministic on GPUs, unlike scatter_add_
                 gradient[start : start + step] = slope.div_(rows)
         context.gradient = gradient
         return total / rows

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trainers.storage import Storage
 
@@ -46,6 +47,7 @@ class Contents:
     shared: frozenset[str]
     own: frozenset[str]
     files: Mapping[str, Seal]
+    about: Mapping[str, Any]  # the recipe's; empty before 0.1
 
 
 class Damage(Exception):
@@ -86,6 +88,7 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
             shared=frozenset(manifest["shared"]),
             own=frozenset(manifest["own"]),
             files={str(file): Seal(sha256=str(sha256), size=int(size)) for file, (sha256, size) in files.items()},
+            about=dict(manifest.get("about") or {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damage(f"its manifest cannot be read ({error})") from error

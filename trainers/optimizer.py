@@ -1,119 +1,197 @@
-"""AdamW with a warmed-up cosine schedule, on torch's fused kernel.
+"""The optimizer of a run: torch's fused AdamW, or one of your own, with a schedule and state by parameter name.
 
-Our own because the first use of `torch.optim` imports torch._dynamo: 1.0 s of every recovery, measured on torch 2.13.
+State by name rather than by number can be read back by other ranks and other strategies
+(docs/decisions/0060-torch-adamw.md).
 """
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainers.config import TrainConfig
+from trainers.errors import TrainerError
 
 # Adam's usual averaging horizons for language models (GPT-3, arXiv:2005.14165, appendix B).
-BETA_FIRST, BETA_SECOND, EPSILON = 0.9, 0.95, 1e-8
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+# What checkpoints call AdamW's moments.
+STATE_NAMES = {"exp_avg": "first", "exp_avg_sq": "second"}
+
+MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # of named parameters
 
 
-class AdamW:
-    """Adam with decoupled weight decay (arXiv:1711.05101). State is kept by parameter name."""
+class Optimizer:
+    """A torch optimizer whose state can be saved, resharded and restored before its first step."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], config: TrainConfig) -> None:
-        """Take named parameters; their moments are allocated now, so that a checkpoint can be read into them."""
-        self._config = config
-        self._parameters = dict(parameters)
-        self._first = {name: torch.zeros_like(value) for name, value in self._parameters.items()}
-        self._second = {name: torch.zeros_like(value) for name, value in self._parameters.items()}
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        config: TrainConfig,
+        *,
+        make: MakeOptimizer | None = None,
+        schedule: Callable[[int], float] | None = None,
+    ) -> None:
+        """Take the named parameters that are trained. The state is allocated now, so a checkpoint can be read into it.
+
+        `make` creates an optimizer of your own; `schedule` maps a step, counted from 0, to a factor of its groups'
+        learning rates.
+        """
+        self._config, self._schedule = config, schedule
+        self._parameters = {name: value for name, value in parameters if value.requires_grad}
+        # AdamW works by element, so each rank updates its own part of a sharded parameter as a plain tensor: torch's
+        # operations on lists do not take sharded and whole tensors together. An optimizer of your own sees DTensors.
+        self._is_local = make is None
+        self._handles = {
+            name: local(value.detach()) if self._is_local else value for name, value in self._parameters.items()
+        }
+        self._optimizer = make(self._handles) if make else make_adamw(self._handles, config)
+        self._base_rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._check_parameters()
+        self._initialize_state()
         self.steps_done = 0
-        self._moves_done = 0
-        self._is_skipping = False
+        self._found_inf: Tensor | None = None
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
-        return learning_rate(self.steps_done, self._config)
-
-    def skip_step(self) -> None:
-        """Make the next step move nothing, and gradients zero for whoever else reads them before."""
-        self._is_skipping = True
-        with torch.no_grad():
-            gradients = [local(value.grad) for value in self._parameters.values() if value.grad is not None]
-            torch._foreach_zero_(gradients)
+        """The rate of the next step, of the first group."""
+        return self._find_rates(self.steps_done)[0]
 
     @property
     def is_finished(self) -> bool:
         """Whether the run's last step is done."""
         return self.steps_done >= self._config.steps
 
-    def step(self, *, schedule_step: int | None = None, rate_share: float = 1.0) -> None:
-        """Move every parameter once along its gradient and drop the gradients.
+    def skip_unless(self, is_finite: Tensor) -> None:
+        """Make the next step update nothing if `is_finite`, a scalar on the device, is false. Does not wait."""
+        self._found_inf = (~is_finite).float()
 
-        Where several moves make up one step of the run, `schedule_step` says which, and each moves by a share.
+    def zero_skipped_gradients(self) -> None:
+        """Set gradients to zero if the next step is skipped, for a strategy that sends them elsewhere. Waits."""
+        if self._found_inf is not None and bool(self._found_inf):
+            with torch.no_grad():
+                torch._foreach_zero_([local(gradient) for gradient in self._find_gradients().values()])
+
+    def step(self, *, schedule_step: int | None = None, rate_share: float = 1.0) -> None:
+        """Update every parameter once and drop the gradients.
+
+        Where several updates make up one step of the run, `schedule_step` says which, and each has a share of its rate.
         """
         schedule_step = self.steps_done if schedule_step is None else schedule_step
-        rate = rate_share * learning_rate(schedule_step, self._config)
         self.steps_done = schedule_step + 1
-        if self._is_skipping:
-            self._is_skipping = False
-            self._drop_gradients()
-            return
-        self._moves_done += 1
-        # Decay shapes matrices; on biases and norms it only pulls towards a meaningless zero.
-        for is_matrix in (True, False):
-            names = [name for name, value in self._parameters.items() if (value.dim() >= 2) == is_matrix]
-            if names:
-                with torch.no_grad():
-                    self._move(names, rate, self._config.weight_decay if is_matrix else 0.0)
+        for group, rate in zip(self._optimizer.param_groups, self._find_rates(schedule_step), strict=True):
+            group["lr"] = rate_share * rate
+        if self._is_local:
+            for name, gradient in self._find_gradients().items():
+                self._handles[name].grad = local(gradient)
+        # Fused optimizers read the flag on the device; for others the host has to.
+        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            self._optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]  # as torch's GradScaler sets it
+            self._optimizer.step()
+        elif self._found_inf is None or not bool(self._found_inf):
+            self._optimizer.step()
+        self._found_inf = None
         self._drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that must survive; the tensors are the live ones."""
-        counts = {"steps_done": self.steps_done, "moves_done": self._moves_done}
-        return {"first": dict(self._first), "second": dict(self._second), **counts}
+        """Return all that must survive; the tensors are the live ones."""
+        state: dict[str, Any] = {}
+        updates: dict[str, int] = {}
+        for name, handle in self._handles.items():
+            for key, value in self._optimizer.state.get(handle, {}).items():
+                if key == "step":
+                    updates[name] = int(value)
+                elif isinstance(value, Tensor):
+                    spread = _spread_like(value, self._parameters[name])
+                    state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
+        # One number where all parameters were updated equally often, as they are unless some got no gradient.
+        counts = set(updates.values()) or {0}
+        moves = counts.pop() if len(counts) == 1 else json.dumps(updates)
+        return {**state, "steps_done": self.steps_done, "moves_done": moves}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state saved by `state_dict`."""
+        """Take over a state returned by `state_dict`."""
+        keys = {saved: key for key, saved in STATE_NAMES.items()}
+        moves = state["moves_done"]
+        updates = json.loads(moves) if isinstance(moves, str) else dict.fromkeys(self._handles, moves)
         with torch.no_grad():
-            for mine, theirs in ((self._first, state["first"]), (self._second, state["second"])):
-                for name, value in mine.items():
-                    local(value).copy_(local(theirs[name]))
-        self.steps_done, self._moves_done = state["steps_done"], state["moves_done"]
+            for saved, values in state.items():
+                for name, value in values.items() if isinstance(values, dict) else ():
+                    local(self._optimizer.state[self._handles[name]][keys.get(saved, saved)]).copy_(local(value))
+            self._set_updates(updates)
+        self.steps_done = state["steps_done"]
+
+    def _find_rates(self, step: int) -> list[float]:
+        if self._schedule is not None:
+            factor = float(self._schedule(step))
+            return [rate * factor for rate in self._base_rates]
+        if self._is_local:
+            return [find_learning_rate(step, self._config)] * len(self._base_rates)
+        return list(self._base_rates)
+
+    def _check_parameters(self) -> None:
+        given = {id(handle) for handle in self._handles.values()}
+        if any(id(parameter) not in given for group in self._optimizer.param_groups for parameter in group["params"]):
+            raise TrainerError("the optimizer has a parameter that is not among those it was given")
+
+    def _initialize_state(self) -> None:
+        """Allocate what torch would allocate in the first step."""
+        if isinstance(self._optimizer, torch.optim.AdamW) and self._is_local:
+            for handle in self._handles.values():
+                self._optimizer.state[handle] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=handle.device),
+                    "exp_avg": torch.zeros_like(handle),
+                    "exp_avg_sq": torch.zeros_like(handle),
+                }
+            return
+        # Any other one is asked to take a step that changes nothing (as torch.distributed.checkpoint does).
+        before = [handle.detach().clone() for handle in self._handles.values()]
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        for handle in self._handles.values():
+            handle.grad = torch.zeros_like(handle)
+        self._optimizer.step()
+        with torch.no_grad():
+            for handle, value in zip(self._handles.values(), before, strict=True):
+                handle.copy_(value)
+        self._set_updates(dict.fromkeys(self._handles, 0))
+        self._drop_gradients()
+        for group, rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate
+
+    def _set_updates(self, updates: Mapping[str, int]) -> None:
+        for name, handle in self._handles.items():
+            state = self._optimizer.state.get(handle, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(updates.get(name, 0))
+            elif "step" in state:
+                state["step"] = updates.get(name, 0)
+
+    def _find_gradients(self) -> dict[str, Tensor]:
+        return {name: value.grad for name, value in self._parameters.items() if value.grad is not None}
 
     def _drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def _move(self, names: list[str], rate: float, decay: float) -> None:
-        # Every move is by element, so a shard needs no more than itself; and torch's operations on lists do not take
-        # sharded and whole tensors together.
-        parameters = [local(self._parameters[name]) for name in names]
-        gradients = [local(_gradient(name, self._parameters[name])) for name in names]
-        first = [local(self._first[name]) for name in names]
-        second = [local(self._second[name]) for name in names]
-        # torch.optim's own kernel, called without torch.optim: one pass over memory where operations on lists make ten.
-        moves = torch.tensor(float(self._moves_done), device=parameters[0].device)
-        torch._fused_adamw_(
-            parameters,
-            gradients,
-            first,
-            second,
-            [],
-            [moves] * len(parameters),
-            lr=rate,
-            beta1=BETA_FIRST,
-            beta2=BETA_SECOND,
-            weight_decay=decay,
-            eps=EPSILON,
-            amsgrad=False,
-            maximize=False,
-        )
+        for values in (self._parameters, self._handles):
+            for value in values.values():
+                value.grad = None
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of a step, counted from 0: linear warmup to the peak, then half a cosine down to the minimum.
+def make_adamw(parameters: Mapping[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
+    """Create AdamW; weight decay applies to matrices, not to biases and norms, as in GPT-2 and Llama."""
+    matrices = [value for value in parameters.values() if value.dim() >= 2]
+    others = [value for value in parameters.values() if value.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.learning_rate, betas=BETAS, eps=EPSILON, fused=True
+    )
 
-    A pure function of the step, so the schedule has no state of its own to lose.
+
+def find_learning_rate(step: int, config: TrainConfig) -> float:
+    """Return the rate of a step, counted from 0: linear warmup to the peak, then half a cosine down to the minimum.
+
+    A pure function of the step, so the schedule has no state of its own.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -123,11 +201,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank; it shares memory with a DTensor's shard."""
+    """Return the part of a tensor that lies on this rank; it shares memory with a DTensor's shard."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
-def _gradient(name: str, parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, f"{name} took no part in the loss"
-    return parameter.grad
+def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a state tensor as what it is a part of: spread over ranks as its parameter is."""
+    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh") or value.dim() == 0:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    placed: Any = parameter
+    return DTensor.from_local(
+        value, placed.device_mesh, placed.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -40,7 +40,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainers.prepare", description="Turn text into token files.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl or .parquet files, or folders of them")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="where token files are written")
-    parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or an encoding of tiktoken such as `gpt2`")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="`bytes`, an encoding of tiktoken such as `gpt2`, or a Hugging Face model's folder",
+    )
     parser.add_argument("--shard-tokens", type=_positive, default=100_000_000, help="tokens a file (default: 100M)")
     parser.add_argument(
         "--validation-share", type=_share, default=0.01, help="share kept for evaluation, from the end (default: 0.01)"

@@ -23,6 +23,7 @@ def _optimisation(steps: int, batch: int, micro_batch: int, peak: float, warmup_
         "train.warmup_steps": warmup_steps,
         # About as rare as they can be with an hour's work lost at worst on one GPU of the A100's generation.
         "checkpoint.every_steps": 250,
+        "log.every_steps": 10,
     }
 
 
@@ -31,13 +32,15 @@ def _optimisation(steps: int, batch: int, micro_batch: int, peak: float, warmup_
 _GPT2 = {"vocabulary": 50257, "tie_embeddings": True}
 # Llama 2, arXiv:2307.09288, and Llama 3, arXiv:2407.21783, table 3.
 _LLAMA3 = {"kind": "llama", "key_value_heads": 8, "vocabulary": 128256, "rope_theta": 500000.0}
-_LARGE = {"dtype": "bfloat16", "recompute": "selective"}
+# Under FSDP parameters are gathered in bfloat16, and gradients summed in float32 (torchtitan's defaults).
+_BFLOAT16 = {"dtype": "bfloat16", "fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"}
+_LARGE = {**_BFLOAT16, "recompute": "selective"}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt-1m": _shape(4, 144, 4, 128) | _optimisation(2000, 32, 32, 2e-3, 100),
     "gpt-10m": _shape(6, 384, 6, 256) | _optimisation(5000, 64, 64, 1e-3, 100),
     "llama-10m": _shape(6, 384, 6, 256, kind="llama", hidden_width=1024) | _optimisation(5000, 64, 64, 1e-3, 100),
-    "gpt2": _shape(12, 768, 12, 1024, **_GPT2) | _optimisation(600_000, 480, 12, 6e-4, 2000) | {"dtype": "bfloat16"},
+    "gpt2": _shape(12, 768, 12, 1024, **_GPT2) | _optimisation(600_000, 480, 12, 6e-4, 2000) | _BFLOAT16,
     "gpt2-medium": _shape(24, 1024, 16, 1024, **_GPT2) | _optimisation(600_000, 480, 8, 3e-4, 2000) | _LARGE,
     "gpt2-large": _shape(36, 1280, 20, 1024, **_GPT2) | _optimisation(600_000, 480, 8, 2.5e-4, 2000) | _LARGE,
     "gpt2-xl": _shape(48, 1600, 25, 1024, **_GPT2) | _optimisation(600_000, 480, 4, 2e-4, 2000) | _LARGE,

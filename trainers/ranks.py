@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainers.headway import Counter, LocalCounter
+from trainers.restore_progress import Counter, LocalCounter
 
 # For a peer in a step. One that hangs should be an error soon, not after torch's 30 minutes: the broker restarts the
 # whole set anyway. One that died is an error at once, by its closed connection.
@@ -86,7 +86,8 @@ class Ranks:
         """Numbers that all ranks add to; usable beside any collective."""
         if self.world_size == 1:
             return LocalCounter()
-        return StoreCounter(dist.distributed_c10d._get_default_store().clone())
+        store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone` (2.13)
+        return StoreCounter(store.clone())
 
 
 class StoreCounter:
@@ -123,7 +124,11 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
             torch.set_num_threads(1)  # ranks share the cores; torch would take them all for each
     if world_size == 1:
         return Ranks(rank=rank, world_size=world_size, device=device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=make_timeout(start_s))
+    # With a device NCCL connects now, rather than in the first collective, and a wrong device is an error at once.
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo", timeout=make_timeout(start_s), device_id=device if is_cuda else None
+    )
     # Two threads must not use one group: their messages would pair up wrongly between ranks.
     background_group = dist.new_group(backend="gloo", timeout=make_timeout(checkpoint_s))
     return Ranks(

@@ -24,7 +24,7 @@ class LossScale:
         """Divide all gradients by the factor, in place."""
         if self.is_on:
             with torch.no_grad():
-                gradients = [local(each.grad) for each in parameters if each.grad is not None]
+                gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self.factor)
 
     def note(self, *, is_finite: bool) -> bool:

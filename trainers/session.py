@@ -1,6 +1,6 @@
-"""One attempt at a run, whatever is trained: join the others, resume, train, save, and say how it went.
+"""One attempt at a run of any recipe: join the other ranks, build, resume, train, save, report.
 
-Imports torch only when flags are known to be right and SIGTERM is heard.
+Imports torch only after the flags are checked and SIGTERM is handled.
 """
 
 import os
@@ -17,35 +17,38 @@ from trainers.elastic import Elastic, Member, join_world
 from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
 from trainers.preemption import PreemptionNotice
-from trainers.study import Bring
+from trainers.recipe import Build
 from trainers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
-    from trainers.headway import Headway, Restoring
     from trainers.loop import StepReport
     from trainers.progress import Progress
     from trainers.ranks import Ranks
+    from trainers.restore_progress import RestoreProgress, RestoreStatus
     from trainers.state import RunState
 
 STARTED_S = time.perf_counter()
 
 
-def run_session(config: RunConfig, bring: Bring) -> int:
+def run_session(config: RunConfig, build: Build) -> int:
     """Train as the config and the environment say.
 
     Returns 0 when all steps are done, 143 when preempted, 1 where the run cannot go on; a hang ends with 75.
     """
     # Read at torch's import. At warning level every DDP run scolds us for a choice explained in strategies/ddp.py.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     environment = read_environment()
     notice = PreemptionNotice(environment.preemption_file)
     notice.listen()
     watchdog = Watchdog(config.watchdog.timeout_s, start_s=config.watchdog.start_s)
     watchdog.start()
-    from trainers.devices import advise, is_out_of_memory
+    from trainers.devices import advise, configure_arithmetic, is_out_of_memory
     from trainers.ranks import is_first_to_say, join_ranks, leave_ranks
 
+    configure_arithmetic(config)
     try:
         member = join_world(config)
         try:
@@ -54,7 +57,7 @@ def run_session(config: RunConfig, bring: Bring) -> int:
                 ranks=join_ranks(start_s=config.watchdog.start_s, checkpoint_s=config.watchdog.checkpoint_s),
                 member=member,
             )  # fmt: skip
-            return session.train(bring)
+            return session.train(build)
         except Exception:
             if member is not None:  # a peer that is gone makes all kinds of errors
                 watchdog.beat("waiting for a new world")
@@ -87,7 +90,7 @@ class Session:
     member: Member | None
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while a step changes the state
 
-    def train(self, bring: Bring) -> int:
+    def train(self, build: Build) -> int:
         """Build everything, resume, drive the steps; return the exit code."""
         from trainers.checkpoint import CheckpointManager
         from trainers.progress import Progress
@@ -95,7 +98,7 @@ class Session:
         from trainers.storage import open_storage
 
         config, ranks, member = self.config, self.ranks, self.member
-        state = build_state(config, bring, ranks, generation=member.world.generation if member else 1)
+        state = build_state(config, build, ranks, generation=member.world.generation if member else 1)
         checkpoints = CheckpointManager(
             open_storage(self.environment.checkpoint_url),
             ranks,
@@ -103,12 +106,13 @@ class Session:
             keep=config.checkpoint.keep,
             shared=state.shared,
             own=state.own,
+            about=state.recipe.about,
         )
         progress = Progress(
             self.environment.progress_file,
             total=config.train.steps,
             is_silent=not ranks.is_first,
-            unit=state.study.unit,
+            unit=state.recipe.unit,
         )
         event = self._resume(state, checkpoints, progress)
         self.watchdog.beat("in the first step", limit_s=self.watchdog.start_s)
@@ -123,38 +127,38 @@ class Session:
         code = self._drive(state, checkpoints, progress)
         if member is not None and code == 0:
             member.finish()
-        if code == 0 and state.study.demonstrate is not None:
+        if code == 0 and state.recipe.demonstrate is not None:
             self.watchdog.beat("showing what was learnt")
-            progress.say(state.study.demonstrate(state.wrapped))
+            progress.say(state.recipe.demonstrate(state.wrapped))
         return code
 
     def _resume(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> str:
-        """Take the newest state that is left of the run; return what to call that."""
+        """Load the newest state of the run, from peers' memory or storage; return the event to report."""
         member, part = self.member, state.strategy.find_part() if self.member is not None else None
-        step, event = None, "went on from memory"
+        step, event = None, "resumed from memory"
         if member is not None and part is not None:
             step = member.take_over(self.ranks, part, state.shared)
         if step is None:
-            event = "started" if checkpoints.restore(self._make_headway(progress)) is None else "resumed"
+            event = "started" if checkpoints.restore(self._make_restore_progress(progress)) is None else "resumed"
         if member is not None and part is not None:
             member.offer(self.changing, state.position, part, state.shared)
         return event
 
-    def _make_headway(self, progress: "Progress") -> "Headway":
-        """A restore takes as long as it takes; without a byte on any rank for the time of a step it hangs."""
-        from trainers.headway import Headway
+    def _make_restore_progress(self, progress: "Progress") -> "RestoreProgress":
+        """Count bytes read by all ranks: a restore has no time limit as long as bytes arrive."""
+        from trainers.restore_progress import RestoreProgress
 
-        def tell(found: "Restoring") -> None:
+        def report(status: "RestoreStatus") -> None:
             progress.report(
-                step=found.step,
+                step=status.step,
                 event="restoring",
-                checkpoint_step=found.step,
+                checkpoint_step=status.step,
                 busy_s=self.config.watchdog.timeout_s or self.config.watchdog.start_s,
-                read_gb=round(found.read_bytes / 1e9, 3),
-                of_gb=round(found.wanted_bytes / 1e9, 3),
+                read_gb=round(status.read_bytes / 1e9, 3),
+                of_gb=round(status.wanted_bytes / 1e9, 3),
             )
 
-        return Headway(self.ranks.make_counter(), beat=self.watchdog.beat, tell=tell)
+        return RestoreProgress(self.ranks.make_counter(), beat=self.watchdog.beat, report=report)
 
     def _drive(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> int:
         from trainers.evaluate import Evaluation
@@ -164,9 +168,8 @@ class Session:
         from trainers.ranks import choose_precision
         from trainers.supervisor import Supervisor
 
-        config, ranks, study, strategy = self.config, self.ranks, state.study, state.strategy
+        config, ranks, recipe, strategy = self.config, self.ranks, state.recipe, state.strategy
         precision = choose_precision(ranks.device, config.dtype)
-        steps = self._iterate(state, checkpoints, precision)
         supervisor = Supervisor(
             config=config,
             checkpoints=checkpoints,
@@ -177,11 +180,11 @@ class Session:
                 config.log,
                 config.dtype,
                 ranks.device,
-                units_per_sample=study.units_per_sample,
-                flops_per_sample=study.flops_per_sample,
+                units_per_sample=recipe.units_per_sample,
+                flops_per_sample=recipe.flops_per_sample,
                 ranks=ranks.world_size,
             ),
-            evaluation=Evaluation(config, state.wrapped, strategy, ranks, study, precision),
+            evaluation=Evaluation(config, state.wrapped, strategy, ranks, recipe, precision),
             profile=Profile(config.profile, ranks),
             watchdog=self.watchdog,
             ranks=ranks,
@@ -189,18 +192,20 @@ class Session:
             if self.member
             else None,
         )
-        return supervisor.drive(steps)
+        return supervisor.drive(self._iterate(state, checkpoints, precision, supervisor.is_read_due))
 
     def _iterate(
         self,
         state: "RunState",
         checkpoints: "CheckpointManager",
         precision: Callable[[], AbstractContextManager[Any]],
+        is_read_due: Callable[[int], bool],
     ) -> "Iterator[StepReport]":
         from trainers.data import Prefetch
         from trainers.loop import Work, iterate_steps
 
-        config, samples = self.config, state.study.training
+        config, recipe = self.config, state.recipe
+        samples = recipe.training
         if config.prefetch:
             samples = Prefetch(samples, config.train.batch, is_pinned=self.ranks.device.type == "cuda")
         return iterate_steps(
@@ -208,13 +213,14 @@ class Session:
             model=state.wrapped,
             strategy=state.strategy,
             optimizer=state.optimizer,
-            work=Work(samples=samples, loss_of=state.study.loss_of, precision=precision),
+            work=Work(samples=samples, loss=recipe.loss, precision=precision, forward=recipe.forward),
             position=state.position,
             ranks=self.ranks,
             is_stop_asked=self._is_stop_asked,
             before_change=checkpoints.settle,
             scaling=state.scaling,
             changing=self.changing,
+            is_read_due=is_read_due,
         )
 
     def _is_stop_asked(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a run trains, and all that decides what becomes of it: built once, and brought back by a checkpoint."""
+"""The state of a run: model, optimizer, position, random numbers. Built once, restored from a checkpoint."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +10,13 @@ from trainers.blocks import check_shared, find_shared, prepare_blocks
 from trainers.config import RunConfig
 from trainers.devices import check_memory
 from trainers.loop import Position
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.randomness import RandomNumbers
 from trainers.ranks import Ranks
+from trainers.recipe import Build, Recipe
 from trainers.scaling import LossScale
 from trainers.strategies import create_strategy
 from trainers.strategies.base import Strategy
-from trainers.study import Bring, Study
 
 # Further apart than any two ranks' draws.
 SEEDS_A_GENERATION = 1_000_003
@@ -26,18 +26,18 @@ SEEDS_A_GENERATION = 1_000_003
 class RunState:
     """`wrapped` is called; `model` within it holds the parameters that this rank trains."""
 
-    study: Study
+    recipe: Recipe
     strategy: Strategy
     model: nn.Module
     wrapped: nn.Module
-    optimizer: AdamW
+    optimizer: Optimizer
     position: Position
     scaling: LossScale
     random_numbers: RandomNumbers
 
     @cached_property
     def shared(self) -> dict[str, Any]:
-        """Of the whole run, by name: each rank holds it or a part of it."""
+        """State of the whole run, by name: each rank holds it or a part of it."""
         shared = {**self.strategy.shared_state(self.model, self.optimizer), "position": self.position}
         if self.scaling.is_on:
             shared["loss_scale"] = self.scaling
@@ -45,18 +45,18 @@ class RunState:
 
     @cached_property
     def own(self) -> dict[str, Any]:
-        """Of this rank alone, by name."""
+        """State of this rank alone, by name."""
         return {**self.strategy.own_state(self.model, self.optimizer), "random_numbers": self.random_numbers}
 
 
-def build_state(config: RunConfig, bring: Bring, ranks: Ranks, *, generation: int = 1) -> RunState:
-    """At step 0, spread over the ranks. `generation`: of the world, where it changes while the run goes on."""
+def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: int = 1) -> RunState:
+    """Build the state of step 0, spread over the ranks. `generation` counts the worlds of an elastic run."""
     random_numbers = RandomNumbers(ranks.device)
     random_numbers.seed(config.train.seed)  # equal on all ranks: they draw equal weights
     strategy = create_strategy(config.strategy, ranks, config)
     is_spread = strategy.TAKES_EMPTY and ranks.world_size > 1
-    study = bring(ranks.device, is_spread)
-    model, fill = study.model, study.fill
+    recipe = build(ranks.device, is_spread)
+    model, fill = recipe.model, recipe.fill
     if not is_spread:
         check_memory(model.parameters(), ranks.device, config)
         if fill is not None:
@@ -72,12 +72,14 @@ def build_state(config: RunConfig, bring: Bring, ranks: Ranks, *, generation: in
     if fill is not None:
         fill(ranks.device)
     return RunState(
-        study=study,
+        recipe=recipe,
         strategy=strategy,
         model=model,
         wrapped=wrapped,
-        optimizer=AdamW(model.named_parameters(), config.train),
-        position=Position(study.training.fingerprint),
+        optimizer=Optimizer(
+            model.named_parameters(), config.train, make=recipe.make_optimizer, schedule=recipe.schedule
+        ),
+        position=Position(recipe.training.fingerprint),
         scaling=LossScale(config.dtype),
         random_numbers=random_numbers,
     )

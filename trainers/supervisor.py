@@ -1,4 +1,4 @@
-"""Goes round the training loop: what is told, measured and saved while steps are taken, and how they end."""
+"""Runs around the training loop: reports, evaluates, checkpoints, and ends the run."""
 
 import sys
 import time
@@ -10,9 +10,9 @@ from trainers.checkpoint import CheckpointManager
 from trainers.config import RunConfig
 from trainers.elastic import Elastic
 from trainers.evaluate import Evaluation
-from trainers.garbage import Garbage
+from trainers.gc_control import GcControl
 from trainers.interval import Pacer
-from trainers.loop import StepReport
+from trainers.loop import Reading, StepReport
 from trainers.metrics import Meter, MetricFiles, read_memory
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.profile import Profile
@@ -20,10 +20,13 @@ from trainers.progress import Progress
 from trainers.ranks import Ranks
 from trainers.watchdog import Watchdog
 
+# A request to stop is noticed when the device is read: at least this often, however rarely steps are logged.
+READ_STEPS_MAX = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """Goes round the loop: reports, evaluates, saves every so often, at the end, and at once when asked to stop."""
+    """Checkpoints at intervals, at the end, and as soon as the run is asked to stop."""
 
     config: RunConfig
     checkpoints: CheckpointManager
@@ -37,30 +40,41 @@ class Supervisor:
     ranks: Ranks
     elastic: Elastic | None = None
 
+    def is_read_due(self, step: int) -> bool:
+        """Whether the host waits for the device after this step; all ranks answer alike."""
+        config = self.config
+        every_steps = min(config.log.every_steps, READ_STEPS_MAX)
+        # A checkpoint must not contain a step that the run is about to be stopped for.
+        is_saved = self.pacer.is_due(step)
+        return is_saved or is_due(step, every_steps) or is_due(step, config.evaluate.every_steps)
+
     def drive(self, steps: Iterator[StepReport]) -> int:
         """Take all steps; return the exit code."""
-        with Garbage() as garbage:
-            return self._drive(steps, garbage)
+        with GcControl() as gc_control:
+            return self._drive(steps, gc_control)
 
-    def _drive(self, steps: Iterator[StepReport], garbage: Garbage) -> int:
+    def _drive(self, steps: Iterator[StepReport], gc_control: GcControl) -> int:
         config, checkpoints = self.config, self.checkpoints
-        told = checkpoints.step_committed
+        reported = checkpoints.step_committed
         is_first = True
         for report in steps:
             self.watchdog.beat(f"in step {report.step + 1}")
             if is_first:  # all ranks have compiled and read their first samples
                 self.ranks.limit_steps(config.watchdog.collective_s)
                 is_first = False
-            garbage.step()
+            gc_control.step()
             self.meter.count(config.train.batch)
             self.profile.step()
+            reading = report.reading
+            if reading is None:
+                continue
             committed = checkpoints.step_committed
-            values = self._measure(report)
-            if values or committed != told or report.is_skipped:
-                event = "checkpoint" if committed != told else "skipped" if report.is_skipped else None
-                self._tell(report, values, event)
-                told = committed
-            if report.is_stop_asked and report.step < config.train.steps:
+            values = self._measure(report, reading)
+            if values or committed != reported or reading.skipped_steps:
+                event = "checkpoint" if committed != reported else "skipped" if reading.skipped_steps else None
+                self._report(report.step, reading, values, event)
+                reported = committed
+            if reading.is_stop_asked and report.step < config.train.steps:
                 verdict = self._decide(report.step)
                 if verdict == "stop":
                     return self._flush(report.step)
@@ -81,7 +95,7 @@ class Supervisor:
         return 0
 
     def _decide(self, step: int) -> str:
-        """`stay`, `go` or `stop`; does not return where this rank goes on in another world."""
+        """Return `stay`, `go` or `stop`; does not return where this rank continues in another world."""
         if self.elastic is None:
             return "stop"
         self.watchdog.beat("agreeing on the next world", limit_s=self.config.watchdog.checkpoint_s)
@@ -89,13 +103,13 @@ class Supervisor:
         self.watchdog.beat(f"in step {step + 1}")
         return verdict
 
-    def _measure(self, report: StepReport) -> dict[str, Any]:
-        """What is to be told of this step; nothing at most of them, if so configured."""
+    def _measure(self, report: StepReport, reading: Reading) -> dict[str, Any]:
+        """Return the values to report for this step; none where it is not to be logged."""
         last = report.step == self.config.train.steps
         values: dict[str, Any] = {}
         if last or is_due(report.step, self.config.log.every_steps):
             values = {
-                "norm": report.norm,
+                "norm": reading.norm,
                 "learning_rate": report.learning_rate,
                 **read_memory(self.ranks.device),
                 **self.meter.read(),
@@ -107,19 +121,14 @@ class Supervisor:
             self.meter.pause(time.perf_counter() - begin)
         return values
 
-    def _tell(self, report: StepReport, values: dict[str, Any], event: str | None) -> None:
-        self.progress.report(
-            step=report.step,
-            loss=report.loss,
-            event=event,
-            checkpoint_step=self.checkpoints.step_committed,
-            **values,
-        )
+    def _report(self, step: int, reading: Reading, values: dict[str, Any], event: str | None) -> None:
+        committed = self.checkpoints.step_committed
+        self.progress.report(step=step, loss=reading.loss, event=event, checkpoint_step=committed, **values)
         if values:
-            self.files.write(report.step, {"loss": report.loss, **values})
+            self.files.write(step, {"loss": reading.loss, **values})
 
     def _flush(self, step: int) -> int:
-        """Save this very step before the machine goes, and say whether that worked."""
+        """Save this step before the machine is reclaimed, and report whether that worked."""
         self.watchdog.beat("saving before the machine goes", limit_s=self.config.watchdog.checkpoint_s)
         begin = time.perf_counter()
         event = "preempted, checkpoint committed"
@@ -127,7 +136,7 @@ class Supervisor:
             self.checkpoints.save(step)
             self.checkpoints.wait()
         except Exception as error:
-            # The process ends as preempted either way; the next attempt goes on from an older checkpoint.
+            # The process ends as preempted either way; the next attempt continues from an older checkpoint.
             print(f"error: checkpoint of step {step} was not made: {error}", file=sys.stderr, flush=True)
             event = "preempted, checkpoint not made"
         flush_s = round(time.perf_counter() - begin, 3)
@@ -138,5 +147,5 @@ class Supervisor:
 
 
 def is_due(step: int, every_steps: int) -> bool:
-    """Whether something done every so many steps is done after this one; 0 is never."""
+    """Whether something done every `every_steps` steps is done after this one; 0 is never."""
     return every_steps > 0 and step % every_steps == 0

@@ -1,7 +1,9 @@
-"""Text to token ids and back, by name: `bytes` needs nothing, all others are tiktoken's encodings."""
+"""Text to token ids and back: `bytes` needs nothing; a folder is a Hugging Face model's; other names are tiktoken's."""
 
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from trainers.errors import TrainerError
 
@@ -30,8 +32,10 @@ class Tokenizer(Protocol):
 
 
 def create_tokenizer(name: str) -> Tokenizer:
-    """Make the tokenizer of that name; one that is unknown or not installed is a TrainerError."""
-    return ByteTokenizer() if name == "bytes" else TiktokenTokenizer(name)
+    """Create the tokenizer of that name, or of a folder; one that is unknown or not installed is a TrainerError."""
+    if name == "bytes":
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(Path(name)) if "/" in name or Path(name).is_dir() else TiktokenTokenizer(name)
 
 
 class ByteTokenizer:
@@ -82,3 +86,45 @@ class TiktokenTokenizer:
     def separator(self) -> Sequence[int]:
         """The end-of-text token."""
         return (self._encoding.eot_token,)
+
+
+class HuggingFaceTokenizer:
+    """The `tokenizer.json` of a model's folder, read by the package tokenizers."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load the file; the end-of-text token is the one that `tokenizer_config.json` names."""
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise TrainerError(f"the tokenizer in `{folder}` needs a package: `pip install tokenizers`") from error
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the package raises nothing more specific
+            raise TrainerError(f"cannot read `{folder / 'tokenizer.json'}`: {error}") from error
+        self.name = str(folder.resolve())
+        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        self._end = self._find_end(folder / "tokenizer_config.json")
+
+    def encode(self, text: bytes) -> Sequence[int]:
+        """Return ids without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids, special tokens included."""
+        text: str = self._tokenizer.decode([number for number in ids if number < self.vocabulary], False)
+        return text
+
+    @property
+    def separator(self) -> Sequence[int]:
+        """The end-of-text token, if there is one."""
+        return () if self._end is None else (self._end,)
+
+    def _find_end(self, path: Path) -> int | None:
+        try:
+            token = json.loads(path.read_text()).get("eos_token")
+        except (OSError, ValueError, AttributeError):
+            return None
+        content = token.get("content") if isinstance(token, dict) else token
+        end: int | None = self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+        return end

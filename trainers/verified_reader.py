@@ -24,7 +24,7 @@ from trainers.storage import Storage
 STREAMS = 4
 
 
-class VerifiedReader(FileSystemReader):  # type: ignore[misc]  # torch's class is untyped
+class VerifiedReader(FileSystemReader):
     """Torch's reader of one checkpoint, but for where the bytes come from.
 
     What it has read may be used only if `problem` is None on every rank.
@@ -109,7 +109,7 @@ class VerifiedReader(FileSystemReader):  # type: ignore[misc]  # torch's class i
             planner.load_bytes(item, content)
 
 
-class IndexFile(FileSystem):  # type: ignore[misc]
+class IndexFile(FileSystem):
     """All that torch's reader opens itself: the index, which the caller has read and verified."""
 
     def __init__(self, index: bytes) -> None:

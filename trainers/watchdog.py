@@ -21,7 +21,7 @@ PERIOD_S_MAX = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """When headway was made (monotonic seconds), what came next, and how long that may take; 0 is no limit."""
+    """When progress was made (monotonic seconds), what came next, and how long that may take; 0 is no limit."""
 
     time_s: float
     doing: str
@@ -34,7 +34,7 @@ class Beat:
 
 
 class Watchdog:
-    """Watches one process from `start` to `stop`; whoever makes headway calls `beat`."""
+    """Watches one process from `start` to `stop`; whoever makes progress calls `beat`."""
 
     def __init__(self, timeout_s: float, *, start_s: float | None = None) -> None:
         """End the process when `timeout_s` pass without a beat, or `start_s` before the first one; 0 is no limit.
@@ -57,7 +57,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self, doing: str, *, limit_s: float | None = None) -> None:
-        """Note headway and what comes next, which may take `limit_s`, by default `timeout_s`.
+        """Note progress and what comes next, which may take `limit_s`, by default `timeout_s`.
 
         May be called at every step: it costs nothing while the limit stays. Called by any thread.
         """
@@ -99,7 +99,7 @@ def end_hung(beat: Beat) -> None:
     """Tell where every thread is, and end the process."""
     rank = os.environ.get("RANK", "0")
     print(
-        f"error: rank {rank} hangs: no headway for {time.monotonic() - beat.time_s:.0f} s while {beat.doing}; its "
+        f"error: rank {rank} hangs: no progress for {time.monotonic() - beat.time_s:.0f} s while {beat.doing}; its "
         f"threads were here (the limit is {beat.limit_s:g} s; `--watchdog.timeout_s`, `.start_s` and `.checkpoint_s` "
         "set it)",
         file=sys.stderr,

@@ -38,7 +38,7 @@ def make_private(folder: Path) -> Path:
     return folder
 
 
-def write_text(path: Path, text: str, is_durable: bool = True) -> None:
+def write_text(path: Path, text: str, *, is_durable: bool = True) -> None:
     """All or nothing, and on the disk when it returns unless it need not survive a power cut."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     fd = os.open(str(aside), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -50,8 +50,8 @@ def write_text(path: Path, text: str, is_durable: bool = True) -> None:
     aside.replace(path)
 
 
-def write_json(path: Path, value: dict[str, Any], is_durable: bool = True) -> None:
-    write_text(path, json.dumps(value), is_durable)
+def write_json(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
+    write_text(path, json.dumps(value), is_durable=is_durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

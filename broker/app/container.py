@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.api import Market, find_cache
+from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, load_config
 from broker.errors import BrokerError, StateError, UsageError
@@ -60,6 +60,11 @@ class Context:
         makers: dict[str, MakeCloud] = {name: load_entry(path) for name, path in CLOUDS.items()}
         clouds = {name: make(self.config, clock=self.clock) for name, make in makers.items()}
         return {name: cloud for name, cloud in clouds.items() if cloud is not None}
+
+    def close(self) -> None:
+        """Close the store, if it was opened."""
+        if "store" in self.__dict__:
+            self.store.close()
 
     def prepare(self, plan: Plan) -> None:
         """Load the library of the chosen cloud while the user reads the plan."""

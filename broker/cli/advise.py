@@ -2,120 +2,109 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app.container import Context
+from broker.app.advising import AdviceRequest, Precision, Trainer
+from broker.app.advising import advise as recommend
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_note, print_table
-from broker.errors import UsageError
 from broker.formatting import format_hours, to_plain
 
 if TYPE_CHECKING:
     from broker.advisor.advise import Advice, Option, Wish
     from broker.advisor.layout import Training
-    from broker.optimizer.model_shape import ModelShape
-    from broker.types import Offer
 
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
-BATCH_SLACK = 0.05
 FIELD_WORTH = 1.1  # least speedup of another program worth a note
-_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+ParamsOption = Annotated[
+    str | None, typer.Option("--params", metavar="N", help="Number of parameters, e.g. 7B or 350M.")
+]
+TokensOption = Annotated[str, typer.Option("--tokens", metavar="N", help="Number of training tokens, e.g. 20B.")]
+SeqOption = Annotated[int, typer.Option("--seq", metavar="N", min=16, help="Sequence length in tokens.")]
+BatchOption = Annotated[
+    str | None, typer.Option("--batch", metavar="N", help="Batch size in tokens, e.g. 2M (default: by model size).")
+]
+DeadlineOption = Annotated[
+    str | None, typer.Option("--deadline", metavar="TIME", help="Finish within this time, e.g. 5d or 36h.")
+]
+BudgetOption = Annotated[float | None, typer.Option("--budget", metavar="USD", help="Maximum total cost, in USD.")]
+DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Compute precision.")]
+GpusOption = Annotated[str | None, typer.Option("--gpus", metavar="NAME[,...]", help="Consider only these GPUs.")]
+InfraOption = Annotated[
+    str | None, typer.Option("--infra", metavar="CLOUD[/REGION[/ZONE]]", help="Consider only this location.")
+]
+MaxGpusOption = Annotated[int, typer.Option("--max-gpus", metavar="N", min=1, help="Maximum number of GPUs.")]
+SpotOption = Annotated[
+    bool | None, typer.Option("--spot/--no-spot", help="Consider only spot, or only on-demand (default: both).")
+]
+ActiveParamsOption = Annotated[
+    str | None,
+    typer.Option("--active-params", metavar="N", help="Active parameters per token, for a mixture of experts."),
+]
+TrainerOption = Annotated[
+    Trainer | None,
+    typer.Option("--trainer", help="Training program: `trainers.lm`, or one with all of Megatron-LM's layouts."),
+]
+LayersOption = Annotated[int | None, typer.Option("--layers", metavar="N", min=1, help="Number of transformer blocks.")]
+HiddenOption = Annotated[
+    int | None, typer.Option("--hidden", metavar="N", min=1, help="Model width; requires --layers.")
+]
+HeadsOption = Annotated[
+    int | None,
+    typer.Option("--heads", metavar="N", min=1, help="Number of attention heads (default: width / 128)."),
+]
+VocabOption = Annotated[int | None, typer.Option("--vocab", metavar="N", min=1, help="Vocabulary size.")]
+TopOption = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="Break down memory and time of the first option, with assumptions.")
+]
+YamlOption = Annotated[Path | None, typer.Option("--yaml", metavar="FILE", help="Write the task to a file.")]
 
 
 def advise(
-    params: Annotated[
-        str | None, typer.Option("--params", metavar="N", help="Number of parameters, e.g. 7B or 350M.")
-    ] = None,
-    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Number of training tokens, e.g. 20B.")] = "",
-    seq: Annotated[int, typer.Option("--seq", metavar="N", min=16, help="Sequence length in tokens.")] = 4096,
-    batch: Annotated[
-        str | None, typer.Option("--batch", metavar="N", help="Batch size in tokens, e.g. 2M (default: by model size).")
-    ] = None,
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="Finish within this time, e.g. 5d or 36h.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Maximum total cost, in USD.")] = None,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Compute precision.")] = "bf16",
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="NAME[,...]", help="Consider only these GPUs.")] = None,
-    infra: Annotated[
-        str | None, typer.Option("--infra", metavar="CLOUD[/REGION[/ZONE]]", help="Consider only this location.")
-    ] = None,
-    max_gpus: Annotated[int, typer.Option("--max-gpus", metavar="N", min=1, help="Maximum number of GPUs.")] = 512,
-    spot: Annotated[
-        bool | None, typer.Option("--spot/--no-spot", help="Consider only spot, or only on-demand (default: both).")
-    ] = None,
-    active_params: Annotated[
-        str | None,
-        typer.Option("--active-params", metavar="N", help="Active parameters per token, for a mixture of experts."),
-    ] = None,
-    trainer: Annotated[
-        Literal["bundled", "megatron"] | None,
-        typer.Option("--trainer", help="Training program: `trainers.lm`, or one with all of Megatron-LM's layouts."),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", min=1, help="Number of transformer blocks.")
-    ] = None,
-    hidden: Annotated[
-        int | None, typer.Option("--hidden", metavar="N", min=1, help="Model width; requires --layers.")
-    ] = None,
-    heads: Annotated[
-        int | None,
-        typer.Option("--heads", metavar="N", min=1, help="Number of attention heads (default: width / 128)."),
-    ] = None,
-    vocab: Annotated[int | None, typer.Option("--vocab", metavar="N", min=1, help="Vocabulary size.")] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")] = 8,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Break down memory and time of the first option, with assumptions.")
-    ] = False,
-    yaml: Annotated[Path | None, typer.Option("--yaml", metavar="FILE", help="Write the task to a file.")] = None,
+    params: ParamsOption = None,
+    tokens: TokensOption = "",
+    seq: SeqOption = 4096,
+    batch: BatchOption = None,
+    deadline: DeadlineOption = None,
+    budget: BudgetOption = None,
+    dtype: DtypeOption = "bf16",
+    gpus: GpusOption = None,
+    infra: InfraOption = None,
+    max_gpus: MaxGpusOption = 512,
+    spot: SpotOption = None,
+    active_params: ActiveParamsOption = None,
+    trainer: TrainerOption = None,
+    layers: LayersOption = None,
+    hidden: HiddenOption = None,
+    heads: HeadsOption = None,
+    vocab: VocabOption = None,
+    top: TopOption = 8,
+    explain: ExplainOption = False,
+    yaml: YamlOption = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Recommend GPUs and parallelism for a model, with time and cost.
 
     Nothing is started.
     """
-    from broker.advisor.advise import Wish, make_advice
-    from broker.advisor.layout import Training
-    from broker.advisor.task_file import write_task
-
-    if not tokens:
-        raise UsageError(
-            "`--tokens` is required",
-            hints=["for example 20 per parameter: `broker advise --params 7B --tokens 140B`"],
-        )
-    shape = read_shape(params, layers, hidden, heads, vocab, active=active_params)
-    if shape.idle_parameters and trainer == "bundled":
-        raise UsageError(
-            "the bundled trainer does not support a mixture of experts", hints=["drop `--trainer bundled`"]
-        )
-    step_tokens = read_amount(batch, "--batch") if batch else choose_batch(shape.parameters)
-    training = Training(
-        shape=shape, tokens=read_amount(tokens, "--tokens"), sequence=seq, dtype=dtype,
-        batch=round_batch(step_tokens / seq), trainer=trainer or ("megatron" if shape.idle_parameters else "bundled"),
+    request = AdviceRequest(
+        params=params, active_params=active_params, tokens=tokens, sequence=seq, batch=batch, deadline=deadline,
+        budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,
+        layers=layers, hidden=hidden, heads=heads, vocab=vocab,
     )  # fmt: skip
-    context = make_context()
-    wish = Wish(
-        training=training,
-        gpus=tuple(context.book.resolve_accelerator(each.strip()) for each in (gpus or "").split(",") if each.strip()),
-        deadline_hours=read_hours(deadline) if deadline else None,
-        budget_usd=budget, gpus_max=max_gpus, spot=spot,
-    )  # fmt: skip
-    advice = make_advice(
-        wish, find_offers(context, wish, infra), context.book.read_figures(), prices_as_of=context.book.as_of
-    )
-    text = write_task(wish, advice.options[0], infra=infra)
+    found = recommend(make_context(), request)
     if yaml is not None:
-        yaml.write_text(text, encoding="utf-8")
+        yaml.write_text(found.task, encoding="utf-8")
     if as_json:
-        print_json(describe_advice(wish, advice, text, top))
+        print_json(describe_advice(found.wish, found.advice, found.task, top))
         return
-    _tell(wish, advice, text, top, explain=explain, yaml=yaml)
+    _tell(found.wish, found.advice, found.task, top, explain=explain, yaml=yaml)
 
 
 def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yaml: Path | None) -> None:
@@ -128,115 +117,6 @@ def _tell(wish: Wish, advice: Advice, text: str, top: int, *, explain: bool, yam
         print_note(f"wrote {yaml}; plan it with `broker plan {yaml}`, run it with `broker jobs launch {yaml}`")
     else:
         print_line(f"\n{text}")
-
-
-def read_amount(text: str, flag: str) -> float:
-    """Read an amount: `7B`, `350M`, `1.5T`, `4e9`. Raises UsageError."""
-    found = _AMOUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    value = float(found[1]) * _SCALE[found[2].lower()] if found else 0.0
-    if not 0 < value < 1e18:
-        raise UsageError(
-            f"invalid amount `{text}` for `{flag}`",
-            hints=[f"for example `{flag} 7B`; K, M, B and T are thousands to trillions"],
-        )
-    return value
-
-
-def read_hours(text: str) -> float:
-    """Read a duration as in a task file; a bare number is hours. Raises UsageError."""
-    from broker.task.measures import Duration
-
-    measure = Duration(bare_unit="h")
-    if not re.fullmatch(measure.pattern, text):
-        raise UsageError(
-            f"`--deadline` must be {measure.expected}, not `{text}`", hints=["for example `--deadline 5d`"]
-        )
-    return measure.convert(text) / 3600
-
-
-def read_shape(
-    params: str | None,
-    layers: int | None,
-    hidden: int | None,
-    heads: int | None,
-    vocab: int | None,
-    *,
-    active: str | None = None,
-) -> ModelShape:
-    """Read the shape from `--layers` and `--hidden`, else derive it from `--params`.
-
-    With `active`, the shape has the active parameters and experts hold the others. Raises UsageError.
-    """
-    if active is not None:
-        if params is None:
-            raise UsageError(
-                "`--active-params` requires `--params`", hints=["for example `--params 671B --active-params 37B`"]
-            )
-        total, own = read_amount(params, "--params"), read_amount(active, "--active-params")
-        if own >= total:
-            raise UsageError(
-                f"`--active-params` must be less than `--params`: {active} is not less than {params}",
-                hints=[
-                    "for example `--params 671B --active-params 37B`; a model without experts has no active parameters"
-                ],
-            )
-        shape = read_shape(active, layers, hidden, heads, vocab)
-        return replace(shape, idle_parameters=total - own)
-    from broker.optimizer.model_shape import HEAD_WIDTH, VOCABULARY, ModelShape, guess_shape
-
-    if hidden is not None:
-        if layers is None:
-            raise UsageError("`--hidden` requires `--layers`", hints=["for example `--layers 32 --hidden 4096`"])
-        count = heads or max(1, hidden // HEAD_WIDTH)
-        if hidden % count:
-            raise UsageError(f"`--hidden` must be a multiple of {count} heads, not {hidden}", hints=["pass `--heads`"])
-        return ModelShape(layers=layers, width=hidden, heads=count, vocabulary=vocab or VOCABULARY)
-    if params is None:
-        raise UsageError(
-            "the size of the model is required", hints=["pass `--params 7B`, or `--layers 32 --hidden 4096`"]
-        )
-    if heads is not None:
-        raise UsageError(
-            "`--heads` requires `--layers` and `--hidden`",
-            hints=["for example `--layers 32 --hidden 4096 --heads 32`"],
-        )
-    try:
-        return guess_shape(read_amount(params, "--params"), vocabulary=vocab or VOCABULARY, layers=layers)
-    except ValueError as error:
-        raise UsageError(str(error), hints=["pass the shape instead: `--layers 4 --hidden 256`"]) from None
-
-
-def choose_batch(parameters: float) -> float:
-    """Choose the batch size in tokens, about as GPT-3 (Brown 2020, table 2.1), Llama 2 from 20 billion parameters, and
-    Llama 3 405B from 150 billion (Dubey 2024, table 4)."""
-    for limit, power in ((1e9, 19), (2.5e9, 20), (20e9, 21), (150e9, 22)):
-        if parameters <= limit:
-            return 2.0**power
-    return 2.0**24
-
-
-def round_batch(sequences: float) -> int:
-    """Round to a multiple of the largest power of two within `BATCH_SLACK`.
-
-    `--batch 4M` at 4,096 is 1,024 sequences: 977 hardly divide by ranks or micro-batches, so it would be slower.
-    """
-    for power in range(24, 0, -1):
-        unit = 1 << power
-        rounded = round(sequences / unit) * unit
-        if rounded and abs(rounded - sequences) <= BATCH_SLACK * sequences:
-            return rounded
-    return max(1, round(sequences))
-
-
-def find_offers(context: Context, wish: Wish, infra: str | None) -> list[Offer]:
-    """Find the catalog's offers of suitable GPUs."""
-    from broker.advisor.advise import can_train
-    from broker.task.override import override_resources
-    from broker.types import Resources, Task
-
-    names = [each for each in context.book.read_figures() if can_train(wish, each)]
-    task = Task(resources=tuple(Resources(accelerator=name, accelerator_count=1) for name in names))
-    return list(context.book.find_offers(override_resources(task, infra=infra) if infra else task))
 
 
 def show_advice(wish: Wish, advice: Advice, top: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from broker.api import find_cache
+from broker.app.market import find_cache
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_note, print_table

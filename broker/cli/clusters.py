@@ -7,28 +7,24 @@ from typing import Annotated
 
 import typer
 
+from broker.app.clusters import (
+    Status,
+    cancel_runs,
+    find_run_id,
+    find_up,
+    follow_run,
+    raise_unasked,
+    read_status,
+)
 from broker.app.container import Context
 from broker.cli import options
 from broker.cli.completion import complete_clusters
 from broker.cli.context import make_context
-from broker.cli.render import note_damage, print_json, print_line, print_note, print_table
-from broker.cli.status_refresh import raise_failures, refresh_clusters
-from broker.errors import RunFailedError, UsageError
-from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
-from broker.types import Cluster, ClusterStatus, Run, RunStatus
+from broker.cli.render import print_json, print_line, print_note, print_table
+from broker.formatting import format_count, format_duration, format_usd, to_plain
+from broker.types import Cluster, ClusterStatus, Run
 
-POLL_S = 0.3
 ClusterName = Annotated[str, typer.Argument(help="Cluster name.", show_default=False, autocompletion=complete_clusters)]
-
-
-def find_up(context: Context, name: str) -> Cluster:
-    """Find a cluster that is up. Raises UsageError for an unknown one, and for any other state."""
-    cluster = context.find_cluster(name)
-    if cluster.status is ClusterStatus.STOPPED:
-        raise UsageError(f"cluster `{name}` is stopped", hints=[f"restart it with `broker start {name}`"])
-    if cluster.status is not ClusterStatus.UP:
-        raise UsageError(f"cluster `{name}` is {cluster.status.value}, not UP", hints=["see `broker status`"])
-    return cluster
 
 
 def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> None:
@@ -45,29 +41,8 @@ def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> 
 
 
 async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> None:
-    """Print the merged log of all nodes. Raises RunFailedError for a failed run."""
-    offset, rest = 0, b""
-    while True:
-        report = await context.gang.poll(cluster, run_id)
-        if report.unreachable and len(report.unreachable) == len(cluster.nodes):
-            raise UsageError(f"no node of cluster `{cluster.name}` responds", hints=["see `broker status --refresh`"])
-        chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            print_line(strip_control(line.decode(errors="replace")))
-        if not chunk and (report.status.is_terminal or not is_following):
-            break
-        if not chunk:
-            await context.clock.sleep(POLL_S)
-    if rest:
-        print_line(strip_control(rest.decode(errors="replace")))
-    if report.status.is_terminal:
-        print_note(f"run {run_id} on `{cluster.name}` ended with status {report.status.value}")
-        if report.status is not RunStatus.SUCCEEDED:
-            code = "" if report.returncode is None else f" with exit code {report.returncode}"
-            raise RunFailedError(
-                f"run {run_id} ended with status {report.status.value}{code}", returncode=report.returncode or 1
-            )
+    async for line in follow_run(context, cluster, run_id, is_following=is_following):
+        print_line(line)
 
 
 def logs(
@@ -78,11 +53,7 @@ def logs(
     """Print the output of a run."""
     context = make_context()
     found = find_up(context, cluster)
-    wanted = run_id or context.store.clusters.newest_run_id(cluster)
-    if not wanted:
-        raise UsageError(
-            f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
-        )
+    wanted = find_run_id(context, cluster, run_id)
     try:
         asyncio.run(_follow(context, found, wanted, is_following=follow))
     except KeyboardInterrupt:
@@ -118,19 +89,8 @@ def cancel(
 ) -> None:
     """Cancel runs on a cluster."""
     context = make_context()
-    found = find_up(context, cluster)
-
-    async def end() -> list[int]:
-        runs = await context.gang.list_runs(found)
-        live = [run.id for run in runs if not run.status.is_terminal]
-        for run_id in set(run_ids or []) - {run.id for run in runs}:
-            print_note(f"unknown run {run_id} on `{cluster}`")
-        wanted = live if everything else [each for each in run_ids or [] if each in live]
-        for run_id in wanted:
-            await context.gang.cancel(found, run_id)
-        return wanted
-
-    ended = asyncio.run(end())
+    wanted = None if everything else run_ids or []
+    ended = asyncio.run(cancel_runs(context, find_up(context, cluster), wanted))
     for run_id in ended:
         print_line(f"cancelled run {run_id}")
     if not ended:
@@ -146,25 +106,29 @@ def status(
     With --refresh: exit code 5 where a cloud could not be queried.
     """
     context = make_context()
-    known = context.store.clusters.list(on_damage=note_damage)
-    clusters, failures = asyncio.run(refresh_clusters(context, known)) if refresh else (known, {})
-    now_s = context.clock.now_s()
-    spent = {each.name: context.store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
-    jobs = context.store.jobs.list_live_ids()
+    found = asyncio.run(read_status(context, is_refreshing=refresh))
     context.keep_jobs_going()
     if as_json:
-        print_json(
-            {
-                "clusters": [{**to_plain(each), "spent_usd": spent[each.name]} for each in clusters],
-                "live_jobs": list(jobs),
-                "spent_usd": context.store.bills.spend_usd(now_s=now_s),
-                "not_asked": {name: error.message for name, error in failures.items()},
-            }
-        )
-        raise_failures(failures)
-        return
+        _print_status(found)
+    else:
+        _show_status(found, context.clock.now_s())
+    raise_unasked(found.failures)
+
+
+def _print_status(found: Status) -> None:
+    print_json(
+        {
+            "clusters": [{**to_plain(each), "spent_usd": found.spent_usd[each.name]} for each in found.clusters],
+            "live_jobs": list(found.live_job_ids),
+            "spent_usd": found.total_usd,
+            "not_asked": {name: error.message for name, error in found.failures.items()},
+        }
+    )
+
+
+def _show_status(found: Status, now_s: float) -> None:
     rows = []
-    for each in clusters:
+    for each in found.clusters:
         offer = each.placement.offer
         lost = sum(1 for node in each.nodes if node.state == "TERMINATED")
         state = each.status.value + (f" ({lost} lost)" if lost else "")
@@ -172,14 +136,13 @@ def status(
         rate = "-" if each.status is ClusterStatus.STOPPED else format_usd(each.placement.usd_hour)
         rows.append(
             [each.name, state, f"{each.placement.node_count} x {offer.instance_type}", where,
-             format_duration(now_s - each.created_s), rate, format_usd(spent[each.name])]
+             format_duration(now_s - each.created_s), rate, format_usd(found.spent_usd[each.name])]
         )  # fmt: skip
     if rows:
         columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]
         print_table(columns, rows, right=("AGE", "USD/h", "USD"))
     else:
         print_line("No clusters; start one with `broker launch TASK.yaml`")
-    if jobs:
-        print_line(f"{format_count(len(jobs), 'managed job')} live; see `broker jobs queue`")
-    print_line(f"Total cost so far: {format_usd(context.store.bills.spend_usd(now_s=now_s))} USD")
-    raise_failures(failures)
+    if found.live_job_ids:
+        print_line(f"{format_count(len(found.live_job_ids), 'managed job')} live; see `broker jobs queue`")
+    print_line(f"Total cost so far: {format_usd(found.total_usd)} USD")

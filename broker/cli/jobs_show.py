@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app import jobs
 from broker.app.container import Context
+from broker.app.jobs import find_job
 from broker.cli import options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_context
-from broker.cli.render import note_damage, print_json, print_line, print_note
-from broker.errors import RunFailedError, UsageError
+from broker.cli.render import print_json, print_line, print_note
+from broker.errors import RunFailedError
 from broker.formatting import format_duration, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
@@ -23,7 +24,6 @@ from broker.wording import describe_outcome
 if TYPE_CHECKING:
     from broker.state.events import EventRow
 
-LOOK_S = 0.3
 JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
 
 # What each status means, for `why`.
@@ -81,7 +81,8 @@ def logs(
         follow_job(context, found.id, as_json=as_json)
     else:
         context.keep_jobs_going()
-        _print_log(context, found.id, 0, as_json=as_json)
+        for line in jobs.read_log(context, found.id)[0]:
+            _print_log_line(found.id, line, as_json=as_json)
 
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
@@ -98,14 +99,10 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Explain the status of a job: its history, recoveries and cost."""
-    from broker.jobs.summary import summarize
-
     context = make_context()
     context.keep_jobs_going()
-    found, now_s = find_job(context, job), context.clock.now_s()
-    paid = context.store.bills.spend_usd(job_id=found.id, now_s=now_s)
-    summary = summarize(found, found.attempts, context.store.jobs.list_steps(found.id), paid_usd=paid, now_s=now_s)
-    story = context.store.events.list(job_id=found.id)
+    told = jobs.explain(context, find_job(context, job))
+    found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
     if as_json or output is options.Format.JSON:
         print_json(
             {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": to_plain(summary)}
@@ -113,7 +110,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         return
     reason = f": {found.failure}" if found.failure else ""
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
-    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, now_s)):
+    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, context.clock.now_s())):
         print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It goes on with the checkpoints of job {found.resumes}.")
@@ -135,7 +132,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
-    """What happens to its machines while this one is away; empty where they are processes of this machine."""
+    """Describe what a job's machines do while this one is away; empty where they are processes of this machine."""
     from broker.jobs.allowance import describe_allowance, measure_allowance_s
     from broker.jobs.checkpoints import HERE
 
@@ -148,49 +145,27 @@ def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
     return describe_allowance(allowed_s)
 
 
-def find_job(context: Context, text: str) -> Job:
-    """Find a job by ID, or the newest of a name. Raises UsageError."""
-    job = context.store.jobs.get(int(text)) if text.isdigit() else None
-    named = [] if job else [each for each in context.store.jobs.list(on_damage=note_damage) if each.name == text]
-    if job is None and not named:
-        raise UsageError(f"unknown managed job `{text}`", hints=["list jobs with `broker jobs queue`"])
-    return job or named[-1]
-
-
 def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
     """Print the log as it grows, until the job ends. Raises RunFailedError for a failed job."""
-    offset = 0
+
+    async def follow() -> None:
+        async for line in jobs.follow_job(context, job_id):
+            _print_log_line(job_id, line, as_json=as_json)
+
     try:
-        while True:
-            job = context.store.jobs.get(job_id)
-            assert job is not None
-            if not job.status.is_terminal:
-                context.ensure_daemon()  # restart it if it died
-            offset = _print_log(context, job_id, offset, as_json=as_json)
-            if job.status.is_terminal:
-                offset = _print_log(context, job_id, offset, as_json=as_json)
-                break
-            asyncio.run(context.clock.sleep(LOOK_S))
+        asyncio.run(follow())
     except KeyboardInterrupt:
         print_note(f"\ndetached; the job continues; reattach with `broker jobs logs {job_id}`")
         raise typer.Exit(130) from None
+    job = context.store.jobs.get(job_id)
+    assert job is not None
     print_note(f"Job {job_id} ended with status {job.status.value}{': ' + job.failure if job.failure else ''}")
     if job.status is not JobStatus.SUCCEEDED:
         raise RunFailedError(f"job {job_id} ended with status {job.status.value}", returncode=1)
 
 
-def _print_log(context: Context, job_id: int, offset: int, *, as_json: bool = False) -> int:
-    path = context.config.logs / "jobs" / f"{job_id}.log"
-    if not path.exists():
-        return offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        chunk = file.read()
-    complete = chunk[: chunk.rfind(b"\n") + 1]
-    for line in complete.decode(errors="replace").splitlines():
-        print_line(json.dumps({"job": job_id, "line": strip_control(line)}) if as_json else strip_control(line))
-    sys.stdout.flush()
-    return offset + len(complete)
+def _print_log_line(job_id: int, line: str, *, as_json: bool) -> None:
+    print_line(json.dumps({"job": job_id, "line": line}) if as_json else line)
 
 
 def _show_time(time_s: float) -> str:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from broker.app.container import Context
+from broker.app.clusters import find_up, raise_failures, restart, select_clusters, set_autostop, take_down
 from broker.cli import options
-from broker.cli.clusters import ClusterName, find_up
+from broker.cli.clusters import ClusterName
 from broker.cli.completion import complete_clusters
 from broker.cli.context import make_context
-from broker.cli.render import note_damage, print_line
+from broker.cli.render import print_line
 from broker.cli.terminal import show_wait
-from broker.errors import BrokerError, RunFailedError, UsageError
+from broker.errors import RunFailedError, UsageError
 from broker.formatting import format_count
 from broker.types import Autostop, Cluster
 
@@ -37,15 +34,9 @@ def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
 def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Restart a stopped cluster."""
     context = make_context()
-    rule = context.find_cluster(cluster).autostop
-
-    async def go_on() -> None:
-        started = await context.provisioner.start(cluster)
-        if rule:  # the agents lost it when their machines stopped
-            await context.gang.set_autostop(started, rule)
-
+    context.find_cluster(cluster)
     with show_wait(f"starting `{cluster}`", is_told=False):
-        asyncio.run(go_on())
+        asyncio.run(restart(context, cluster))
     print_line(f"cluster `{cluster}` is up")
 
 
@@ -67,56 +58,12 @@ def down(
     if wanted and not yes and sys.stdin.isatty():
         typer.confirm(f"Terminate {', '.join(each.name for each in wanted)}?", abort=True)
     with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
-        refused = asyncio.run(_take_down(context, wanted))
+        refused = asyncio.run(take_down(context, wanted, on_down=_tell_terminated))
     raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
 
 
-def select_clusters(
-    context: Context, patterns: Sequence[str], *, is_all: bool
-) -> tuple[list[Cluster], list[BrokerError]]:
-    """Select the matching clusters that may be terminated; return an error for every other name or cluster."""
-    known = context.store.clusters.list(on_damage=note_damage)
-    matching = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
-    failures: list[BrokerError] = []
-    for pattern in patterns:
-        if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
-            failures.append(context.explain_missing(pattern))
-    live_jobs = context.store.jobs.list_live_ids()  # the cluster of an ended job may be terminated like any other
-    for each in matching:
-        if each.job_id in live_jobs:
-            hint = f"cancel the job, which terminates its cluster: `broker jobs cancel {each.job_id}`"
-            failures.append(UsageError(f"cluster `{each.name}` belongs to managed job {each.job_id}", hints=[hint]))
-    return [each for each in matching if each.job_id not in live_jobs], failures
-
-
-async def _take_down(context: Context, clusters: Sequence[Cluster]) -> list[BrokerError]:
-    """Terminate all concurrently; the failure of one cloud does not affect the clusters of others."""
-
-    async def take_down(cluster: Cluster) -> BrokerError | None:
-        try:
-            await context.provisioner.down(cluster.name)
-        except BrokerError as error:
-            return error
-        print_line(f"terminated cluster `{cluster.name}`")
-        return None
-
-    failures = [each for each in await asyncio.gather(*(take_down(each) for each in clusters)) if each]
-    await context.provisioner.sweep()
-    return failures
-
-
-def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
-    """Raise the single failure where nothing else was done, else one error that lists all of them."""
-    if not failures:
-        return
-    if len(failures) == 1 and not ended_count:
-        raise failures[0]
-    is_wrong_line = not ended_count and all(isinstance(each, UsageError) for each in failures)
-    raise (UsageError if is_wrong_line else BrokerError)(
-        f"could not terminate {format_count(len(failures), 'cluster')}",
-        details=[line for each in failures for line in (each.message, *each.details)],
-        hints=list(dict.fromkeys(hint for each in failures for hint in each.hints)),
-    )
+def _tell_terminated(cluster: Cluster) -> None:
+    print_line(f"terminated cluster `{cluster.name}`")
 
 
 def autostop(
@@ -130,13 +77,8 @@ def autostop(
 ) -> None:
     """Stop a cluster automatically when it is idle."""
     context = make_context()
-    found = find_up(context, cluster)
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
-    context.check_autostop(rule, {found.placement.offer.cloud})
-    asyncio.run(context.gang.set_autostop(found, rule))
-    with context.store.transaction():
-        current = find_up(context, cluster)  # it may have been terminated, or one of its nodes replaced
-        context.store.clusters.put(replace(current, autostop=rule))
+    asyncio.run(set_autostop(context, cluster, rule))
     if rule is None:
         print_line(f"disabled autostop for cluster `{cluster}`")
     else:

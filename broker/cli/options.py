@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from broker.app.planning import anchor
 from broker.cli.completion import complete_clusters
 from broker.errors import UsageError
 from broker.nouns import noun
-from broker.types import Notice, Plan, Task
+from broker.types import Task
 
 
 class Format(StrEnum):
@@ -101,6 +104,44 @@ class Overrides:
     secret: Sequence[str] = ()
 
 
+NO_OVERRIDES = Overrides()
+RESOURCES = ("infra", "gpus", "cpus", "memory", "instance_type", "num_nodes", "use_spot")
+ENVIRONMENT = ("env", "env_file", "secret")
+TASK_OPTIONS: dict[str, Any] = {
+    "name": Name, "workdir": Workdir, "infra": Infra, "gpus": Gpus, "cpus": Cpus, "memory": Memory,
+    "instance_type": InstanceType, "num_nodes": NumNodes, "use_spot": UseSpot, "env": Env, "env_file": EnvFile,
+    "secret": Secret,
+}  # fmt: skip
+
+
+def task_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options of a task in place of its parameter `overrides`, which receives their values."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        parameters = list[inspect.Parameter]()
+        for each in inspect.signature(command).parameters.values():
+            if each.name == "overrides":
+                kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+                parameters += [
+                    inspect.Parameter(name, kind, default=None, annotation=TASK_OPTIONS[name]) for name in names
+                ]
+            else:
+                parameters.append(each.replace(annotation=hints[each.name]))
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in names}
+            command(**given, overrides=Overrides(**{name: each for name, each in values.items() if each is not None}))
+
+        changed: Any = run  # Typer reads both
+        changed.__signature__ = inspect.Signature(parameters)
+        changed.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
 def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, ...]:
     """Read the tasks of a file, or make one task from a command. Raises TaskError or UsageError."""
     from dataclasses import replace
@@ -134,19 +175,8 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
         if overrides.workdir:
             kept = tuple(notice for notice in each.notices if notice.field != "workdir")
             each = replace(each, workdir=str(_find_folder(overrides.workdir)), notices=kept)
-        changed.append(_anchor(each))
+        changed.append(anchor(each))
     return tuple(changed)
-
-
-def _anchor(task: Task) -> Task:
-    """Make paths absolute: the daemon that reads them later runs in another folder."""
-    from dataclasses import replace
-
-    def fix(path: str) -> str:
-        return path if "://" in path else str(Path(path).expanduser().absolute())
-
-    mounts = {target: fix(source) for target, source in task.file_mounts.items()}
-    return replace(task, workdir=fix(task.workdir) if task.workdir else None, file_mounts=mounts)
 
 
 def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
@@ -158,34 +188,6 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
             hints=[f"run the pipeline with `broker jobs launch {entrypoint[0]}`"],
         )
     return tasks[0]
-
-
-def check_notices(tasks: Sequence[Task], *, is_launch: bool) -> None:
-    """Print notes on unsupported fields. Raises TaskError where a launch would not run what the task describes."""
-    for task in tasks:
-        _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch)
-
-
-def check_place(task: Task, clouds: Collection[str], *, is_launch: bool) -> None:
-    """Do as `check_notices`, for fields that only the clouds on which the task may run do not support."""
-    _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch)
-
-
-def check_plans(plans: Sequence[Plan], *, is_launch: bool) -> None:
-    """Check the clouds of the choice for a plan, and of every estimate for a launch, which may use any of them."""
-    for each in plans:
-        estimates = each.estimates if is_launch else each.estimates[:1]
-        check_place(each.task, {one.placement.offer.cloud for one in estimates}, is_launch=is_launch)
-
-
-def _tell(notices: Sequence[Notice], *, is_launch: bool) -> None:
-    from broker.cli.render import print_note
-    from broker.task.notices import refuse_blocking, render_notice
-
-    if is_launch:
-        refuse_blocking(notices)
-    for notice in notices:
-        print_note(render_notice(notice))
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:

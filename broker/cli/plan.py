@@ -3,74 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from broker.app.container import Context
+from broker.app.planning import check_notices, check_plans
 from broker.cli import options
 from broker.cli.context import make_context
-from broker.cli.plan_table import describe_plan, show_plan
+from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_note
 from broker.errors import UsageError
 from broker.types import Objective, Plan, Task
 
-__all__ = ["describe_plan", "plan", "show_plan"]
+TaskArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[TASK.yaml]", help="Task file. Omit it to plan from options alone.", show_default=False),
+]
+MaxPriceOption = Annotated[
+    float | None, typer.Option("--max-price", metavar="USD", min=0, help="Maximum price per node, in USD per hour.")
+]
+MinimizeOption = Annotated[
+    Objective, typer.Option("--minimize", help="Objective for the whole pipeline: cost or time.")
+]
+DeadlineHoursOption = Annotated[
+    float | None,
+    typer.Option("--deadline-hours", metavar="HOURS", help="Deadline for the whole pipeline, in hours."),
+]
+TopOption = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")]
+ExplainOption = Annotated[
+    bool,
+    typer.Option("--explain", help="Break down the estimate and explain why cheaper instances ranked lower."),
+]
+WhatIfOption = Annotated[
+    list[str] | None,
+    typer.Option("--what-if", metavar="KEY=VALUE[,...]", help="Compare with a changed task. Repeatable."),
+]
+ParetoOption = Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg file.")
+]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")]
 
 
+@options.task_options(*options.RESOURCES, *options.ENVIRONMENT)
 def plan(
-    task: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[TASK.yaml]", help="Task file. Omit it to plan from options alone.", show_default=False
-        ),
-    ] = None,
-    infra: options.Infra = None,
-    gpus: options.Gpus = None,
-    cpus: options.Cpus = None,
-    memory: options.Memory = None,
-    instance_type: options.InstanceType = None,
-    num_nodes: options.NumNodes = None,
-    use_spot: options.UseSpot = None,
-    env: options.Env = None,
-    env_file: options.EnvFile = None,
-    secret: options.Secret = None,
-    max_price: Annotated[
-        float | None, typer.Option("--max-price", metavar="USD", min=0, help="Maximum price per node, in USD per hour.")
-    ] = None,
-    minimize: Annotated[
-        Objective, typer.Option("--minimize", help="Objective for the whole pipeline: cost or time.")
-    ] = "cost",
-    deadline_hours: Annotated[
-        float | None,
-        typer.Option("--deadline-hours", metavar="HOURS", help="Deadline for the whole pipeline, in hours."),
-    ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Number of rows to show.")] = 10,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Break down the estimate and explain why cheaper instances ranked lower."),
-    ] = False,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option("--what-if", metavar="KEY=VALUE[,...]", help="Compare with a changed task. Repeatable."),
-    ] = None,
-    pareto: Annotated[bool, typer.Option("--pareto", help="Plot cost against time.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write the --pareto plot to a .svg file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
+    task: TaskArgument = None,
+    overrides: options.Overrides = options.NO_OVERRIDES,
+    max_price: MaxPriceOption = None,
+    minimize: MinimizeOption = "cost",
+    deadline_hours: DeadlineHoursOption = None,
+    top: TopOption = 10,
+    explain: ExplainOption = False,
+    what_if: WhatIfOption = None,
+    pareto: ParetoOption = False,
+    plot: PlotOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Rank placements for a task by cost, without starting anything."""
     context = make_context()
-    overrides = options.Overrides(
-        infra=infra, gpus=gpus, cpus=cpus, memory=memory, instance_type=instance_type, num_nodes=num_nodes,
-        use_spot=use_spot, env=env or (), env_file=env_file, secret=secret or (), max_price=max_price,
-    )  # fmt: skip
+    overrides = replace(overrides, max_price=max_price)
     tasks = [context.resolve(each) for each in _read(task, overrides)]
-    options.check_notices(tasks, is_launch=False)
+    check_notices(tasks, is_launch=False, note=print_note)
     plans, missing = _plan_all(context, tasks)
-    options.check_plans(plans, is_launch=False)
+    check_plans(plans, is_launch=False, note=print_note)
     is_pipeline = not missing and (len(plans) > 1 or minimize != "cost" or deadline_hours is not None)
     if as_json:
         found = _describe(context, plans, what_if or (), top, minimize, deadline_hours, is_pipeline=is_pipeline)
@@ -90,7 +88,7 @@ def plan(
 def _read(file: Path | None, overrides: options.Overrides) -> Sequence[Task]:
     """Read the tasks of a file, or of options alone; a mistyped file name is an error, not a command."""
     if file is None:
-        if overrides == options.Overrides():
+        if overrides == options.NO_OVERRIDES:
             raise UsageError(
                 "no task file and no resource options were given",
                 hints=["name a task file, or describe the node: `broker plan --gpus H100:8`"],
@@ -122,7 +120,16 @@ def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list
 def _show(
     context: Context, plan: Plan, what_if: Sequence[str], plot: Path | None, *, top: int, explain: bool, pareto: bool
 ) -> None:
-    show_plan(plan, top=top, now_s=context.clock.now_s())
+    lines, history = list[str](), context.read_history() if has_spot_work(plan) else None
+    if has_spot_work(plan):
+        from broker.cli.forecast import list_forecast_lines
+
+        lines = list_forecast_lines(plan, history)
+    show_plan(plan, top=top, now_s=context.clock.now_s(), forecast=lines)
+    if explain and lines:
+        from broker.cli.forecast import show_influences
+
+        show_influences(plan, history)
     if explain:
         from broker.cli.explain import show_explanation
         from broker.optimizer.explain import lift_limits
@@ -149,6 +156,12 @@ def _describe(
     is_pipeline: bool,
 ) -> object:
     found = [describe_plan(each, top) for each in plans]
+    if any(has_spot_work(each) for each in plans):
+        from broker.cli.forecast import describe_forecast
+
+        history = context.read_history()
+        for data, each in zip(found, plans, strict=True):
+            data["forecast"] = describe_forecast(each, history)
     if what_if:
         from broker.cli.what_if import describe_what_ifs
 

@@ -13,8 +13,9 @@ WIDTH_OF_ALL = 100  # columns that a table with every column takes
 MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
 
-def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
-    """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note."""
+def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast: Sequence[str] = ()) -> None:
+    """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note, and
+    the lines of a `forecast` replace the chances of the closed form."""
     task = plan.task
     print_line(f"Task {task.name or '(no name)'}: {format_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
@@ -40,7 +41,9 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
     print_line(f"Choice: {describe_choice(plan.choice)}")
     print_line(f"Each node: {describe_machine(plan.choice)}")
     print_wrapped(f"Why: {plan.reason}", indent=5)
-    if plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None:
+    for line in forecast:
+        print_wrapped(line, indent=line.index(":") + 2)
+    if not forecast and (plan.choice.deadline_chance is not None or plan.choice.budget_chance is not None):
         print_line(f"Chances: {_say_chances(plan.choice)}")
     as_of = plan.choice.placement.as_of or plan.prices_as_of
     marks = []
@@ -54,6 +57,11 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None) -> None:
 
         if warning := warn_if_stale(plan.choice.placement, now_s):
             print_note(f"note: {warning}")
+
+
+def has_spot_work(plan: Plan) -> bool:
+    """Whether the choice runs on spot and its work is given, so that cost and time can be forecast."""
+    return plan.choice.placement.is_spot and plan.choice.breakdown is not None
 
 
 def fold_zones(estimates: Sequence[Estimate], top: int) -> list[list[Estimate]]:

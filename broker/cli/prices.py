@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.api import find_cache
+from broker.app.market import find_cache
 from broker.catalog.staleness import warn_of_stale_dates
 from broker.cli import options
 from broker.cli.context import make_context

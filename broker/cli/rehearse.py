@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.planning import check_notices, check_place
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.plan_table import show_plan
@@ -31,67 +32,69 @@ SPEED = 600.0  # without a goal to say how much work the run represents: a secon
 PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
 
 
+PreemptionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--preemptions",
+        metavar="N",
+        min=0,
+        help="Preemptions in addition to the market's (default: 1, or 0 with --traces).",
+    ),
+]
+NoticeOption = Annotated[
+    float | None,
+    typer.Option(
+        "--notice",
+        metavar="SECONDS",
+        min=0,
+        help="Preemption warning in seconds (default: alternate between none and the cloud's).",
+    ),
+]
+SpeedOption = Annotated[
+    float | None,
+    typer.Option(
+        "--speed",
+        metavar="FACTOR",
+        min=1,
+        help="Simulated seconds per second of work (default: from the goal, or 600).",
+    ),
+]
+TracesOption = Annotated[
+    Path | None,
+    typer.Option("--traces", metavar="PATH", help="Trace file, or folder of recorded spot availability."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the simulated spot market.")]
+NodesLocalOption = Annotated[
+    int | None,
+    typer.Option("--nodes-local", metavar="N", min=1, help="Maximum nodes to run here; the bill counts all nodes."),
+]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")]
+
+
+@options.task_options("infra", "gpus", "num_nodes", *options.ENVIRONMENT)
 def rehearse(
     entrypoint: options.Entrypoint,
-    preemptions: Annotated[
-        int | None,
-        typer.Option(
-            "--preemptions",
-            metavar="N",
-            min=0,
-            help="Preemptions in addition to the market's (default: 1, or 0 with --traces).",
-        ),
-    ] = None,
-    notice: Annotated[
-        float | None,
-        typer.Option(
-            "--notice",
-            metavar="SECONDS",
-            min=0,
-            help="Preemption warning in seconds (default: alternate between none and the cloud's).",
-        ),
-    ] = None,
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            "--speed",
-            metavar="FACTOR",
-            min=1,
-            help="Simulated seconds per second of work (default: from the goal, or 600).",
-        ),
-    ] = None,
-    traces: Annotated[
-        Path | None,
-        typer.Option("--traces", metavar="PATH", help="Trace file, or folder of recorded spot availability."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the simulated spot market.")] = 0,
-    nodes_local: Annotated[
-        int | None,
-        typer.Option("--nodes-local", metavar="N", min=1, help="Maximum nodes to run here; the bill counts all nodes."),
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")] = False,
-    infra: options.Infra = None,
-    gpus: options.Gpus = None,
-    num_nodes: options.NumNodes = None,
-    env: options.Env = None,
-    env_file: options.EnvFile = None,
-    secret: options.Secret = None,
+    preemptions: PreemptionsOption = None,
+    notice: NoticeOption = None,
+    speed: SpeedOption = None,
+    traces: TracesOption = None,
+    seed: SeedOption = 0,
+    nodes_local: NodesLocalOption = None,
+    verify: VerifyOption = False,
+    overrides: options.Overrides = options.NO_OVERRIDES,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a task on this machine as a spot job, with preemptions.
 
     Clouds, time and prices are simulated; the program is real. Exit code 1 if it does not recover.
     """
-    overrides = options.Overrides(
-        infra=infra, gpus=gpus, num_nodes=num_nodes, env=env or (), env_file=env_file, secret=secret or ()
-    )
     (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
     context = make_context()
     task = choose_resources(context.resolve(first))
-    options.check_notices([task], is_launch=True)
-    options.check_place(task, {"local"}, is_launch=False)
+    check_notices([task], is_launch=True, note=print_note)
+    check_place(task, {"local"}, is_launch=False, note=print_note)
     plan = context.plan(task)
     market = open_market(traces, seed)
     stage = set_stage(plan, market, nodes_local, has_given_speed=speed is not None)

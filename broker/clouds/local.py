@@ -241,8 +241,8 @@ def boot(folder: Path) -> None:
 
 def make_env(folder: Path) -> dict[str, str]:
     """A clean environment whose `python` is ours."""
-    passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
-    search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
+    search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]  # noqa: TID251 - passed on
     home = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "BROKER_NODE_DIR": str(folder)}
     return {**passed, **home, "PATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1"}
 
@@ -261,7 +261,7 @@ def kill(folder: Path) -> None:
                 local_machine.send(pid, signal.SIGTERM)
         if time.monotonic() > give_up_s:
             raise UnknownOutcomeError(f"node `{folder.name}` does not end")
-        time.sleep(0.002)
+        time.sleep(0.002)  # noqa: TID251 - in a thread: waits for a kill
 
 
 def settle_end(folder: Path) -> dict[str, Any]:

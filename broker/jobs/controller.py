@@ -19,15 +19,15 @@ from broker.errors import (
     AuthError,
     CloudError,
     InvalidRequestError,
-    UnreachedError,
 )
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
+from broker.jobs.booting import StartVerdict, judge_start
 from broker.jobs.budget import find_overspending
 from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
-from broker.jobs.health import Verdict, classify, list_lost_ranks
+from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
@@ -59,7 +59,6 @@ NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone chan
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
-BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until somebody answers
 GRACE_S = 30.0  # for a program that is stopped at its budget
 T = TypeVar("T")
 
@@ -207,16 +206,13 @@ class JobController:
     ) -> float:
         """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
         cluster = await self._provisioner.refresh(cluster)
-        if list_lost_ranks(cluster.nodes):
+        verdict = judge_start(error, cluster, monitor, self._clock.now_s())
+        if verdict is StartVerdict.LOST:
             wait_s = await self._lost_gang.conclude_success(job, attempt, cluster)
             if wait_s is not None:  # a process that died had started it
                 return wait_s
             return self._endings.lose(attempt, describe_lost_start(error.message))
-        now_s = self._clock.now_s()
-        is_silent = monitor.note_silence(now_s)
-        # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
-        is_booting = isinstance(error, UnreachedError) and monitor.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
-        if is_booting or not is_silent:
+        if verdict is StartVerdict.WAIT:
             return POLL_S
         return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from broker.clock import Clock
 from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
-from broker.jobs.logs import forget_logs, rotate_log
+from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
 from broker.locks import try_lock
 from broker.provision.backoff import draw_backoff_s

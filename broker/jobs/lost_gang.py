@@ -10,7 +10,7 @@ from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, name_jo
 from broker.jobs.endings import Endings
 from broker.jobs.gang import GangReport
 from broker.jobs.health import Verdict, list_lost_ranks
-from broker.jobs.logs import copy_left_log
+from broker.jobs.log_files import copy_left_log
 from broker.jobs.outcomes import Outcomes, RunResult
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.state.store import Store

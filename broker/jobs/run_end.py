@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from broker.jobs.logs import read_last_lines
+from broker.jobs.log_files import read_last_lines
 from broker.nouns import noun
 from broker.state.store import Store
 from broker.types import Attempt, Progress

@@ -9,7 +9,7 @@ from broker.config import Config
 from broker.errors import CloudError
 from broker.jobs.gang import Gang, GangReport, get_run_id
 from broker.jobs.health import list_lost_ranks
-from broker.jobs.logs import copy_log
+from broker.jobs.log_files import copy_log
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, EventKind, Job, make_event

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,9 @@ class Trace:
     @property
     def open_share(self) -> float:
         return sum(count >= self.gang for count in self.counts) / len(self.counts)
+
+    def is_open_at(self, hour: float) -> bool:
+        return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
 
     def count_spells(self) -> Durations:
         """All spells, the first and the last as seen from and up to the ends of the recording."""

@@ -43,6 +43,11 @@ class LazyEstimates(Sequence[Estimate]):
         self._make = make
         self._made = dict[int, Estimate]()
 
+    @property
+    def candidates(self) -> Sequence[RankedOffer]:
+        """The same placements as plain numbers, in the same order."""
+        return self._candidates
+
     def __len__(self) -> int:
         return len(self._candidates)
 

@@ -102,7 +102,7 @@ def estimate_step(
     micro_batches = max(1, math.ceil(batch / (sharding.data * micro_batch)))
     tokens = float(micro_batch * sequence) / sharding.context
     compute = _compute_s(shape, sharding, hardware, sequence, tokens, recompute, dtype)
-    memory = _memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash)
+    memory = _memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash=is_flash)
     tensor = _tensor_s(shape, sharding, hardware, tokens, recompute, dtype)
     exchange = _exchange_s(shape, sharding, hardware, tokens, BYTES_PER_PARAMETER[dtype][0])
     turn = compute + memory + tensor + exchange
@@ -152,7 +152,7 @@ def _compute_s(
 
 def _memory_s(
     shape: ModelShape, sharding: Sharding, hardware: Hardware, sequence: int, tokens: float, recompute: Recompute,
-    dtype: Dtype, is_flash: bool,
+    dtype: Dtype, *, is_flash: bool,
 ) -> float:  # fmt: skip
     bandwidth = (hardware.figures.memory_bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_EFFICIENCY
     if not bandwidth:

@@ -120,7 +120,7 @@ class Field:
                 self.tables[e] = (rows, columns) if side == 0 else (columns, rows)
 
     def round_off(self) -> list[int]:
-        """A choice, by place: tasks in order, each taking the best given those before it and what later ones ask."""
+        """Return a choice, by place: tasks in order, each the best given those before it and what later ones ask."""
         chosen = [0] * len(self.unary)
         for v, costs in enumerate(self.unary):
             for e in self.later[v]:

@@ -32,7 +32,7 @@ def search(
     offset: float = 0.0,
     work_max: float,
 ) -> Found:
-    """The best total of `evaluate`, which for no choice is below the field's costs plus `offset`.
+    """Find the best total of `evaluate`, which for no choice is below the field's costs plus `offset`.
 
     `start` is any choice; `improve` makes a choice better by small moves, or leaves it. After `work_max`
     additions it stops without a proof: counted, not timed, so that the same question always has the same answer.

@@ -11,7 +11,7 @@ from broker.pipelines.problem import Problem
 
 
 def find_cheapest(problem: Problem, *, work_max: float) -> Found:
-    """The least USD of all tasks and transfers."""
+    """Find the least USD of all tasks and transfers."""
     core = Core(
         [[state.usd for state in states] for states in problem.states],
         {(u, v): table for (u, v, _), table in zip(problem.edges, problem.edge_usd, strict=True)},

@@ -75,7 +75,7 @@ class _Prices:
 
 
 def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours: float, *, work_max: float) -> Found:
-    """The least USD with a longest path of at most the deadline. `start` is any choice that is in time."""
+    """Find the least USD with a longest path of at most the deadline. `start` is any choice that is in time."""
     limit = deadline_hours * (1 + ROUNDING)
     moves = TimelyMoves(problem, limit)
     assert problem.measure_hours(start) <= limit, "the start is in time"
@@ -142,7 +142,7 @@ def _step(problem: Problem, prices: _Prices, choice: Sequence[int], limit: float
 
 
 def find_longest_path(problem: Problem, choice: Sequence[int]) -> tuple[tuple[int, ...], float]:
-    """The longest path of a choice, and its hours."""
+    """Return the longest path of a choice, and its hours."""
     ends = [0.0] * len(problem.states)
     before = [-1] * len(problem.states)
     incoming: list[list[tuple[int, float]]] = [[] for _ in problem.states]

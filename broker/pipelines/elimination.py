@@ -37,7 +37,7 @@ class Core:
                 waiting.extend(sorted(touched, reverse=True))
 
     def unfold(self, chosen: dict[int, int]) -> dict[int, int]:
-        """The whole choice that belongs to the core's: folded tasks answer in the opposite order."""
+        """Return the whole choice that belongs to the core's: folded tasks answer in the opposite order."""
         chosen = dict(chosen)
         for v, costs, links in reversed(self._folded):
             for neighbour, rows in links:
@@ -79,7 +79,7 @@ class Core:
         return neighbours
 
     def _take_rows(self, neighbour: int, v: int) -> list[Row]:
-        """The table between the two, by the neighbour's state, and out of the core."""
+        """Return the table between the two, by the neighbour's state, and out of the core."""
         if neighbour < v:
             return list(self.tables.pop((neighbour, v)))
         return list(zip(*self.tables.pop((v, neighbour)), strict=True))

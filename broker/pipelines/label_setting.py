@@ -44,7 +44,7 @@ def is_forest(count: int, edges: Sequence[tuple[int, int]]) -> bool:
 def find_by_labels(
     problem: Problem, field: Field, times: Timetable, *, upper: float, limit: float, work_max: float
 ) -> list[int] | None:
-    """The cheapest choice that ends by `limit`; None where none is below what `upper` stands for.
+    """Find the cheapest choice that ends by `limit`; None where none is below what `upper` stands for.
 
     `field` has lateness priced and was swept; `upper` bounds its totals. Both have the same states open.
     Raises TooManyLabelsError.
@@ -116,7 +116,7 @@ class _Labels:
         return labels
 
     def _carry(self, e: int, v: int, i: int, *, is_before: bool) -> list[Label]:
-        """A child's labels, over its edge, as task v in state i sees them; the hours stand in second place."""
+        """Return a child's labels, over its edge, as task v in state i sees them; the hours stand in second place."""
         child = self._other_end(e, v)
         side = 1 if is_before else 0
         priced_row, hours_row = self._field.tables[e][side][i], self._times.tables[e][side][i]
@@ -135,7 +135,7 @@ class _Labels:
         return _keep_unbeaten(carried)
 
     def _thin(self, v: int, i: int, labels: list[Label], parent_edge: int | None) -> list[Label]:
-        """What the parent needs: the hours of the path towards it stand in second place. Hopeless labels go."""
+        """Keep what the parent needs: the hours of the path towards it stand in second place. Hopeless labels go."""
         own_hours = self._times.hours[v][i]
         if parent_edge is None or self._times.edges[parent_edge][0] == v:
             turned = [(usd, head + own_hours, 0.0, priced, trace) for usd, head, _, priced, trace in labels]

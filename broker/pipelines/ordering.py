@@ -20,7 +20,7 @@ def order_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
 
 
 def name_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
-    """A distinct name for every task: its own, else by its place; a repeated one gets its place behind it."""
+    """Choose a distinct name for every task: its own, else by its place; a repeated one gets its place behind it."""
     own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
     taken = set(own)
     names, seen = list[str](), set[str]()

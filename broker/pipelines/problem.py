@@ -53,7 +53,7 @@ class Problem:
         )
 
     def measure_hours(self, choice: Sequence[int]) -> float:
-        """The longest path: a task starts when all it needs has arrived."""
+        """Measure the longest path: a task starts when all it needs has arrived."""
         start = [0.0] * len(self.states)
         end = 0.0
         arrivals: list[list[tuple[int, Table]]] = [[] for _ in self.states]
@@ -101,7 +101,7 @@ def make_state(estimate: Estimate) -> State:
 
 
 def _list_states(name: str, plan: Plan, *, needs_time: bool) -> list[State]:
-    """The estimates that can matter. A task with an order of preference keeps its first choice."""
+    """List the estimates that can matter. A task with an order of preference keeps its first choice."""
     estimates = plan.estimates[:1] if plan.task.is_ordered else plan.estimates
     by_place = dict[tuple[str, str], list[State]]()
     for estimate in estimates:
@@ -152,7 +152,7 @@ def _drop_far_too_dear(
 
 
 def _price_leaving(estimate: Estimate, egress: EgressTable) -> float:
-    """The most that a GiB which leaves this placement can cost."""
+    """Return the most that a GiB which leaves this placement can cost."""
     offer = estimate.placement.offer
     leaving = egress.find(offer.cloud, offer.region)
     return max(leaving.same_region, leaving.other_region, leaving.internet) * GB_PER_GIB

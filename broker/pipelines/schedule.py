@@ -102,7 +102,7 @@ class Timetable:
         return max(soonest)
 
     def round_off(self) -> list[int]:
-        """A choice, by place: tasks in order, each taking what ends soonest with the least that follows."""
+        """Return a choice, by place: tasks in order, each taking what ends soonest with the least that follows."""
         rests = self.bound_rests()
         chosen, ended = list[int](), list[float]()
         for v, hours in enumerate(self.hours):
@@ -119,7 +119,7 @@ class Timetable:
 
 
 def find_soonest(problem: Problem, *, work_max: float) -> Found:
-    """The least hours of the longest path, by branch and bound."""
+    """Find the least hours of the longest path, by branch and bound."""
     best: Sequence[int] = problem.greedy
     value = problem.measure_hours(best)
     root = Timetable(problem)

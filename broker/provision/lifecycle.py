@@ -329,7 +329,9 @@ class Provisioner:
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
-            if not self._store.intents.is_open(nodes[0].token):
+            current = self._store.clusters.get(name)
+            is_going = current is not None and current.status is ClusterStatus.TERMINATING  # its intent closes later
+            if is_going or not self._store.intents.is_open(nodes[0].token):
                 raise UsageError(f"{name} was taken down while it came up")
             self._store.clusters.put(cluster)
             self._failover.launcher.record(nodes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import NoOfferError
 from broker.formatting import strip_control
-from broker.jobs.logs import get_log_path
+from broker.jobs.log_files import get_log_path
 from broker.jobs.summary import RunSummary, summarize
 from broker.rehearsal.cloud import NOTICE_S_MAX
 from broker.rehearsal.report import (

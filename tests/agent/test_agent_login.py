@@ -69,7 +69,7 @@ def test_key_with_foreign_characters_is_refused() -> None:
         .splitlines()
     )
     assert agent_login.read_rsa_key("\n".join(lines))[0] == key.public_key().public_numbers().n
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="base64"):
         agent_login.read_rsa_key("\n".join([lines[0], "!!!!", *lines[1:]]))
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from broker.api import Market, find_cache
+from broker.app.market import Market, find_cache
 from broker.optimizer.planner import make_plan
 from broker.task.loader import load_tasks_text
 

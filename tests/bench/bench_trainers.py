@@ -126,14 +126,14 @@ def measure_stall() -> None:
     sys.path.insert(0, str(ROOT))
     from trainers.checkpoint import CheckpointManager
     from trainers.config import TrainConfig
-    from trainers.optimizer import AdamW
+    from trainers.optimizer import Optimizer
     from trainers.ranks import Ranks, _keep_freed_memory
     from trainers.storage import FolderStorage
 
     _keep_freed_memory()
     torch.set_num_threads(1)  # as the trainers do, so that a core is left for the copy
     model = nn.Sequential(*(nn.Linear(LAYER_WIDTH, LAYER_WIDTH, bias=False) for _ in range(LAYER_COUNT)))
-    optimizer = AdamW(model.named_parameters(), TrainConfig(learning_rate=1e-5, learning_rate_min=1e-5))
+    optimizer = Optimizer(model.named_parameters(), TrainConfig(learning_rate=1e-5, learning_rate_min=1e-5))
     alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     shared = {"model": model, "optimizer": optimizer}
     stalls, copies, whole, synchronous, passes = [], [], [], [], []

@@ -144,6 +144,6 @@ def open_screen(
     time.tzset()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(SystemClock, "now_s", lambda clock: NOW_S)
-    monkeypatch.setattr("broker.api.measure_machine", lambda: (8, 32.0))
+    monkeypatch.setattr("broker.app.market.measure_machine", lambda: (8, 32.0))
     monkeypatch.setattr("broker.app.container.Context.ensure_daemon", lambda context: None)
     return Screen(folder, capsys)

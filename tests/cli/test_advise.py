@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from broker.cli.advise import round_batch
+from broker.app.advising import round_batch
 from tests.cli.conftest import Shell
 
 

@@ -23,7 +23,17 @@ from broker.types import Cluster, ClusterStatus, JobStatus, Placement, Task
 from tests.simulation.world import make_offer
 
 ROOT = Path(__file__).parent.parent.parent
-LIGHT_ONLY = ("typer", "asyncio", "msgspec", "yaml", "rich", "broker.state.store", "broker.cli.main", "broker.api")
+LIGHT_ONLY = (
+    "typer",
+    "asyncio",
+    "msgspec",
+    "yaml",
+    "rich",
+    "broker.state.store",
+    "broker.cli.main",
+    "broker.app",
+    "broker.api",
+)
 
 
 @pytest.fixture

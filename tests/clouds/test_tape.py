@@ -11,7 +11,7 @@ from tests.testbed.replay import read_tape
 
 
 @pytest.mark.parametrize(
-    "text, private",
+    ("text", "private"),
     [
         ("Action=RunInstances&UserData=IyEvYmluL3No&MinCount=1", "IyEvYmluL3No"),
         ("LaunchTemplateData.UserData=IyEvYmluL3No", "IyEvYmluL3No"),

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from broker.cli import launch
+from broker.app.launching import wait_booted
 from broker.clouds.aws.cloud import AwsCloud
 from broker.clouds.gcp.cloud import GcpCloud
 from broker.errors import CapacityError, CloudError, TransientError, UnreachedError
+from broker.jobs.booting import BOOT_S_MAX, StartVerdict, get_wait_s, judge_start
+from broker.jobs.health import UNREACHABLE_S_MIN
+from broker.jobs.monitor import AttemptMonitor
 from broker.provision.lifecycle import Provisioner
 from broker.types import Cluster, ClusterStatus, JobStatus, Node, NodeRequest, NodeState, Placement, Task
 from tests.simulation.test_crashes import check, run_to_end
@@ -85,9 +88,7 @@ class Clock:
         self.time_s += duration_s
 
 
-def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_costs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_costs() -> None:
     offer = replace(make_offer("east1a"), cloud="aws", ondemand_usd_hour=2.0)
     node = Node(
         id="i-1", cloud="aws", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, region="us-east-1",
@@ -98,7 +99,7 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
     clock = Clock()
 
     async def prepare(cluster: Cluster, task: Task) -> None:
-        clock.time_s += 60
+        clock.time_s += 20
         raise UnreachedError("node `i-1` cannot be reached: Connection timed out", node_id="i-1")
 
     async def refresh(cluster: Cluster) -> Cluster:
@@ -106,14 +107,44 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
 
     provisioner = SimpleNamespace(refresh=refresh, _clouds={"aws": AwsCloud.__new__(AwsCloud)})
     provisioner.hint_console = lambda *asked: Provisioner.hint_console(provisioner, *asked)  # type: ignore[arg-type]
-    context: Any = SimpleNamespace(clock=clock, gang=SimpleNamespace(prepare=prepare), provisioner=provisioner)
+    notes: list[str] = []
+    context: Any = SimpleNamespace(
+        clock=clock, gang=SimpleNamespace(prepare=prepare), provisioner=provisioner, note=notes.append
+    )
     with pytest.raises(TransientError) as caught:
-        asyncio.run(launch._prepare(context, cluster, Task()))
-    assert "for 5 minutes" in caught.value.message
+        asyncio.run(wait_booted(context, cluster, Task()))
+    assert "for 7 minutes" in caught.value.message
+    assert clock.time_s - 1000.0 >= BOOT_S_MAX
     console, _, end = caught.value.hints
     assert "aws ec2 get-console-output --region us-east-1 --instance-id i-1" in console
     assert "with `broker down c`; until then it costs 2.00 USD/h" in end and "to keep waiting" in end
-    assert capsys.readouterr().err.count("it may still be booting") == 4
+    assert all("it may still be booting" in note for note in notes) and len(notes) == 21  # one in 20.3 s
+
+
+def make_cluster(state: NodeState) -> Cluster:
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    node = Node(id="n", cloud="simulated", owner="me", cluster="c", attempt=1, rank=0, state=state)
+    return Cluster(name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(node,))
+
+
+@pytest.mark.parametrize(
+    ("error", "limit_s"),
+    [
+        (UnreachedError("node `n` cannot be reached", node_id="n"), BOOT_S_MAX),
+        (TransientError("the agent failed"), UNREACHABLE_S_MIN),
+    ],
+)
+def test_a_start_is_given_up_only_after_the_time_that_its_error_deserves(error: CloudError, limit_s: float) -> None:
+    monitor, cluster = AttemptMonitor("c"), make_cluster(NodeState.RUNNING)
+    verdicts = {now_s: judge_start(error, cluster, monitor, float(now_s)) for now_s in range(0, 500, 10)}
+    assert [now_s for now_s, each in verdicts.items() if each is StartVerdict.WAIT] == list(range(0, int(limit_s), 10))
+    assert set(verdicts.values()) == {StartVerdict.WAIT, StartVerdict.FAILED} and get_wait_s(error) == limit_s
+
+
+@pytest.mark.parametrize("state", [NodeState.TERMINATED, NodeState.STOPPED])
+def test_a_start_on_lost_nodes_is_not_waited_for(state: NodeState) -> None:
+    error = UnreachedError("node `n` cannot be reached", node_id="n")
+    assert judge_start(error, make_cluster(state), AttemptMonitor("c"), 0.0) is StartVerdict.LOST
 
 
 def test_google_names_its_own_console() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from broker.config import Config
 from broker.jobs.endings import Endings
-from broker.jobs.logs import get_log_path
+from broker.jobs.log_files import get_log_path
 from broker.jobs.lost_gang import LEASES_APART_S, LostGang, is_programs_failure
 from broker.jobs.outcomes import RunResult
 from broker.types import (

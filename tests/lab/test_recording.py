@@ -161,7 +161,7 @@ def test_a_name_is_claimed_by_one_command_at_a_time(tmp_path: Path) -> None:
             pass
     with claim_name(folder, "a/b"):
         assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(ValueError), claim_name(folder, "a/b"):
-        raise ValueError
+    with pytest.raises(ValueError, match="inside"), claim_name(folder, "a/b"):
+        raise ValueError("inside")
     with claim_name(folder, "a/b"):
         pass

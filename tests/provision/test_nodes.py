@@ -13,7 +13,7 @@ from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
 from broker.provision.nodes import Absence, confirm_gone
-from broker.types import IntentEnd, Node, NodeRequest, NodeState
+from broker.types import ClusterStatus, IntentEnd, Node, NodeRequest, NodeState
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
 
@@ -177,6 +177,27 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
 
     world.clock.run(scenario)
     assert not world.list_live_nodes()
+
+
+def test_a_cluster_does_not_come_up_while_down_still_confirms_its_end(tmp_path: Path) -> None:
+    """Found by the simulator: UP overwrote TERMINATING, and the record went while a replacement node ran."""
+    world = World(tmp_path)
+
+    async def scenario() -> None:
+        coming = asyncio.ensure_future(world.make_provisioner().up("dev", make_plan(world.task)))
+        while not world.list_live_nodes():
+            await world.clock.sleep(0.1)
+        world.cloud.faults = FaultRates(ignored=1.0)
+        going = asyncio.ensure_future(world.make_provisioner().down("dev"))
+        with pytest.raises(UsageError, match="taken down"):
+            await coming
+        record = world.store.clusters.get("dev")
+        assert record is not None and record.status is ClusterStatus.TERMINATING
+        world.cloud.faults = FaultRates()
+        await going
+
+    world.clock.run(scenario)
+    assert world.store.clusters.get("dev") is None and not world.list_live_nodes()
 
 
 def test_a_clock_that_jumps_between_blank_lists_ends_no_node() -> None:

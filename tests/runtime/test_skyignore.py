@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.cli.uploads import collect_files
+from broker.app.buckets import collect_files
 from broker.runtime.skyignore import walk
 from broker.runtime.transports.local import copy
 from broker.runtime.transports.ssh_files import list_entries

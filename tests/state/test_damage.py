@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from broker.clock import SystemClock
 from broker.config import find_checkpoint_url, load_config, read_keep_days
 from broker.errors import BrokerError, DamagedRowError, StateError, UsageError
 from broker.jobs.daemon import hold_lock
-from broker.jobs.logs import copy_log
+from broker.jobs.log_files import copy_log
 from broker.provision.cluster_lock import claim_name
 from broker.runtime.keys import Keys
 from broker.state.store import Store
@@ -109,12 +109,12 @@ def make_node(node_id: str, cluster: str, rank: int = 0) -> Node:
 
 
 @pytest.fixture
-def home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     shutil.copytree(whole, home)
     monkeypatch.setenv("BROKER_HOME", str(home))
     monkeypatch.setattr("broker.jobs.daemon.ensure_daemon", lambda *given: None)
-    yield home
+    return home
 
 
 def find_file(home: Path, name: str) -> Path:
@@ -263,7 +263,7 @@ def test_a_full_disk_under_a_log_does_not_stop_the_job(home: Path, monkeypatch: 
 
     import asyncio
 
-    monkeypatch.setattr("broker.jobs.logs._append", fail)
+    monkeypatch.setattr("broker.jobs.log_files._append", fail)
     store = Store(home / "state.db", clock=SystemClock())
     job = store.jobs.get(2)
     assert job is not None
@@ -324,7 +324,7 @@ def test_keep_days_is_a_number_of_days(home: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "table, column", [("jobs", "name"), ("jobs", "hedge"), ("attempts", "body"), ("attempt_steps", "last_step"),
+    ("table", "column"), [("jobs", "name"), ("jobs", "hedge"), ("attempts", "body"), ("attempt_steps", "last_step"),
                       ("refusals", "hints"), ("clusters", "body")],
 )  # fmt: skip
 def test_a_column_that_a_damaged_schema_lacks_is_a_sentence(home: Path, ask: Ask, table: str, column: str) -> None:

@@ -148,6 +148,6 @@ def test_what_fails_at_its_commit_leaves_nothing(store: Recording, name: str, mo
 
     before = dump()
     monkeypatch.setattr(store, "_commit", fail)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="power"):
         DURABLE[name](store)
     assert dump() == before

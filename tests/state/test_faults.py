@@ -9,7 +9,7 @@ from broker.state.faults import explain_os_error
 
 
 @pytest.mark.parametrize(
-    "error, told, hint",
+    ("error", "told", "hint"),
     [
         (OSError("the mount went away"), "the mount went away", ""),
         (OSError(errno.ENOSPC, "No space left on device", "/state/home/state.db"), "No space left", "/state/home"),

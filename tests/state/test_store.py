@@ -71,7 +71,7 @@ def test_files_are_for_their_owner_alone_and_secrets_leave_with_the_job(store: S
     assert store.jobs.get(job.id) is not None
 
 
-@pytest.mark.parametrize("version, way_out", [(99, "Upgrade broker"), (-1, "broker state restore")])
+@pytest.mark.parametrize(("version", "way_out"), [(99, "Upgrade broker"), (-1, "broker state restore")])
 def test_a_schema_that_is_not_known_is_refused_with_a_hint(tmp_path: Path, version: int, way_out: str) -> None:
     path = tmp_path / "state.db"
     Store(path, clock=SystemClock()).close()
@@ -90,9 +90,9 @@ def test_a_file_that_is_no_database_is_a_state_error(tmp_path: Path) -> None:
 
 
 def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
-    with pytest.raises(ValueError), store.transaction():
+    with pytest.raises(ValueError, match="second"), store.transaction():
         store.events.add(make_event(EventKind.NOTE, text="first"))
-        raise ValueError
+        raise ValueError("second")
     assert not store.events.list()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from broker.api import read_task
+from broker.app.planning import read_task
 from broker.errors import TaskError, UsageError
 from broker.task import allowed
 from broker.task.allowed import BUCKETS, LABELS, RULES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainers import checkpoint
+from trainers import snapshot
 from trainers.checkpoint import CheckpointManager, list_checkpoints
 from trainers.errors import CheckpointError, StaleAttemptError, TrainerError
 from trainers.ranks import Ranks
@@ -137,13 +137,13 @@ def test_save_returns_before_the_state_is_copied_and_settle_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_released = threading.Event()
-    copy = checkpoint.copy_state
+    copy = snapshot.copy_state
 
     def copy_late(value: Any) -> Any:
         assert is_released.wait(timeout=60)
         return copy(value)
 
-    monkeypatch.setattr(checkpoint, "copy_state", copy_late)
+    monkeypatch.setattr(snapshot, "copy_state", copy_late)
     counter = Counter()
     counter.set(5)
     manager = open_manager(tmp_path, counter)
@@ -172,3 +172,17 @@ def test_file_is_created_once(tmp_path: Path) -> None:
 def test_unknown_scheme_is_refused_by_name() -> None:
     with pytest.raises(TrainerError, match="no checkpoint storage for `ftp://`"):
         open_storage("ftp://bucket/path")
+
+
+def test_checkpoint_of_another_shape_is_one_line_with_a_hint(tmp_path: Path) -> None:
+    alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+
+    def open_for(width: int, attempt: int) -> CheckpointManager:
+        shared = {"model": torch.nn.Linear(width, 1)}
+        return CheckpointManager(FolderStorage(tmp_path), alone, attempt=attempt, keep=3, shared=shared, own={})
+
+    manager = open_for(3, 1)
+    manager.save(5)
+    manager.wait()
+    with pytest.raises(CheckpointError, match=r"does not fit this model: .*\[1, 3\].*\n\nhint: use the `--model"):
+        open_for(4, 2).restore()

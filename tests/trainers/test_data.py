@@ -15,8 +15,8 @@ from trainers.config import DataConfig, TrainConfig
 from trainers.data import Corpus, Prefetch, count_windows, permute, samples_of_rank
 from trainers.errors import TrainerError
 from trainers.image_config import ImagesConfig
-from trainers.optimizer import learning_rate
-from trainers.pictures import Pictures
+from trainers.optimizer import find_learning_rate
+from trainers.synthetic_images import SyntheticImages
 from trainers.tokenizers import create_tokenizer
 from trainers.tokens import open_corpora, open_tokens
 
@@ -195,7 +195,7 @@ def test_pieces_split_no_character(text: str) -> None:
 
 def test_pictures_are_found_by_number_and_every_class_is_as_frequent() -> None:
     config = ImagesConfig(count=64)
-    pictures, validation = Pictures(config, "training"), Pictures(config, "validation")
+    pictures, validation = SyntheticImages(config, "training"), SyntheticImages(config, "validation")
     images, classes = pictures.read(0, 64)
     assert images.shape == (64, 3, 16, 16) and Counter(classes.tolist()) == dict.fromkeys(range(8), 8)
     again = pictures.read(10, 3)
@@ -205,7 +205,7 @@ def test_pictures_are_found_by_number_and_every_class_is_as_frequent() -> None:
 
 def test_learning_rate_rises_to_the_peak_and_falls_to_the_minimum() -> None:
     config = TrainConfig(steps=100, warmup_steps=10)
-    rates = [learning_rate(step, config) for step in range(100)]
+    rates = [find_learning_rate(step, config) for step in range(100)]
     assert max(rates) == rates[9] == config.learning_rate
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert abs(rates[-1] - config.learning_rate_min) < 1e-12

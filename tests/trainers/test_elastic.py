@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from broker.runtime.credentials import make_credential
 from trainers.config import Config, find_problem
-from trainers.handover import Holding, find_step, plan_transfers
 from trainers.launch import parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
+from trainers.state_transfer import Holding, find_step, plan_transfers
 from trainers.strategies.grid import Part
 
 from .conftest import TrainingFolder, await_step
@@ -307,13 +307,13 @@ def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_aw
     head, second, third = (start_node(rank, *flags) for rank in range(3))
     await_step(head, 10)
     os.killpg(third.pid, signal.SIGKILL)
-    await_line(head, "went on from memory  ranks 2")
+    await_line(head, "resumed from memory  ranks 2")
     newcomer = start_node(2, *flags)
-    await_line(head, "went on from memory  ranks 3")
+    await_line(head, "resumed from memory  ranks 3")
     await_line(head, "loss")
     newcomer.terminate()
     assert newcomer.wait(timeout=60) == 143
-    await_line(head, "went on from memory  ranks 2")
+    await_line(head, "resumed from memory  ranks 2")
     await_line(head, "loss")
     head.terminate()
     second.terminate()
@@ -355,10 +355,10 @@ def test_replica_of_shards_is_lost_and_the_other_goes_on_from_memory(
     head = nodes[0]
     await_step(head, 10)
     os.killpg(nodes[2].pid, signal.SIGKILL)
-    await_line(head, "went on from memory  ranks 2")
+    await_line(head, "resumed from memory  ranks 2")
     await_line(head, "loss")
     start_node(2, *flags, count=4, strategy="hsdp")
-    await_line(head, "went on from memory  ranks 4")
+    await_line(head, "resumed from memory  ranks 4")
     await_line(head, "loss")
     (folder.path / "preempted").touch()
     assert head.wait(timeout=60) == 143

@@ -12,6 +12,7 @@ import torch
 from trainers import export
 from trainers.allreduce import RESULTS, describe, find_bus_factor, iterate_plan, parse_config, read_results
 from trainers.collectives import Collective
+from trainers.safetensors import SafetensorsFolder, write_safetensors
 
 from .strategies.conftest import TOTAL, Worlds, read_lines, read_losses
 
@@ -147,10 +148,21 @@ def test_weights_leave_as_safetensors_whatever_strategy_saved_them(
 
 def test_half_precision_weights_are_rounded_and_the_file_is_aligned(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3).bfloat16(), "a": torch.arange(6).view(2, 3), "c": torch.tensor(True)}
-    export.write_safetensors(tmp_path / "x", tensors, {"format": "pt"})
+    write_safetensors(tmp_path / "x", tensors, {"format": "pt"})
     assert struct.unpack("<Q", (tmp_path / "x").read_bytes()[:8])[0] % 8 == 0
     found = read_safetensors(tmp_path / "x")
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_safetensors_in_several_files_are_read_by_their_index(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(2, 3), "b": torch.randn(4).bfloat16(), "c": torch.empty(0, 3)}
+    for name, tensor in tensors.items():
+        write_safetensors(tmp_path / f"{name}.safetensors", {name: tensor}, {"format": "pt"})
+    index = {"weight_map": {name: f"{name}.safetensors" for name in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    folder = SafetensorsFolder(tmp_path)
+    assert all(torch.equal(folder.read(name), tensor) for name, tensor in tensors.items())
+    assert "a" in folder and "d" not in folder
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -1,17 +1,23 @@
 """Whole runs as real processes: killed, preempted and resumed."""
 
+import os
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.testbed.s3 import BUCKET, serve_s3
+from trainers.config import parse_config
+from trainers.lm import build, main
 
-from .conftest import TOTAL, TrainingFolder, await_step, kill_all
+from .conftest import TINY, TOTAL, TrainingFolder, await_step, kill_all
 from .strategies.conftest import Worlds
 
 SEED = 20261121
+SMALL = ["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--model.context", "16"]
 
 
 @pytest.mark.slow
@@ -112,3 +118,30 @@ def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFo
     code, errors = folder.run(attempt=9, strategy="dpd")
     assert code == 1
     assert errors.startswith("error: no strategy is called `dpd`; known: ddp, allreduce,") and errors.count("\n") == 1
+
+
+def test_vocabulary_is_rounded_up_for_gpus_unless_told_not_to() -> None:
+    for flags, expected in (([], 384), (["--model.vocabulary_multiple", "1"], 300)):
+        config = parse_config([*SMALL, "--model.vocabulary", "300", *flags])
+        assert build(config, torch.device("cpu")).model.vocabulary == expected
+
+
+def test_deterministic_run_is_the_same_run_on_a_cpu(folder: TrainingFolder, worlds: Worlds, tmp_path: Path) -> None:
+    """There it changes nothing; that the switches are set is what can be seen without a GPU."""
+    assert folder.fork(worlds, "--train.steps", "5").codes == [0]
+    other = TrainingFolder(path=tmp_path / "deterministic")
+    ended = worlds.call(
+        other.path,
+        "tests.trainers.test_lm:train_deterministically",
+        ["--strategy", "ddp", *TINY, "--train.steps", "5", "--deterministic"],
+        ranks=1,
+    )
+    assert ended.codes == [0], ended.errors
+    assert other.losses() == folder.losses()
+
+
+def train_deterministically(arguments: Sequence[str]) -> int:
+    """A rank's main: 3 unless the switches are set."""
+    code = main(arguments)
+    is_set = torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    return code if is_set else 3

@@ -25,7 +25,7 @@ from trainers.losses import next_token_loss
 from trainers.metrics import Meter, MetricFiles
 from trainers.models import create_language_model
 from trainers.models.llama import make_waves, turn
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.profile import Profile
 from trainers.progress import Progress
 from trainers.ranks import Ranks
@@ -54,18 +54,24 @@ class Numbers:
         return rows[:, :-1] % 300, rows[:, 1:] % 300
 
 
-def take_steps(model: nn.Module, config: TrainConfig, loss_of: Callable[..., Tensor]) -> Iterator[StepReport]:
+def take_steps(
+    model: nn.Module,
+    config: TrainConfig,
+    loss_of: Callable[..., Tensor],
+    is_read_due: Callable[[int], bool] = lambda step: True,
+) -> Iterator[StepReport]:
     return iterate_steps(
         config,
         model=model,
         strategy=create_strategy("ddp", ALONE),
-        optimizer=AdamW(model.named_parameters(), config),
-        work=Work(samples=Numbers(), loss_of=loss_of, precision=nullcontext),
+        optimizer=Optimizer(model.named_parameters(), config),
+        work=Work(samples=Numbers(), loss=loss_of, precision=nullcontext),
         position=Position("numbers"),
         ranks=ALONE,
         is_stop_asked=lambda: False,
         before_change=lambda: None,
         scaling=LossScale("float32"),
+        is_read_due=is_read_due,
     )
 
 
@@ -87,15 +93,37 @@ def test_step_that_is_no_number_moves_nothing_and_the_run_goes_on() -> None:
     for report in take_steps(model, config, Poison(3)):
         state = {name: value.clone() for name, value in model.state_dict().items()}
         is_unmoved = bool(before) and all(torch.equal(before[name], value) for name, value in state.items())
-        assert report.is_skipped == is_unmoved == (report.step == 3)
+        assert report.reading is not None
+        assert report.reading.skipped_steps == ((3,) if is_unmoved else ()) and is_unmoved == (report.step == 3)
         before = state
-    assert report.step == 6 and report.loss < 6.0
+    assert report.step == 6 and report.reading.loss < 6.0
+
+
+def test_steps_are_read_together_where_asked_and_the_last_one_always() -> None:
+    config = TrainConfig(steps=8, batch=4, micro_batch=4, on_nan="skip", warmup_steps=0)
+    each_step = [report.reading for report in take_steps(make_model(), config, Poison(2, 5))]
+    rarely = list(take_steps(make_model(), config, Poison(2, 5), lambda step: step % 3 == 0))
+    assert [report.step for report in rarely if report.reading] == [3, 6, 8]
+    read = [report.reading for report in rarely if report.reading]
+    assert [reading.skipped_steps for reading in read] == [(2,), (5,), ()]
+    for reading, step in zip(read, (3, 6, 8), strict=True):
+        alone = each_step[step - 1]
+        assert alone is not None and (reading.loss, reading.norm) == (alone.loss, alone.norm)
+
+
+def test_step_that_is_not_finite_ends_the_run_when_it_is_read() -> None:
+    config = TrainConfig(steps=8, batch=4, micro_batch=4)
+    steps = take_steps(make_model(), config, Poison(2), lambda step: step == 4)
+    taken = [next(steps).step for _ in range(3)]
+    with pytest.raises(TrainerError, match="gradients of step 2 are not finite"):
+        next(steps)
+    assert taken == [1, 2, 3]
 
 
 def test_optimizer_moves_as_torchs_own() -> None:
     config = TrainConfig(steps=9, warmup_steps=0, learning_rate=0.01, learning_rate_min=0.01)
     mine, theirs = make_model(), make_model()
-    ours = AdamW(mine.named_parameters(), config)
+    ours = Optimizer(mine.named_parameters(), config)
     groups = [[each for each in theirs.parameters() if (each.dim() > 1) == is_matrix] for is_matrix in (True, False)]
     torchs = torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
@@ -180,7 +208,8 @@ def test_recomputed_blocks_learn_the_same_to_the_last_bit(kind: str, recompute: 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            losses.append([report.loss for report in take_steps(model, config, next_token_loss(0.0))])
+            reports = take_steps(model, config, next_token_loss(0.0))
+            losses.append([report.reading.loss for report in reports if report.reading])
         kept.append(saved)
     assert losses[0] == losses[1]
     assert kept[1] < kept[0]
@@ -372,7 +401,7 @@ hang_here()
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("time.sleep(60)", 75, ("rank 3 hangs: no headway for", "while in step 7", "in hang_here")),
+        ("time.sleep(60)", 75, ("rank 3 hangs: no progress for", "while in step 7", "in hang_here")),
         # One call into C that never lets go of the interpreter.
         ("sum(range(10**12))", 1, ("Timeout", "in hang_here")),
     ],

@@ -1,7 +1,7 @@
 """How a module says where it may be cut, without knowing by whom."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -15,6 +15,7 @@ class Slicing:
     pieces: int  # what the spread dimension is made of, such as heads; ranks must divide it
 
 
+@runtime_checkable
 class Sliceable(Protocol):
     """A module some of whose linear layers may be spread over ranks."""
 
@@ -23,6 +24,7 @@ class Sliceable(Protocol):
         ...
 
 
+@runtime_checkable
 class Segmentable(Protocol):
     """A model that is a row of blocks and may be spread over ranks in runs of them."""
 

@@ -1,11 +1,12 @@
 """What all decoder-only transformers here share: tokens in, a row of blocks, logits out; and where that may be cut.
 
-Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
+Plain PyTorch: no strategy, precision or device is known here.
 """
 
 import copy
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +18,38 @@ from trainers.models.cuts import Slicing
 VOCABULARY_DEFAULT = 256
 
 
-class Decoder(nn.Module):  # type: ignore[misc]
+class Decoder(nn.Module):
     """Maps token ids `[batch, time]` to logits of the next `[batch, time, vocabulary]`."""
 
     def __init__(self, config: ModelConfig, blocks: list[nn.Module], norm: nn.Module) -> None:
         """Put the parts together; a subclass may add more and then calls `draw_weights`."""
         super().__init__()
         self.seed = torch.initial_seed()
+        # A stage of a pipeline may lack what comes before the blocks, or after them.
+        self.token_embedding: nn.Embedding | None
+        self.norm: nn.Module | None
+        self.head: nn.Linear | None
         self.vocabulary = config.vocabulary or VOCABULARY_DEFAULT
         self.token_embedding = nn.Embedding(self.vocabulary, config.width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.head = nn.Linear(config.width, self.vocabulary, bias=False)
         if config.tie_embeddings:
-            self.head.weight = self.token_embedding.weight
+            self._tie()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict, at every position, the token that follows it."""
         hidden = tokens if self.token_embedding is None else self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        logits: Tensor = hidden if self.head is None else self.head(self.norm(hidden))
+        if self.head is None or self.norm is None:
+            return hidden
+        logits: Tensor = self.head(self.norm(hidden))
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What enters the first block."""
+        assert self.token_embedding is not None, "the first stage embeds"
         hidden: Tensor = self.token_embedding(tokens)
         return hidden
 
@@ -51,7 +59,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
 
     def cut(self, runs: list[range]) -> list[nn.Module]:
         """Keep these runs of blocks only; see `Segmentable`."""
-        segments = [self._segment(run) for run in runs]
+        segments: list[nn.Module] = [self._segment(run) for run in runs]
         kept = {place for run in runs for place in run}
         for place in range(len(self.blocks)):
             if place not in kept:
@@ -74,9 +82,13 @@ class Decoder(nn.Module):  # type: ignore[misc]
         """
         is_tied = self.head is not None and self.head.weight is getattr(self.token_embedding, "weight", None)
         self.to_empty(device=device)
-        if is_tied:  # each of the two places was given memory of its own
-            self.head.weight = self.token_embedding.weight
+        if is_tied:  # each of the two was given memory of its own
+            self._tie()
         self.draw_weights()
+
+    def _tie(self) -> None:
+        assert self.head is not None and self.token_embedding is not None
+        self.head.weight = self.token_embedding.weight
 
     def draw_weights(self) -> None:
         """Fill all parameters. What is drawn depends on the seed and a parameter's name, not on what else there is."""
@@ -89,20 +101,18 @@ class Decoder(nn.Module):  # type: ignore[misc]
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; what is no bias scales a norm
             return
+        if name.endswith("lora_b"):
+            parameter.zero_()  # an adapter starts as none
+            return
         # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
         deviation = 0.02 / math.sqrt(2 * len(self.blocks)) if name.endswith("project.weight") else 0.02
+        if name.endswith("lora_a"):
+            deviation = 1 / math.sqrt(3 * parameter.shape[1])
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big"))
         whole = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
         whole.normal_(std=deviation, generator=generator)
-        if hasattr(parameter, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor  # there already, if parameters are spread
-
-            # Nothing is sent: every rank has drawn the same.
-            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(part.to_local())
-        else:
-            parameter.copy_(whole)
+        fill_parameter(parameter, whole)
 
     def _segment(self, run: range) -> "Decoder":
         segment = copy.copy(self)
@@ -110,3 +120,15 @@ class Decoder(nn.Module):  # type: ignore[misc]
         segment.blocks = nn.ModuleList(self.blocks[place] for place in run)
         segment.drop_ends(is_first=run.start == 0, is_last=run.stop == len(self.blocks))
         return segment
+
+
+def fill_parameter(parameter: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into a parameter, or the part of it that lies on this rank. Every rank has the same whole."""
+    if not hasattr(parameter, "device_mesh"):
+        parameter.copy_(whole)
+        return
+    from torch.distributed.tensor import distribute_tensor  # imported already where parameters are spread
+
+    spread: Any = parameter
+    part: Any = distribute_tensor(whole, spread.device_mesh, spread.placements, src_data_rank=None)  # nothing is sent
+    spread.to_local().copy_(part.to_local())

@@ -1,6 +1,6 @@
 """GPT-2's blocks: learned positions, LayerNorm, GELU.
 
-Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
+Plain PyTorch: no strategy, precision or device is known here.
 """
 
 import torch
@@ -18,15 +18,16 @@ class GPT(Decoder):
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
         blocks: list[nn.Module] = [Block(config) for _ in range(config.depth)]
-        super().__init__(config, blocks, nn.LayerNorm(config.width))
-        self.position_embedding = nn.Embedding(config.context, config.width)
+        super().__init__(config, blocks, nn.LayerNorm(config.width, eps=config.norm_epsilon))
+        self.position_embedding: nn.Embedding | None = nn.Embedding(config.positions or config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.draw_weights()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Add up what a token is and where it stands."""
+        assert self.position_embedding is not None, "the first stage embeds"
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden: Tensor = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        hidden: Tensor = self.dropout(super().embed(tokens) + self.position_embedding(positions))
         return hidden
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
@@ -36,15 +37,15 @@ class GPT(Decoder):
             self.position_embedding = None
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Attention, then a two-layer perceptron, each added onto its normalised input."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build one layer of the stack."""
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
-        self.perceptron_norm = nn.LayerNorm(config.width)
+        self.perceptron_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.perceptron = Perceptron(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return result
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class Attention(nn.Module):
     """Causal self-attention with several heads."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -86,20 +87,23 @@ class Attention(nn.Module):  # type: ignore[misc]
         }
 
 
-class Perceptron(nn.Module):  # type: ignore[misc]
+class Perceptron(nn.Module):
     """Two linear layers, wider in between."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build both layers."""
         super().__init__()
-        self.hidden_width = config.hidden_width or 4 * config.width
+        self.hidden_width = config.find_hidden_width()
+        self.approximation = "tanh" if config.activation == "gelu_tanh" else "none"
         self.expand = nn.Linear(config.width, self.hidden_width)
         self.project = nn.Linear(self.hidden_width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position by itself."""
-        result: Tensor = self.dropout(self.project(functional.gelu(self.expand(hidden))))
+        result: Tensor = self.dropout(
+            self.project(functional.gelu(self.expand(hidden), approximate=self.approximation))
+        )
         return result
 
     def slicings(self) -> dict[str, Slicing]:

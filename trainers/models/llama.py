@@ -1,19 +1,18 @@
 """Llama's blocks: rotary positions, RMSNorm, SwiGLU, and keys and values shared by groups of heads.
 
-Plain PyTorch: no strategy, precision or device is known here. (mypy does not read torch, hence the ignores.)
+Plain PyTorch: no strategy, precision or device is known here.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainers.config import ModelConfig
+from trainers.errors import TrainerError
 from trainers.models.cuts import Slicing
 from trainers.models.decoder import Decoder
-
-NORM_EPSILON = 1e-5
-# Hidden widths that are multiples of this suit every GPU's matrix units.
-WIDTH_MULTIPLE = 64
 
 
 class Llama(Decoder):
@@ -21,10 +20,10 @@ class Llama(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
-        self._shape = config.context, config.width // config.heads, config.rope_theta
+        self._shape = config.context, config.find_head_width(), config.rope_theta, config.rope_scaling
         waves = make_waves(*self._shape)
         blocks: list[nn.Module] = [Block(config, waves) for _ in range(config.depth)]
-        super().__init__(config, blocks, nn.RMSNorm(config.width, eps=NORM_EPSILON))
+        super().__init__(config, blocks, nn.RMSNorm(config.width, eps=config.norm_epsilon))
         self.draw_weights()
 
     def fill(self, device: torch.device) -> None:
@@ -37,15 +36,15 @@ class Llama(Decoder):
                 module.waves = waves
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Attention, then a gated perceptron, each added onto its normalised input."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
         """Build one layer of the stack."""
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPSILON)
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config, waves)
-        self.perceptron_norm = nn.RMSNorm(config.width, eps=NORM_EPSILON)
+        self.perceptron_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.perceptron = Perceptron(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -55,26 +54,32 @@ class Block(nn.Module):  # type: ignore[misc]
         return result
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class Attention(nn.Module):
     """Causal self-attention whose keys and values may be fewer than its queries (arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
         """Build the projections. `waves` is shared by all layers and made on the device where they will run."""
         super().__init__()
         self.heads, self.key_value_heads = config.heads, config.key_value_heads or config.heads
-        self.head_width = config.width // config.heads
-        self.query = nn.Linear(config.width, self.heads * self.head_width, bias=False)
-        self.key = nn.Linear(config.width, self.key_value_heads * self.head_width, bias=False)
-        self.value = nn.Linear(config.width, self.key_value_heads * self.head_width, bias=False)
-        self.project = nn.Linear(self.heads * self.head_width, config.width, bias=False)
+        self.head_width = config.find_head_width()
+        is_biased = config.attention_bias != "none"
+        self.query = nn.Linear(config.width, self.heads * self.head_width, bias=is_biased)
+        self.key = nn.Linear(config.width, self.key_value_heads * self.head_width, bias=is_biased)
+        self.value = nn.Linear(config.width, self.key_value_heads * self.head_width, bias=is_biased)
+        self.project = nn.Linear(self.heads * self.head_width, config.width, bias=config.attention_bias == "all")
+        self.query_norm = self.key_norm = None
+        if config.query_key_norm:
+            self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
+            self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
         # No buffers: DDP would send them round at every step, though they never change.
         self.waves = waves
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Let every position read from itself and those before it."""
-        query = turn(self._split_heads(self.query(hidden)), self.waves)
-        key = turn(self._split_heads(self.key(hidden)), self.waves)
-        value = self._split_heads(self.value(hidden))
+        query, key, value = (self._split_heads(layer(hidden)) for layer in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = turn(query, self.waves), turn(key, self.waves)
         is_grouped = self.heads != self.key_value_heads
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
         result: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
@@ -82,6 +87,8 @@ class Attention(nn.Module):  # type: ignore[misc]
 
     def slicings(self) -> dict[str, Slicing]:
         """All projections may be spread by heads; queries stay with the keys they share."""
+        if self.query_norm is not None:
+            raise TrainerError("`tensor` cannot be used with `--model.query_key_norm`: heads share one norm")
         return {
             "query": Slicing(way="column", pieces=self.heads),
             "key": Slicing(way="column", pieces=self.key_value_heads),
@@ -91,17 +98,17 @@ class Attention(nn.Module):  # type: ignore[misc]
 
     def _split_heads(self, packed: Tensor) -> Tensor:
         """`[batch, time, heads x width]` to `[batch, heads, time, width]`; a rank may hold some of the heads."""
-        return packed.unflatten(2, (-1, self.head_width)).transpose(1, 2)
+        heads: Tensor = packed.unflatten(2, (-1, self.head_width))
+        return heads.transpose(1, 2)
 
 
-class Perceptron(nn.Module):  # type: ignore[misc]
+class Perceptron(nn.Module):
     """SwiGLU (arXiv:2002.05202): one linear layer gates another."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build the three layers. Two thirds of four times the width makes as many weights as GPT's two layers."""
+        """Build the three layers."""
         super().__init__()
-        multiples = -(-8 * config.width // (3 * WIDTH_MULTIPLE))
-        self.hidden_width = config.hidden_width or multiples * WIDTH_MULTIPLE
+        self.hidden_width = config.find_hidden_width()
         self.gate = nn.Linear(config.width, self.hidden_width, bias=False)
         self.expand = nn.Linear(config.width, self.hidden_width, bias=False)
         self.project = nn.Linear(self.hidden_width, config.width, bias=False)
@@ -120,11 +127,26 @@ class Perceptron(nn.Module):  # type: ignore[misc]
         }
 
 
-def make_waves(context: int, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[context, head_width / 2]` of each position's angles (arXiv:2104.09864)."""
+def make_waves(context: int, head_width: int, theta: float, scaling: str = "") -> tuple[Tensor, Tensor]:
+    """Return cosines and sines `[context, head_width / 2]` of each position's angles (arXiv:2104.09864)."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+    if scaling:
+        frequencies = scale_frequencies(frequencies, scaling)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
+
+
+def scale_frequencies(frequencies: Tensor, scaling: str) -> Tensor:
+    """Slow waves down for longer contexts: all of them (`linear`) or the long ones (`llama3`, arXiv:2407.21783)."""
+    name, _, text = scaling.partition(":")
+    factor, *bounds = map(float, text.split(","))
+    if name == "linear":
+        return frequencies / factor
+    low, high, context = bounds
+    # Turns within the context that the model was first trained on: below `low` scaled, above `high` not, between mixed.
+    turns = context * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - share) * frequencies / factor + share * frequencies
 
 
 def turn(heads: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:

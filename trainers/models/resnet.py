@@ -15,7 +15,7 @@ from trainers.image_config import ResNetConfig
 GROUP_WIDTH = 8
 
 
-class ResNet(nn.Module):  # type: ignore[misc]
+class ResNet(nn.Module):
     """Maps images `[batch, 3, size, size]` to logits `[batch, classes]`."""
 
     def __init__(self, config: ResNetConfig, classes: int) -> None:
@@ -45,7 +45,7 @@ class ResNet(nn.Module):  # type: ignore[misc]
         return logits
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Two convolutions, each after its norm (arXiv:1603.05027), added onto their input."""
 
     def __init__(self, entering: int, leaving: int, stride: int) -> None:
@@ -78,6 +78,7 @@ def count_flops(model: nn.Module, size: int) -> float:
 
     def count(module: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
         nonlocal total
+        assert isinstance(module, nn.Conv2d | nn.Linear)
         places = outputs[0, 0].numel() if isinstance(module, nn.Conv2d) else 1
         total += 2 * module.weight.numel() * places
 

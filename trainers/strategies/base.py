@@ -1,4 +1,4 @@
-"""What a strategy is: three verbs round an ordinary model, and a few more that most leave as they are here.
+"""What a strategy is: three verbs around an ordinary model, and a few more that most leave as they are here.
 
 A plain `Strategy` is one process training alone; each file beside this one changes what its way of sharing changes.
 """
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
+from trainers.recipe import Forward, Loss
 from trainers.strategies.gradients import clip_gradients
 from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
@@ -22,42 +24,44 @@ from trainers.strategies.options import StrategyOptions
 class MicroBatch:
     """Samples of one forward pass."""
 
-    inputs: Tensor
-    targets: Tensor
-    part: float  # of the global batch, in samples
+    inputs: Any
+    targets: Any
+    weight: float  # share of the global batch, in samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """All that a rank has to push through the model in one step."""
+    """The micro-batches of a rank in one step, and how they become a loss."""
 
     micro_batches: Sequence[MicroBatch]
-    loss_of: Callable[[Tensor, Tensor], Tensor]  # outputs and targets -> mean over the samples
+    forward: Forward
+    loss: Loss
     precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
     share_count: int
+    device: torch.device
     loss_scale: float = 1.0
 
     @property
-    def part(self) -> float:
-        """The part of the global batch that is this rank's."""
-        return sum(each.part for each in self.micro_batches)
+    def weight(self) -> float:
+        """The share of the global batch that this rank computes."""
+        return sum(micro_batch.weight for micro_batch in self.micro_batches)
 
     def scale(self, micro_batch: MicroBatch) -> float:
-        """The weight of a micro-batch's loss.
+        """Return the factor of a micro-batch's loss in the backward pass.
 
-        The mean over ranks is taken of gradients. Weighing by samples makes that the mean of the global batch also
-        where the ranks' shares differ in size.
+        Gradients are averaged over ranks. Weighting by samples makes that the mean of the global batch also where
+        ranks have different numbers of samples.
         """
-        return micro_batch.part * self.share_count * self.loss_scale
+        return micro_batch.weight * self.share_count * self.loss_scale
 
 
 class Strategy:
-    """How ranks share one model's work."""
+    """How ranks share the work on one model."""
 
     AXES: ClassVar[tuple[str, ...]] = ()
-    # Whether ranks that differ along `replicate` only hold equal state, and move it without asking each other.
+    # Whether ranks that differ along `replicate` only hold equal state, and update it without asking each other.
     MOVES_ALONE: ClassVar[bool] = False
-    # Whether `wrap` also takes a model without memory, which gets it afterwards: more than one rank could hold.
+    # Whether `wrap` accepts a model without memory, which is allocated afterwards: it may be larger than one device.
     TAKES_EMPTY: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions) -> None:
@@ -68,10 +72,10 @@ class Strategy:
     # The three verbs.
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module whose forward is to be called. Called once, with the same weights on every rank.
+        """Return the module whose forward is called. Called once, with the same weights on every rank.
 
-        Afterwards the parameters of `model` itself are those this rank trains, under the names they had: the
-        optimizer and the checkpoint use them. They may be DTensors, and some may be gone to other ranks.
+        Afterwards the parameters of `model` itself are those this rank trains, under their original names: the
+        optimizer and the checkpoint use them. They may be DTensors, and some may have moved to other ranks.
         """
         return model
 
@@ -79,59 +83,50 @@ class Strategy:
         """Surround one forward and backward; after the last of a step, gradients are the mean over all shares."""
         return nullcontext()
 
-    def clip(self, model: nn.Module, norm_max: float) -> float:
-        """Scale gradients down to `norm_max` over the whole model and return their norm before."""
+    def clip(self, model: nn.Module, norm_max: float) -> Tensor:
+        """Scale gradients down to `norm_max` over the whole model; return the norm before, a scalar on the device."""
         pipeline = [self.grid.group("pipeline")] if self.grid.size("pipeline") > 1 else []
-        return clip_gradients(model.parameters(), norm_max, across=pipeline)
+        return clip_gradients(model.parameters(), norm_max, device=self.ranks.device, across=pipeline)
 
-    # For a strategy with an order of its own for forward and backward.
+    # For a strategy that orders forward and backward passes itself: a pipeline.
 
-    def run_passes(self, model: nn.Module, passes: Passes) -> float:
-        """Leave the mean gradient of the global batch; return this rank's part of its mean loss."""
-        loss_part = 0.0
-        for place, micro_batch in enumerate(passes.micro_batches, start=1):
-            with self.micro_step(model, last=place == len(passes.micro_batches)):
-                with passes.precision():
-                    outputs = model(micro_batch.inputs)
-                loss = passes.loss_of(outputs, micro_batch.targets)
-                (loss * passes.scale(micro_batch)).backward()
-            loss_part += loss.item() * micro_batch.part
-        return loss_part
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether `run_schedule` replaces the loop's `forward_backward`."""
+        return False
 
-    def evaluate(self, model: nn.Module, passes: Passes) -> float:
-        """Change nothing; return this rank's part of the mean loss."""
-        loss_part = 0.0
-        with torch.no_grad():
-            for micro_batch in passes.micro_batches:
-                with passes.precision():
-                    outputs = model(micro_batch.inputs)
-                loss_part += passes.loss_of(outputs, micro_batch.targets).item() * micro_batch.part
-        return loss_part
+    def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
+        """Leave the mean gradient of the global batch; return this rank's part of its mean loss, on the device."""
+        raise NotImplementedError
 
-    # For a strategy whose ranks do not all take each step together.
+    # For a strategy whose ranks do not take each step together.
 
-    def step(self, model: nn.Module, optimizer: AdamW) -> None:
-        """Move the parameters once along the gradients, and drop those."""
+    def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+        """Update the parameters once and drop the gradients. `loss` is this rank's part of the loss."""
         optimizer.step()
 
-    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
-        """The loss of the global batch, and whether any rank asks to stop; all ranks stop after the same step.
+    def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
+        """Return the mean loss of the global batch and the number of ranks asked to stop, on the device.
 
-        `part` is the part of the batch that `loss_part` comes from.
+        All ranks get the same answer, so they stop after the same step. `weight` is the share of the batch behind
+        `loss`.
         """
-        loss, stop_count = self.ranks.sum([loss_part if self.share.is_counted else 0.0, float(is_stop_asked)])
-        return loss, stop_count > 0
+        counted = loss if self.share.is_counted else torch.zeros_like(loss)
+        totals = torch.stack([counted, torch.full_like(loss, float(is_stop_asked))])
+        if self.ranks.world_size > 1:
+            dist.all_reduce(totals)
+        return totals
 
     def find_part(self) -> Part | None:
-        """The part of the shared state that this rank holds, and others may hold too; None where they never do."""
+        """Return the part of the shared state that this rank holds, if others may hold it too; None otherwise."""
         return self.grid.find_part() if self.MOVES_ALONE else None
 
     # For a strategy under which ranks hold different values of the same parameter.
 
-    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
-        """What is one for all ranks, by name: enough to go on with other ranks or another strategy."""
+    def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
+        """Return what is one for all ranks, by name: enough to continue with other ranks or another strategy."""
         return {"model": model, "optimizer": optimizer}
 
-    def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
-        """What differs from rank to rank, by name: read back over the shared state by as many ranks as before."""
+    def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
+        """Return what differs from rank to rank, by name: read back over the shared state by as many ranks."""
         return {}

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
 from trainers.strategies.base import Passes, Strategy
 from trainers.strategies.grid import Grid, Part
@@ -39,27 +39,30 @@ class Combined(Strategy):
                 stack.enter_context(part.micro_step(model, last=last))
             yield
 
-    def run_passes(self, model: nn.Module, passes: Passes) -> float:
-        """In the order of the part that has one; to the others all of its passes are one."""
-        owner = self._find_owner("run_passes")
-        if owner is self._plain:
-            return super().run_passes(model, passes)
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether one of the parts has."""
+        return any(part.has_own_schedule for part in self._parts)
+
+    def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
+        """Run the schedule of the part that has one; to the other parts all of its passes are one."""
         with self.micro_step(model, last=True):
-            return owner.run_passes(model, passes)
+            return self._find_owner("run_schedule").run_schedule(model, passes)
 
-    def step(self, model: nn.Module, optimizer: AdamW) -> None:
-        """As the part that owns the step."""
-        self._find_owner("step").step(model, optimizer)
+    def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+        """Update as the part that owns the step."""
+        self._find_owner("step").step(model, optimizer, loss)
 
-    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
-        """As the part that owns the step."""
-        return self._find_owner("tally").tally(loss_part, part=part, is_stop_asked=is_stop_asked)
+    def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
+        """Reduce as the part that owns the step."""
+        owner = self._find_owner("all_reduce_loss")
+        return owner.all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
 
-    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """As the part under which ranks differ."""
         return self._find_owner("shared_state").shared_state(model, optimizer)
 
-    def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """As the part under which ranks differ."""
         return self._find_owner("own_state").own_state(model, optimizer)
 

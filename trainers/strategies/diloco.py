@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainers.optimizer import AdamW, local
+from trainers.optimizer import Optimizer, local
 from trainers.strategies.base import Strategy
 from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
 
@@ -24,7 +24,7 @@ class Diloco(Strategy):
 
     AXES = ("island",)
 
-    def step(self, model: nn.Module, optimizer: AdamW) -> None:
+    def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
         """Move this island's parameters; meet when it is time, and after the very last step."""
         self._is_met = False
         if self.grid.size("island") == 1:
@@ -44,25 +44,24 @@ class Diloco(Strategy):
                 momentum=asked.momentum,
             )
 
-    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
-        """Everyone's loss at a meeting, else the island's own."""
+    def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
+        """Return the loss of all islands at a meeting, else of this island."""
         if self._is_met or self.grid.size("island") == 1:
-            return super().tally(loss_part, part=part, is_stop_asked=is_stop_asked)
-        counted = [loss_part, part] if self.share.is_counted else [0.0, 0.0]
-        totals = torch.tensor(counted, dtype=torch.float64, device=self.ranks.device)
+            return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
+        totals = torch.stack([loss, torch.full_like(loss, weight)]) * float(self.share.is_counted)
         for axis in self.grid.axes:
             if axis != "island" and self.grid.size(axis) > 1:
                 dist.all_reduce(totals, group=self.grid.group(axis))
-        return (totals[0] / totals[1]).item(), False
+        return torch.stack([totals[0] / totals[1], torch.zeros_like(loss)])
 
-    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """The first island's model, and what all islands departed from."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         self._outer = Outer(model)
         return {**hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0), "diloco": self._outer}
 
-    def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """This island's model."""
         return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 

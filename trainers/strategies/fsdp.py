@@ -18,7 +18,8 @@ class FullyShardedDataParallel(Strategy):
     TAKES_EMPTY = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard every child of a module list as one unit, and what is left with the model itself."""
+        """Shard every child of a module list as one unit, and the remaining parameters with the model itself."""
+        self._roots: list[Any] = []
         if all(self.grid.size(axis) == 1 for axis in self.AXES):
             return model
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -29,9 +30,10 @@ class FullyShardedDataParallel(Strategy):
             fully_shard(unit, **settings)
         if not isinstance(model, nn.ModuleList):  # stages of a pipeline are called one by one
             fully_shard(model, **settings)
+        self._roots = list(model) if isinstance(model, nn.ModuleList) else [model]
         ahead = self.options.fsdp.prefetch
         if ahead:
-            blocks = [unit for unit in units if isinstance(unit, FSDPModule)]
+            blocks: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
             for place, block in enumerate(blocks):
                 block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
                 block.set_modules_to_backward_prefetch(blocks[max(0, place - ahead) : place][::-1])
@@ -39,10 +41,9 @@ class FullyShardedDataParallel(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Keep gradients whole and at home until the last micro step."""
-        for module in model if isinstance(model, nn.ModuleList) else [model]:
-            if hasattr(module, "set_requires_gradient_sync"):
-                module.set_requires_gradient_sync(last)
+        """Keep gradients whole and on this rank until the last micro step."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
         yield
 
     def _settings(self) -> dict[str, Any]:

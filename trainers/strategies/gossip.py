@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.strategies.base import Strategy
 from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
 
@@ -30,7 +30,7 @@ class Gossip(Strategy):
         self._turns = max(1, math.ceil(math.log2(self.grid.size("island"))))
         return model
 
-    def step(self, model: nn.Module, optimizer: AdamW) -> None:
+    def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
         """Move, then average with the one whose turn it is."""
         optimizer.step()
         self._steps_done = optimizer.steps_done
@@ -38,26 +38,27 @@ class Gossip(Strategy):
         if self.grid.size("island") > 1 and rest == 0:
             self._exchange(list_local(model), 2 ** (exchange % self._turns))
 
-    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
-        """This rank's own loss. The step to stop after is so far off that all have heard of it by then."""
+    def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
+        """Return this rank's own loss. The step to stop after is far enough ahead for all ranks to learn of it."""
         every_steps, count = self.options.gossip.every_steps, self.grid.size("island")
         if is_stop_asked and self._stop_step == NEVER:
             turns = self._turns if count > 1 else 0
             self._stop_step = self._steps_done if not turns else (self._steps_done // every_steps + turns) * every_steps
-        return loss_part / part, self._steps_done >= self._stop_step
+        is_stopping = self._steps_done >= self._stop_step
+        return torch.stack([loss / weight, torch.full_like(loss, float(is_stopping))])
 
-    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """The first rank's model."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         return hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0)
 
-    def own_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """This rank's model."""
         return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
     def _exchange(self, parameters: list[Tensor], distance: int) -> None:
-        group = self.grid.group("island") or dist.group.WORLD
+        group: Any = self.grid.group("island") or dist.group.WORLD
         rank, count = self.grid.index("island"), self.grid.size("island")
         to, source = (dist.get_global_rank(group, peer % count) for peer in (rank + distance, rank - distance))
         outgoing = torch.cat([each.reshape(-1) for each in parameters])

@@ -1,6 +1,5 @@
 """Gradients as plain local tensors: what collectives and norms are computed on, sharded or not."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,38 +10,41 @@ from torch import Tensor
 from trainers.optimizer import local
 
 
-def clip_gradients(parameters: Iterable[Tensor], norm_max: float, *, across: Sequence[Any] = ()) -> float:
-    """Scale gradients in place so that their norm is at most `norm_max`; return the norm before.
+def clip_gradients(
+    parameters: Iterable[Tensor], norm_max: float, *, device: torch.device, across: Sequence[Any] = ()
+) -> Tensor:
+    """Scale gradients in place so that their norm is at most `norm_max`; return the norm before, on the device.
 
     Shards of one gradient are summed over the mesh axes they are spread along, replicas counted once. `across` names
-    groups whose ranks hold different parameters.
+    groups whose ranks hold different parameters. Nothing waits for a GPU.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for gradient in gradients:
         by_groups.setdefault(_shard_groups(gradient), []).append(local(gradient))
-    squared = 0.0
+    squared = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parts in by_groups.items():
         total = torch.stack(torch._foreach_norm([part.float() for part in parts])).double().square().sum()
         for group in groups:
             dist.all_reduce(total, group=group)
-        squared += total.item()
+        squared = squared + total
     for group in across:
         # Every rank of the group takes part, also one without any gradients.
-        total = torch.tensor(squared, dtype=torch.float64, device=gradients[0].device)
-        dist.all_reduce(total, group=group)
-        squared = total.item()
-    norm = math.sqrt(squared)
+        dist.all_reduce(squared, group=group)
+    norm = squared.sqrt()
     # The small constant is torch's own, so that clipping here and there agree.
-    factor = norm_max / (norm + 1e-6)
-    if factor < 1.0:
-        torch._foreach_mul_([part for parts in by_groups.values() for part in parts], factor)
+    factor = (norm_max / (norm + 1e-6)).clamp(max=1.0)
+    # On a CPU a look at the factor is free and may save a pass over all gradients; a GPU would have to be waited for.
+    if device.type != "cpu" or factor < 1.0:
+        for parts in by_groups.values():
+            torch._foreach_mul_(parts, factor)
     return norm
 
 
 def _shard_groups(gradient: Tensor) -> tuple[Any, ...]:
     if not hasattr(gradient, "device_mesh"):
         return ()
-    mesh, placements = gradient.device_mesh, gradient.placements
+    spread: Any = gradient
+    mesh, placements = spread.device_mesh, spread.placements
     assert not any(placement.is_partial() for placement in placements), "a gradient was not reduced"
     return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from trainers.checkpoint import HeldByOne
 from trainers.errors import TrainerError
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.ranks import make_timeout
-from trainers.strategies.base import Passes, Strategy
+from trainers.strategies.base import Strategy
 from trainers.strategies.grid import Share
 
 # A head is [step, loss part, whether a stop is asked for] one way and [the step to stop after, 0, 0] the other.
@@ -34,11 +34,11 @@ class ParameterServer(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the roles. A model with state beside its parameters is a TrainerError."""
         self._role: Server | Worker | None = None
-        self._loss_part, self._is_stop_asked = 0.0, False
+        self._is_stop_asked = False
         worker_count = self.ranks.world_size - 1
         if not worker_count:
             return model
-        if any(True for _ in model.buffers()):
+        if len(model.state_dict()) > len(list(model.named_parameters(remove_duplicate=False))):
             raise TrainerError("a parameter server keeps parameters only, and this model has other state beside them")
         self._group = dist.new_group(backend="gloo", timeout=make_timeout(self.ranks.start_s))
         if self.ranks.is_first:
@@ -49,39 +49,40 @@ class ParameterServer(Strategy):
             self._role = Worker(model, self._group)
         return model
 
-    def run_passes(self, model: nn.Module, passes: Passes) -> float:
-        """Workers compute. A synchronous server waits for them here, so that clipping comes next as ever."""
-        self._loss_part = super().run_passes(model, passes)
-        if isinstance(self._role, Server) and not self._role.staleness_max:
-            self._role.collect_mean()
-        return self._loss_part
+    def clip(self, model: nn.Module, norm_max: float) -> Tensor:
+        """Clip on the rank that has the gradient of the next update: a synchronous server, or else each worker.
 
-    def clip(self, model: nn.Module, norm_max: float) -> float:
-        """Where the gradient that moves the parameters is at hand; elsewhere nothing is clipped and 0 returned."""
+        A synchronous server first waits for the gradients of all workers. Other ranks return 0.
+        """
         is_synchronous = not self.options.parameter_server.staleness_max
+        if isinstance(self._role, Server) and is_synchronous:
+            self._role.collect_mean()
         if self._role is None or isinstance(self._role, Server) == is_synchronous:
             return super().clip(model, norm_max)
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=self.ranks.device)
 
-    def step(self, model: nn.Module, optimizer: AdamW) -> None:
-        """Gradients one way, parameters the other."""
+    def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
+        """Send gradients one way and parameters the other."""
         if self._role is None:
             optimizer.step()
         elif isinstance(self._role, Server):
             self._role.step(optimizer)
         else:
-            self._role.step(self._loss_part, is_stop_asked=self._is_stop_asked)
+            optimizer.zero_skipped_gradients()
+            self._role.step(loss.item(), is_stop_asked=self._is_stop_asked)
 
-    def tally(self, loss_part: float, *, part: float, is_stop_asked: bool) -> tuple[float, bool]:
-        """The server knows the loss of all, a worker its own; its next message says whether it is asked to stop."""
+    def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
+        """Return the loss of all on the server, its own on a worker, whose next message says that it is to stop."""
         if self._role is None:
-            return super().tally(loss_part, part=part, is_stop_asked=is_stop_asked)
+            return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
         self._is_stop_asked = is_stop_asked
         if isinstance(self._role, Server):
-            return self._role.tally(is_stop_asked=is_stop_asked)
-        return loss_part / part, self._role.is_stopping
+            mean, is_stopping = self._role.tally(is_stop_asked=is_stop_asked)
+        else:
+            mean, is_stopping = loss.item() / weight, self._role.is_stopping
+        return torch.tensor([mean, float(is_stopping)], dtype=torch.float64)
 
-    def shared_state(self, model: nn.Module, optimizer: AdamW) -> Mapping[str, Any]:
+    def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
         """The server's. Saving brings every worker up to its parameters first."""
         if self._role is None:
             return super().shared_state(model, optimizer)
@@ -97,7 +98,7 @@ class Worker:
 
     def __init__(self, model: nn.Module, group: Any) -> None:
         """Serve one model."""
-        self._parameters, self._group = list(model.parameters()), group
+        self._parameters, self._group = list_trained(model), group
         self._steps_done, self._stop_step = 0, NEVER
 
     @property
@@ -127,7 +128,7 @@ class Server:
         """Serve one model to ranks 1 to `worker_count`."""
         self.staleness_max = staleness_max
         self.lead_max = 0  # the most that a gradient was ahead of the slowest worker when its worker began on it
-        self._parameters, self._group = list(model.parameters()), group
+        self._parameters, self._group = list_trained(model), group
         self._done = {rank: 0 for rank in range(1, worker_count + 1)}
         self._waiting: set[int] = set()
         self._losses: dict[int, float] = {}
@@ -141,7 +142,7 @@ class Server:
             total += self._receive(rank)[1]
         self._put(total / len(self._done))
 
-    def step(self, optimizer: AdamW) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Return when every worker has made one more step."""
         if not self.staleness_max:
             optimizer.step()
@@ -220,6 +221,11 @@ class Settled:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The model's."""
         self._model.load_state_dict(state)
+
+
+def list_trained(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that are sent; frozen ones are equal everywhere."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

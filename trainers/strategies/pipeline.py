@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from trainers.errors import TrainerError
+from trainers.models.cuts import Segmentable
 from trainers.strategies.base import Passes, Strategy
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
@@ -24,7 +25,7 @@ class PipelineParallel(Strategy):
         count = self.grid.size("pipeline")
         if count == 1:
             return model
-        if not hasattr(model, "cut"):
+        if not isinstance(model, Segmentable):
             raise TrainerError("this model is not a row of blocks; `pipeline` cannot be used")
         is_interleaved = self.options.pipeline.schedule == "interleaved"
         self._stage_count = count * (self.options.pipeline.stages_per_rank if is_interleaved else 1)
@@ -37,13 +38,17 @@ class PipelineParallel(Strategy):
         modules = model.cut([range(bounds[place], bounds[place + 1]) for place in self._places])
         return Stages(modules, self._places, self._stage_count, self.grid.group("pipeline"))
 
-    def run_passes(self, model: nn.Module, passes: Passes) -> float:
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether there is more than one stage."""
+        return self.grid.size("pipeline") > 1
+
+    def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
         """Push all micro-batches through all stages; the rank of the last stage knows the loss, the others report 0."""
-        if self.grid.size("pipeline") == 1:
-            return super().run_passes(model, passes)
+        assert isinstance(model, Stages)
         micro_batches = passes.micro_batches
         first = micro_batches[0]
-        if any(each.inputs.shape != first.inputs.shape for each in micro_batches):
+        if any(part.inputs.shape != first.inputs.shape for part in micro_batches):
             raise TrainerError(
                 "a pipeline needs micro-batches of equal size; "
                 f"choose a `--train.batch` that {self.share.count} x `--train.micro_batch` divides"
@@ -54,15 +59,17 @@ class PipelineParallel(Strategy):
         losses: list[Tensor] = []
         inputs, arguments = [], {}
         if self._places[0] == 0:
-            inputs = [torch.cat([each.inputs for each in micro_batches])]
+            inputs = [torch.cat([part.inputs for part in micro_batches])]
         if self._places[-1] == self._stage_count - 1:
-            arguments = {"target": torch.cat([each.targets for each in micro_batches]), "losses": losses}
+            arguments = {"target": torch.cat([part.targets for part in micro_batches]), "losses": losses}
         self._schedule.step(*inputs, **arguments, return_outputs=False)
-        loss_part: float = sum(loss.item() for loss in losses) / passes.share_count / passes.loss_scale
-        return loss_part
+        total = torch.zeros((), dtype=torch.float64, device=passes.device)
+        for loss in losses:
+            total += loss.detach().double()
+        return total / passes.share_count / passes.loss_scale
 
-    def _make_schedule(self, model: nn.Module, passes: Passes) -> Any:
-        """Made at the first step, when the stages have been wrapped and the size of a micro-batch is known."""
+    def _make_schedule(self, model: "Stages", passes: Passes) -> Any:
+        """Create it at the first step, when the stages have been wrapped and the size of a micro-batch is known."""
         from torch.distributed import pipelining
 
         count = len(passes.micro_batches)
@@ -72,7 +79,7 @@ class PipelineParallel(Strategy):
         return getattr(pipelining, SCHEDULES[name])(
             stages if name == "interleaved" else stages[0],
             n_microbatches=count,
-            loss_fn=lambda outputs, targets: passes.loss_of(outputs, targets) * self._scale,
+            loss_fn=lambda outputs, targets: passes.loss(outputs, targets) * self._scale,
             scale_grads=False,
         )
 
@@ -86,7 +93,7 @@ class PipelineParallel(Strategy):
         return PipelineStage(module, place, self._stage_count, self.ranks.device, group=group)
 
 
-class Stages(nn.ModuleList):  # type: ignore[misc]  # torch declares no types for it
+class Stages(nn.ModuleList):
     """One rank's stages. Called by all ranks of the pipeline together, they pass each stage's outputs on.
 
     For looking at a model, not for training it: only one rank is busy at a time.

@@ -3,6 +3,7 @@
 from torch import nn
 
 from trainers.errors import TrainerError
+from trainers.models.cuts import Sliceable
 from trainers.strategies.base import Strategy
 
 
@@ -26,9 +27,9 @@ class TensorParallel(Strategy):
             "whole": ColwiseParallel(output_layouts=Replicate()),
         }
         mesh = self.grid.device_mesh("tensor")
-        found = False
+        is_sliced = False
         for module in list(model.modules()):
-            for name, slicing in module.slicings().items() if hasattr(module, "slicings") else ():
+            for name, slicing in module.slicings().items() if isinstance(module, Sliceable) else ():
                 layer = getattr(module, name)
                 if layer is None:
                     continue  # on another stage of a pipeline
@@ -37,7 +38,7 @@ class TensorParallel(Strategy):
                         f"`{name}` has {slicing.pieces} pieces, which {count} ranks cannot divide evenly"
                     )
                 parallelize_module(layer, mesh, styles[slicing.way])
-                found = True
-        if not found and self.grid.size("pipeline") == 1:
+                is_sliced = True
+        if not is_sliced and self.grid.size("pipeline") == 1:
             raise TrainerError("this model does not say how its layers may be spread; `tensor` cannot be used")
         return model

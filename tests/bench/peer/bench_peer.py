@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from broker.api import Market, find_cache
+from broker.app.market import Market, find_cache
 from broker.catalog.importing import import_catalog
 from broker.errors import BrokerError
 from broker.task.loader import load_tasks_text

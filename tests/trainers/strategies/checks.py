@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainers.config import TrainConfig
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 from trainers.ranks import join_ranks, leave_ranks
 from trainers.strategies import create_strategy
 from trainers.strategies.options import DilocoOptions, GossipOptions, ParameterServerOptions, StrategyOptions
 from trainers.strategies.ring import ring_all_reduce
 
+LOSS = torch.ones((), dtype=torch.float64)
 CONFIG = TrainConfig(steps=12, warmup_steps=3, learning_rate=0.1, batch=12)
 
 
@@ -50,12 +51,12 @@ def islands_follow_the_algorithm(arguments: Sequence[str]) -> int:
     strategy = create_strategy(name, ranks, options)
     model = make_model()
     wrapped = strategy.wrap(model)
-    optimizer = AdamW(model.named_parameters(), CONFIG)
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
     strategy.shared_state(wrapped, optimizer)
     simulated = simulate(name, ranks.world_size)
     for step in range(CONFIG.steps):
         put_gradient(model, step, ranks.rank)
-        strategy.step(wrapped, optimizer)
+        strategy.step(wrapped, optimizer, LOSS)
         for mine, expected in zip(model.parameters(), simulated[step][ranks.rank], strict=True):
             torch.testing.assert_close(mine.detach(), expected, rtol=1e-5, atol=1e-6)
     leave_ranks()
@@ -65,7 +66,7 @@ def islands_follow_the_algorithm(arguments: Sequence[str]) -> int:
 def simulate(name: str, world_size: int) -> list[list[list[Tensor]]]:
     """The parameters of every rank after every step, by the papers' update rules, written out."""
     models = [make_model() for _ in range(world_size)]
-    optimizers = [AdamW(model.named_parameters(), CONFIG) for model in models]
+    optimizers = [Optimizer(model.named_parameters(), CONFIG) for model in models]
     anchor = [each.detach().clone() for each in models[0].parameters()]
     velocity = [torch.zeros_like(each) for each in anchor]
     history = []
@@ -101,14 +102,14 @@ def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
     strategy = create_strategy(arguments[0], ranks, options)
     model = make_model()
     wrapped = strategy.wrap(model)
-    optimizer = AdamW(model.named_parameters(), CONFIG)
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
     strategy.shared_state(wrapped, optimizer)
     stopped = None
     for step in range(CONFIG.steps):
         put_gradient(model, step, ranks.rank)
-        strategy.step(wrapped, optimizer)
+        strategy.step(wrapped, optimizer, LOSS)
         is_asked = step >= 3 and ranks.rank == ranks.world_size - 1
-        if strategy.tally(1.0, part=1.0, is_stop_asked=is_asked)[1]:
+        if strategy.all_reduce_loss(LOSS, weight=1.0, is_stop_asked=is_asked)[1] > 0:
             stopped = step + 1
             break
     assert stopped is not None and ranks.collect(stopped) == [stopped] * ranks.world_size, stopped
@@ -127,7 +128,7 @@ def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
     strategy: Any = create_strategy("parameter_server", ranks, options)
     model = make_model()
     wrapped = strategy.wrap(model)
-    optimizer = AdamW(model.named_parameters(), CONFIG)
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
     first, last = 1, ranks.world_size - 1
     if ranks.is_first:
         server = strategy._role
@@ -145,8 +146,8 @@ def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
             dist.recv(torch.ones(1), 0, group=signals)
         if not ranks.is_first:
             put_gradient(model, step, ranks.rank)
-        strategy.step(wrapped, optimizer)
-        strategy.tally(1.0, part=1.0, is_stop_asked=False)
+        strategy.step(wrapped, optimizer, LOSS)
+        strategy.all_reduce_loss(LOSS, weight=1.0, is_stop_asked=False)
     if ranks.is_first:
         assert strategy._role.lead_max == 2, strategy._role.lead_max
         assert optimizer.steps_done == CONFIG.steps
@@ -164,7 +165,7 @@ def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
     strategy: Any = create_strategy("parameter_server", ranks, options)
     model = make_model()
     wrapped = strategy.wrap(model)
-    optimizer = AdamW(model.named_parameters(), CONFIG)
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
     state = strategy.shared_state(wrapped, optimizer)["model"]
     for step in range(CONFIG.steps):
         if step == 2 and ranks.rank == 1:
@@ -173,8 +174,8 @@ def checkpoint_is_a_clean_cut(_: Sequence[str]) -> int:
             dist.recv(torch.ones(1), 1, group=signals)
         if not ranks.is_first:
             put_gradient(model, step, ranks.rank)
-        strategy.step(wrapped, optimizer)
-        strategy.tally(1.0, part=1.0, is_stop_asked=False)
+        strategy.step(wrapped, optimizer, LOSS)
+        strategy.all_reduce_loss(LOSS, weight=1.0, is_stop_asked=False)
         if step == 2:
             saved = {name: each.clone() for name, each in state.state_dict().items()}
             if ranks.is_first:

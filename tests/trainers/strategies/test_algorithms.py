@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainers.config import TrainConfig
-from trainers.optimizer import AdamW
+from trainers.optimizer import Optimizer
 
 from .conftest import Worlds
 
@@ -40,7 +40,7 @@ def test_moves_of_part_of_a_step_go_as_far_together_as_one() -> None:
     """Under a gradient that stays the same, Adam moves by its learning rate; the decay is set aside."""
     config = TrainConfig(steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0)
     whole, parts = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))
-    one, other = AdamW([("weight", whole)], config), AdamW([("weight", parts)], config)
+    one, other = Optimizer([("weight", whole)], config), Optimizer([("weight", parts)], config)
     for step in range(4):
         whole.grad = torch.full((2, 2), 3.0)
         one.step()

@@ -33,7 +33,7 @@ class Transfer:
     index: int
 
 
-def hand_over(
+def transfer_state(
     ranks: Ranks, part: Part, holdings: Sequence[Holding], kept: Callable[[], Any], shared: Mapping[str, Any]
 ) -> int | None:
     """Fill the objects with the newest state that is whole; its step, or None where none is. A collective call.

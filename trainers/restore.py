@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from trainers.errors import CheckpointError
-from trainers.headway import Headway
 from trainers.manifest import (
     INDEX,
     CheckpointName,
@@ -24,6 +23,8 @@ from trainers.manifest import (
 )
 from trainers.optimizer import local
 from trainers.ranks import Ranks
+from trainers.restore_progress import RestoreProgress
+from trainers.snapshot import copy_state
 from trainers.storage import Storage
 
 if TYPE_CHECKING:
@@ -55,12 +56,12 @@ class Restorer:
         self._shared, self._own = shared, own
         self._own_name = name_own(ranks)
 
-    def restore(self, headway: Headway) -> CheckpointName | None:
+    def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None where there is none.
 
         Torn and corrupt ones are passed over with a warning, by all ranks alike. Each rank verifies what it reads, on a
         copy of the state, so that a damaged checkpoint leaves no trace. That takes as much memory as a save. How far
-        the ranks are is told by `headway`.
+        the ranks are is told by `progress`.
         """
         names = decide(self._ranks, lambda: list_checkpoints(self._storage))
         live: dict[str, Any] | None = None
@@ -72,8 +73,8 @@ class Restorer:
             contents, index = found
             live = live or self._find_live()
             chosen = {key: state for key, state in live.items() if self._is_in(key, contents)}
-            with headway.follow(name.step, str(name)):
-                staged, damage = self._stage(name, contents, index, chosen, headway)
+            with progress.follow(name.step, str(name)):
+                staged, damage = self._stage(name, contents, index, chosen, progress)
             if damage is not None:
                 self._warn_skipped(name, damage)
                 continue
@@ -107,10 +108,11 @@ class Restorer:
         return contents.world_size == self._ranks.world_size
 
     def _stage(
-        self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], headway: Headway
+        self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], progress: RestoreProgress
     ) -> tuple[dict[str, Any], Damage | None]:
         """Read a checkpoint into a copy of the state, and agree with the other ranks on whether it is whole."""
         import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
+        from torch.distributed.checkpoint.api import CheckpointException
 
         from trainers.verified_reader import VerifiedReader
 
@@ -119,9 +121,18 @@ class Restorer:
             own = {key: state for key, state in staged.pop(self._own_name).items() if key in contents.own}
             staged |= {self._own_name: own} if own else {}
         reader = VerifiedReader(
-            self._storage, name, contents, index, note_wanted=headway.note_wanted, note_read=headway.note_read
+            self._storage, name, contents, index, note_wanted=progress.note_wanted, note_read=progress.note_read
         )
-        dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=ranks.world_size == 1)
+        alone = ranks.world_size == 1
+        try:
+            dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=alone)
+        except CheckpointException as error:  # all ranks get it: planning found what does not fit
+            reasons = [str(failure) for failure, _ in error.failures.values()]
+            raise CheckpointError(
+                f"`{name}` does not fit this model: {reasons[0] if reasons else error}\n\n"
+                "hint: use the `--model.*` flags of the run that wrote it, and if that was before vocabularies were "
+                "rounded up, `--model.vocabulary_multiple 1`"
+            ) from None
         damage, verified = self._agree(reader)
         if damage is None:
             # What no rank needs, such as random numbers of ranks that are gone, must be whole all the same.
@@ -178,15 +189,6 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
         raise problem
     decision: Decision = value
     return decision
-
-
-def copy_state(value: Any) -> Any:
-    """A state whose tensors are copies, in the memory of the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_state(each) for key, each in value.items()}
-    return value
 
 
 def _fill(live: Any, staged: Any) -> Any:

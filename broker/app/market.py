@@ -1,75 +1,19 @@
-"""broker from Python: tasks in, plans out. The command line's `plan` is a thin layer over this.
-
-import broker
-plan = broker.plan("train.yaml")            # or YAML text, a mapping, or a Task
-plan.choice.placement.offer.region, plan.choice.expected_usd
-"""
+"""The price book and the planner in one, and this machine's offers where a task names `local`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from broker.errors import NoOfferError, NotImportedError, UnknownNameError, UsageError
+from broker.errors import NoOfferError, NotImportedError, UnknownNameError
 from broker.types import AcceleratorFigures, Offer, Placement, Plan, Task
 
 if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.optimizer.rating import History
-
-TaskLike = Task | Mapping[str, Any] | str | Path
-
-
-def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: Path | None = None) -> Plan:
-    """Rank every placement that fits, cheapest to finish first (per hour where no work is given). Starts nothing.
-
-    `task` is as `read_task` takes it. `clouds` limits the plan to some clouds. Prices come from the book in `cache`, by
-    default the one that the command line uses. Money is USD, time is hours.
-
-    Raises TaskError for a wrong task, NoOfferError (with hints that were tried) where nothing fits, StateError where
-    the price book does not open.
-    """
-    market = Market(cache or find_cache())
-    resolved = market.resolve(read_task(task))
-    return market.plan(resolved, usable_clouds=None if clouds is None else frozenset(clouds))
-
-
-def read_task(task: TaskLike) -> Task:
-    """A task from a file (Path, or a string of one line), YAML text (a string of several lines), or a mapping as the
-    file would hold it. Raises TaskError, or UsageError for a pipeline of several tasks."""
-    if isinstance(task, Task):
-        from broker.task.checking import check_task
-
-        return check_task(task)
-    from broker.task.loader import load_tasks, load_tasks_text
-
-    if isinstance(task, Mapping):
-        found = load_tasks_text(_write_yaml(task), "task")
-    elif isinstance(task, str) and "\n" in task:
-        found = load_tasks_text(task, "task")
-    else:
-        found = load_tasks(Path(task))
-    if len(found) > 1:
-        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one by one"])
-    return found[0]
-
-
-def _write_yaml(task: Mapping[str, Any]) -> str:
-    """JSON, which is YAML but for two things: YAML escapes no pairs of surrogates, and takes C1 controls escaped only.
-
-    Raises UsageError for what JSON cannot hold.
-    """
-    import json
-    import re
-
-    try:
-        text = json.dumps(task, indent=1, default=str, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"invalid task: {error}") from None
-    return re.sub("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class Market:
@@ -89,7 +33,7 @@ class Market:
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
-        """The task with its accelerators named as in the price book, and notices of those that nobody sells."""
+        """Name the task's accelerators as in the price book, with notices of those that no cloud sells."""
         from broker.task.accelerators import resolve_accelerators
 
         return resolve_accelerators(task, self.figures)
@@ -180,6 +124,6 @@ def find_cache() -> Path:
 
 
 def measure_machine() -> tuple[int, float]:
-    """This machine's vCPUs and memory in GiB."""
+    """Measure the vCPUs and the memory, in GiB, of this machine."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return os.cpu_count() or 1, round(pages * page / 2**30, 1)

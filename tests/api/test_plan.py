@@ -11,7 +11,7 @@ import pytest
 import broker
 from broker.errors import UsageError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "tests/data/tasks/h100.yaml"
 TEXT = "resources: {accelerators: A100:8, use_spot: true}\nrun: train"
 
@@ -40,9 +40,11 @@ def test_errors_are_those_of_the_command_line() -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="has no `launch`"):
-        broker.launch  # type: ignore[attr-defined]  # noqa: B018
-    assert "plan" in dir(broker)
+    with pytest.raises(AttributeError, match="has no `lunch`"):
+        broker.lunch  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="has no `lunch`"):
+        broker.jobs.lunch  # type: ignore[attr-defined]  # noqa: B018
+    assert "plan" in dir(broker) and "launch" in dir(broker.jobs)
 
 
 def test_import_alone_loads_nothing() -> None:

@@ -1,7 +1,7 @@
-"""Tells that a restore gets on: to the watchdog of every rank, and to whoever reads the first rank's progress.
+"""Progress of a restore, for the watchdog of every rank and for the progress file of the first.
 
-A rank that has read its part waits for the others, and has nothing to tell of itself. So the ranks add up what all of
-them have read: while that sum grows, none of them hangs, however long it takes.
+A rank that has read its part waits for the others and makes no progress of its own. So the ranks add up the bytes that
+all of them have read: while that sum grows, no rank hangs, however long the restore takes.
 """
 
 import threading
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LOOK_S = 2.0
-TELL_S = 10.0  # between two lines for people and the broker; a short restore is told by its result alone
+REPORT_S = 10.0  # between two lines in the progress file; a shorter restore reports its result only
 
 
 class Counter(Protocol):
     """A number that all ranks add to."""
 
     def add(self, name: str, amount: int) -> int:
-        """Add to the number of this name, which begins at 0, and return it."""
+        """Add to the number of this name, which starts at 0, and return it."""
         ...
 
 
 class LocalCounter:
-    """What one process counts alone."""
+    """The numbers of a process that trains alone."""
 
     def __init__(self) -> None:
-        """Begin at 0."""
+        """Start at 0."""
         self._values: dict[str, int] = {}
 
     def add(self, name: str, amount: int) -> int:
@@ -37,7 +37,7 @@ class LocalCounter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restoring:
+class RestoreStatus:
     """How far the ranks are with one checkpoint."""
 
     step: int
@@ -45,29 +45,29 @@ class Restoring:
     wanted_bytes: int  # of all ranks; grows until each has found out what it needs
 
 
-class Headway:
-    """One rank's view of what all ranks have read."""
+class RestoreProgress:
+    """One rank's view of the bytes that all ranks have read."""
 
     def __init__(
         self,
         counter: Counter,
         *,
         beat: Callable[[str], None],
-        tell: Callable[[Restoring], None],
+        report: Callable[[RestoreStatus], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`beat` is called while the sum grows; `tell` as well, but not more often than every TELL_S."""
-        self._counter, self._beat, self._tell, self._now_s = counter, beat, tell, now_s
+        """Call `beat` whenever the sum has grown, and `report` at most every REPORT_S."""
+        self._counter, self._beat, self._report, self._now_s = counter, beat, report, now_s
         self._lock = threading.Lock()
         self._step, self._name = 0, ""
         self._read, self._wanted = 0, 0  # not yet added to the shared numbers
         self._last = -1
-        self._told_s = now_s()
+        self._reported_s = now_s()
 
     @contextmanager
     def follow(self, step: int, name: str) -> Iterator[None]:
-        """Tell about the restore of one checkpoint for as long as the body takes. A new name begins at 0."""
-        self._step, self._name, self._last, self._told_s = step, name, -1, self._now_s()
+        """Follow the restore of one checkpoint while the body runs. A new name starts at 0."""
+        self._step, self._name, self._last, self._reported_s = step, name, -1, self._now_s()
         self.look()
         is_over = threading.Event()
 
@@ -75,10 +75,10 @@ class Headway:
             while not is_over.wait(LOOK_S):
                 try:
                     self.look()
-                except RuntimeError:  # the store is gone with the first rank; the main thread is told by its own call
+                except RuntimeError:  # the store ended with the first rank; the main thread's own call raises too
                     return
 
-        thread = threading.Thread(target=look_again, name="headway", daemon=True)
+        thread = threading.Thread(target=look_again, name="progress", daemon=True)
         thread.start()
         try:
             yield
@@ -97,7 +97,7 @@ class Headway:
             self._read += count
 
     def look(self) -> None:
-        """Add what is new to the shared numbers, and tell if they grew."""
+        """Add what is new to the shared numbers; beat and report if they grew."""
         with self._lock:
             read, wanted, self._read, self._wanted = self._read, self._wanted, 0, 0
         total = self._counter.add(f"restore/{self._name}/read", read)
@@ -106,6 +106,6 @@ class Headway:
             return
         self._last = total
         self._beat(f"restoring step {self._step}")
-        if self._now_s() - self._told_s >= TELL_S:
-            self._told_s = self._now_s()
-            self._tell(Restoring(step=self._step, read_bytes=total, wanted_bytes=total_wanted))
+        if self._now_s() - self._reported_s >= REPORT_S:
+            self._reported_s = self._now_s()
+            self._report(RestoreStatus(step=self._step, read_bytes=total, wanted_bytes=total_wanted))

@@ -13,10 +13,10 @@ MISTIMED, UNTIMED = 41, 42
 
 def train_and_watch(arguments: Sequence[str]) -> int:
     """A rank's main: `MISTIMED` where something was collected beside or by a pass, or by another thread."""
+    from trainers import loop
     from trainers.lm import main
-    from trainers.strategies.base import Strategy
 
-    run_passes, trainer = Strategy.run_passes, threading.current_thread()
+    forward_backward, trainer = loop.forward_backward, threading.current_thread()
     state = {"is_passing": False, "is_training": False}
     found: list[tuple[str, bool]] = []
 
@@ -24,14 +24,14 @@ def train_and_watch(arguments: Sequence[str]) -> int:
         if phase == "start" and state["is_training"]:
             found.append((threading.current_thread().name, state["is_passing"]))
 
-    def run(self: Strategy, *given: Any) -> float:
+    def run(*given: Any) -> Any:
         state.update(is_passing=True, is_training=True)
         try:
-            return run_passes(self, *given)
+            return forward_backward(*given)
         finally:
             state["is_passing"] = False
 
-    Strategy.run_passes = run  # type: ignore[method-assign]
+    loop.forward_backward = run
     gc.callbacks.append(watch)
     code = main(arguments)
     if not found:
@@ -42,5 +42,5 @@ def train_and_watch(arguments: Sequence[str]) -> int:
 def test_garbage_is_collected_between_steps_and_by_the_training_thread_alone(worlds: Worlds, tmp_path: Path) -> None:
     """Else torch takes live parts of the graph for garbage, and DDP's backward finds itself gone."""
     flags = [*TINY, "--strategy", "ddp", "--train.steps", "50"]
-    ended = worlds.call(tmp_path, "tests.trainers.test_garbage:train_and_watch", flags, ranks=2)
+    ended = worlds.call(tmp_path, "tests.trainers.test_gc_control:train_and_watch", flags, ranks=2)
     assert ended.codes == [0, 0], ended.errors

@@ -16,15 +16,15 @@ from broker.jobs.monitor import AttemptMonitor
 from broker.runtime.gang import parse_progress
 from broker.types import RunStatus
 from tests.simulation.world import Report
-from trainers import headway as headway_module
+from trainers import restore_progress
 from trainers import watchdog as watchdog_module
 from trainers.checkpoint import CheckpointManager
 from trainers.errors import CheckpointError
-from trainers.headway import Headway, LocalCounter, Restoring
 from trainers.launch import find_free_port
 from trainers.manifest import Damage, Seal, check_seal, divide
 from trainers.progress import Progress
 from trainers.ranks import Ranks, join_ranks, leave_ranks
+from trainers.restore_progress import LocalCounter, RestoreProgress, RestoreStatus
 from trainers.storage import FolderStorage
 from trainers.verified_reader import HashedFile
 from trainers.watchdog import Watchdog
@@ -67,23 +67,23 @@ def test_twenty_minutes_of_restore_are_no_hang_to_watchdog_or_broker(
     clock = VirtualClock()
     monkeypatch.setattr(watchdog_module.time, "monotonic", clock)
     watchdog, watch = Watchdog(60.0, start_s=300.0), AttemptMonitor("job-1-1")
-    progress = Progress(tmp_path / "progress.jsonl", total=9, is_silent=False)
+    lines_out = Progress(tmp_path / "progress.jsonl", total=9, is_silent=False)
     stalls_s: list[float] = []
 
-    def tell(found: Restoring) -> None:
-        progress.report(step=found.step, event="restoring", busy_s=watchdog.timeout_s, read_gb=found.read_bytes / 1e9)
+    def tell(found: RestoreStatus) -> None:
+        lines_out.report(step=found.step, event="restoring", busy_s=watchdog.timeout_s, read_gb=found.read_bytes / 1e9)
 
     def look(path: str) -> None:
         clock.now_s += 15.0
-        headway.look()
+        progress.look()
         assert watchdog.find_hang() is None
         lines = progress_lines(tmp_path)
         line = parse_progress(lines[-1]) if lines else None
         report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=line)
         stalls_s.append(watch.measure_stall_s(report, clock.now_s))
 
-    headway = Headway(LocalCounter(), beat=watchdog.beat, tell=tell, now_s=clock)
-    monkeypatch.setattr(headway_module, "LOOK_S", 3600.0)  # the slow folder looks instead
+    progress = RestoreProgress(LocalCounter(), beat=watchdog.beat, report=tell, now_s=clock)
+    monkeypatch.setattr(restore_progress, "LOOK_S", 3600.0)  # the slow folder looks instead
     counter = Counter()
     manager = CheckpointManager(
         SlowFolder(tmp_path / "checkpoints", look),
@@ -91,7 +91,7 @@ def test_twenty_minutes_of_restore_are_no_hang_to_watchdog_or_broker(
         attempt=2, keep=3, shared={"counter": counter}, own={"own": Counter()},
     )  # fmt: skip
     begin_s = clock.now_s
-    assert manager.restore(headway) == 5 and counter.count == 5
+    assert manager.restore(progress) == 5 and counter.count == 5
     assert clock.now_s - begin_s > 1200.0
     assert max(stalls_s) <= 30.0, "`stall_timeout` of a minute would have ended it"
     clock.now_s += 61.0
@@ -107,9 +107,9 @@ def test_rank_that_waits_for_others_hangs_only_if_they_do(monkeypatch: pytest.Mo
     clock, shared = VirtualClock(), LocalCounter()
     monkeypatch.setattr(watchdog_module.time, "monotonic", clock)
     watchdogs = [Watchdog(60.0), Watchdog(60.0)]
-    told: list[Restoring] = []
+    told: list[RestoreStatus] = []
     reading, waiting = (
-        Headway(shared, beat=each.beat, tell=tell, now_s=clock)
+        RestoreProgress(shared, beat=each.beat, report=tell, now_s=clock)
         for each, tell in zip(watchdogs, (told.append, lambda found: None), strict=True)
     )
     reading.note_wanted(1000)
@@ -119,7 +119,7 @@ def test_rank_that_waits_for_others_hangs_only_if_they_do(monkeypatch: pytest.Mo
         reading.look()
         waiting.look()
         assert not any(each.find_hang() for each in watchdogs)
-    assert told[-1] == Restoring(step=0, read_bytes=1000, wanted_bytes=1000)
+    assert told[-1] == RestoreStatus(step=0, read_bytes=1000, wanted_bytes=1000)
     for _ in range(4):
         clock.now_s += 20.0
         reading.look()

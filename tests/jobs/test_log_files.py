@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from broker.errors import TransientError
-from broker.jobs import logs
-from broker.jobs.logs import copy_left_log, copy_log, forget_logs, get_log_path, read_last_lines, rotate_log
+from broker.jobs import log_files as logs
+from broker.jobs.log_files import copy_left_log, copy_log, forget_logs, get_log_path, read_last_lines, rotate_log
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, JobStatus, Placement, Task
 from tests.simulation.world import make_offer

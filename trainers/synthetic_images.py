@@ -1,4 +1,4 @@
-"""Pictures made up from their number: any of them is found in O(1), by any rank, and nothing is stored."""
+"""SyntheticImages made up from their number: any of them is found in O(1), by any rank, and nothing is stored."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ from trainers.image_config import ImagesConfig
 WAVE_LEAST, WAVE_MOST = 3.0, 8.0
 
 
-class Pictures:
+class SyntheticImages:
     """Gratings in colour with noise: direction and wave length are the class, phase, colour and noise are chance."""
 
     def __init__(self, config: ImagesConfig, part: str) -> None:
@@ -27,7 +27,7 @@ class Pictures:
         self._rows, self._columns = rows, columns
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Pictures `[count, 3, size, size]` and their classes `[count]`."""
+        """SyntheticImages `[count, 3, size, size]` and their classes `[count]`."""
         drawn = [self._draw(sample_first + each) for each in range(sample_count)]
         return torch.stack([image for image, _ in drawn]), torch.tensor([number for _, number in drawn])
 

@@ -14,7 +14,7 @@ AGE_S_MAX = 600.0  # after which the file is read again: the broker replaces it 
 FILES = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 
 
-class GrantedLogin:
+class GrantedCredentials:
     """A session that the broker keeps renewed in a file; obstore asks again when the last answer is out of date."""
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ def find_s3_provider() -> Callable[[], Any] | None:
         return None
     granted = Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"
     if granted.exists():
-        return GrantedLogin(granted)
+        return GrantedCredentials(granted)
     if (Path.home() / ".aws").is_dir() or any(name in os.environ for name in FILES):
         with contextlib.suppress(ImportError):
             import boto3

@@ -1,0 +1,156 @@
+"""Managed jobs for asyncio: the functions of `broker.jobs`, to be awaited."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from broker.aio.running import Notes, open_context, use_in_thread
+from broker.app import jobs
+from broker.app.container import Context
+from broker.app.jobs import Explanation, JobTarget
+from broker.app.launching import prepare
+from broker.app.planning import TaskLike, read_task, read_tasks
+from broker.errors import RunFailedError, UsageError
+from broker.types import Job, JobStatus, Task
+
+__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "wait", "why"]
+
+
+async def launch(
+    task: TaskLike,
+    *,
+    name: str | None = None,
+    request_id: str | None = None,
+    hedge: int = 2,
+    home: Path | None = None,
+    on_note: Notes | None = None,
+) -> Job:
+    """Submit a task as a managed job, which recovers from preemptions, and return at once; a daemon runs it.
+
+    Its machines are paid for without a question: see `broker.plan` for the price, and `goal: {budget: 100}` in the
+    task for a limit. Calls with the same `request_id` create one job. Raises TaskError, UsageError for a pipeline or
+    a task without `run`, NoOfferError, and CloudError where its nodes would have no access to its buckets.
+    """
+    (job,) = await _submit([read_task(task)], name, request_id, hedge, home, on_note)
+    return job
+
+
+async def launch_pipeline(
+    task: TaskLike,
+    *,
+    name: str | None = None,
+    request_id: str | None = None,
+    hedge: int = 2,
+    home: Path | None = None,
+    on_note: Notes | None = None,
+) -> tuple[Job, ...]:
+    """Submit all tasks of a file, each as a job that waits for those it needs. Otherwise as `launch`."""
+    return await _submit(read_tasks(task), name, request_id, hedge, home, on_note)
+
+
+async def _submit(
+    tasks: Sequence[Task],
+    name: str | None,
+    request_id: str | None,
+    hedge: int,
+    home: Path | None,
+    on_note: Notes | None,
+) -> tuple[Job, ...]:
+    def submit(context: Context) -> tuple[Job, ...]:
+        from broker.jobs.submission import submit_tasks
+
+        jobs.check_names(name, request_id)
+        ready = prepare(context, tasks, JobTarget(context=context))
+        found = submit_tasks(context.store, ready.tasks, name=name, request_id=request_id, hedge=hedge)
+        context.ensure_daemon()
+        return tuple(found)
+
+    return await use_in_thread(home, on_note, submit)
+
+
+async def wait(
+    job: int | str,
+    *,
+    status: JobStatus = JobStatus.SUCCEEDED,
+    timeout_s: float | None = None,
+    home: Path | None = None,
+) -> Job:
+    """Wait until a job, by id or name, reaches a status; return it.
+
+    Raises JobEndedError where it ends in another status, WaitTimeoutError after `timeout_s` seconds.
+    """
+    if timeout_s is not None and timeout_s <= 0:
+        raise UsageError(f"`timeout_s` must be positive, not {timeout_s:g}")
+    with open_context(home) as context:
+        found = await jobs.wait_for(context, jobs.find_job(context, job).id, status, timeout_s=timeout_s or 0.0)
+        if found.status is not status:
+            raise jobs.explain_ended(found)
+        return found
+
+
+async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tuple[Job, ...]:
+    """Return all managed jobs, oldest first. A daemon that died is restarted."""
+
+    def list_jobs(context: Context) -> tuple[Job, ...]:
+        found = context.store.jobs.list(on_damage=context.warn)
+        context.keep_jobs_going()
+        return tuple(found)
+
+    return await use_in_thread(home, on_note, list_jobs)
+
+
+async def cancel(*wanted: int | str, home: Path | None = None, on_note: Notes | None = None) -> tuple[Job, ...]:
+    """Cancel jobs, by id, name or pipeline, and have their clusters terminated; return those that were live.
+
+    Raises UsageError, before any is cancelled, where one is unknown.
+    """
+
+    def end(context: Context) -> tuple[Job, ...]:
+        found = jobs.find_jobs(context, wanted)
+        live = tuple(job for job in found if context.store.jobs.request_cancel(job.id))
+        if live:
+            context.ensure_daemon()
+        return live
+
+    return await use_in_thread(home, on_note, end)
+
+
+async def retry(
+    job: int | str,
+    *,
+    secrets: dict[str, str] | None = None,
+    request_id: str | None = None,
+    home: Path | None = None,
+    on_note: Notes | None = None,
+) -> Job:
+    """Submit an ended job again; it resumes from its checkpoints. Its secrets were erased at its end."""
+
+    def submit(context: Context) -> Job:
+        return jobs.retry(context, jobs.find_job(context, job), secrets=secrets or {}, request_id=request_id)
+
+    return await use_in_thread(home, on_note, submit)
+
+
+async def logs(job: int | str, *, follow: bool = True, home: Path | None = None) -> AsyncIterator[str]:
+    """Yield the output of a job across its recoveries, line by line; by default until it ends.
+
+    Raises RunFailedError after the last line of a job that did not succeed.
+    """
+    with open_context(home) as context:
+        job_id = jobs.find_job(context, job).id
+        if not follow:
+            for line in jobs.read_log(context, job_id)[0]:
+                yield line
+            return
+        async for line in jobs.follow_job(context, job_id):
+            yield line
+        found = jobs.find_job(context, job_id)
+        if found.status is not JobStatus.SUCCEEDED:
+            raise RunFailedError(f"job {job_id} ended with status {found.status.value}", returncode=1)
+
+
+async def why(job: int | str, *, home: Path | None = None) -> Explanation:
+    """Explain the status of a job: its events, attempts, steps, recoveries and cost."""
+    with open_context(home) as context:
+        return jobs.explain(context, jobs.find_job(context, job))

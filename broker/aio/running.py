@@ -1,0 +1,87 @@
+"""Open the objects of one call of the Python API, and run coroutines for callers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from broker.app.container import Context
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Notes = Callable[[str], None]
+
+
+@contextmanager
+def open_context(home: Path | None, on_note: Notes | None = None) -> Iterator[Context]:
+    """Open a context, and close its store at the end. It belongs to the thread that opens it."""
+    context = Context(home, on_note=on_note or (lambda text: None))
+    try:
+        yield context
+    finally:
+        context.close()
+
+
+async def use_in_thread(home: Path | None, on_note: Notes | None, call: Callable[[Context], T]) -> T:
+    """Call with a context in a thread, for work that would block the event loop."""
+
+    def use() -> T:
+        with open_context(home, on_note) as context:
+            return call(context)
+
+    return await asyncio.to_thread(use)
+
+
+def make_sync(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Make a plain function of a coroutine function. In a running loop (a notebook), it blocks the loop."""
+
+    @functools.wraps(call)
+    def run(*arguments: P.args, **named: P.kwargs) -> T:
+        work = call(*arguments, **named)
+        if not _has_loop():
+            return asyncio.run(work)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, work).result()
+
+    return run
+
+
+def _has_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def make_sync_iterator(call: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
+    """Make a generator of an asynchronous generator function; it lives in a thread with a loop of its own."""
+
+    @functools.wraps(call)
+    def run(*arguments: P.args, **named: P.kwargs) -> Iterator[T]:
+        source = call(*arguments, **named)
+        with ThreadPoolExecutor(1) as thread:
+            runner = thread.submit(asyncio.Runner).result()
+
+            def wait(work: Coroutine[Any, Any, Any]) -> Any:
+                return thread.submit(runner.run, work).result()
+
+            end: Any = object()
+
+            async def step() -> Any:
+                return await anext(source, end)
+
+            try:
+                while (item := wait(step())) is not end:
+                    yield item
+            finally:
+                if isinstance(source, AsyncGenerator):
+                    wait(source.aclose())
+                thread.submit(runner.close).result()
+
+    return run

@@ -1,0 +1,98 @@
+"""Upload local files to the buckets of a task, and show the cost of copying buckets to its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from broker.app.container import Context
+from broker.errors import AuthError, MissingPackageError, TransientError, UsageError
+from broker.formatting import format_usd
+from broker.types import Plan, Task
+
+if TYPE_CHECKING:
+    from broker.optimizer.egress import EgressTable
+
+MIB = 2**20
+# Called with the URL of an upload; what it gives is called with the bytes sent so far, and all of them.
+TrackUpload = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+
+
+def fill_buckets(context: Context, tasks: Iterable[Task], *, track: TrackUpload) -> tuple[Task, ...]:
+    """Replace local files by buckets, and upload them; a repeated call uploads only changes.
+
+    Raises UsageError for a path that is not there, and what `storage.upload` raises.
+    """
+    return tuple(_fill(context, task, track) if task.storage_mounts else task for task in tasks)
+
+
+def _fill(context: Context, task: Task, track: TrackUpload) -> Task:
+    from broker.storage.mounts import find_uploads, plan_mounts
+    from broker.storage.upload import send_files
+
+    mounts = list(task.storage_mounts)
+    for index, step in enumerate(plan_mounts(task)):
+        uploads = find_uploads(mounts[index])
+        if uploads is None:
+            continue
+        with track(step.url) as on_sent:
+            sent = send_files(step.url, collect_files(uploads), on_sent=on_sent)
+        made = f"created bucket `{step.url}`" if sent.is_new_bucket else f"bucket `{step.url}`"
+        if sent.files:
+            made += f": {sent.sent_files} of {sent.files} files uploaded, {sent.sent_bytes / MIB:,.1f} MiB"
+        context.note(made)
+        mounts[index] = replace(mounts[index], source=(step.url,))
+    return replace(task, storage_mounts=tuple(mounts))
+
+
+def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
+    """Map keys to files as SkyPilot does: the content of a single folder at the top, several paths each by name."""
+    found: dict[str, Path] = {}
+    for source in sources:
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UsageError(f"`{source}` is not there", hints=["paths count from the current folder"])
+        found |= (
+            _list_folder(path, "" if len(sources) == 1 else f"{path.name}/") if path.is_dir() else {path.name: path}
+        )
+    return found
+
+
+def _list_folder(folder: Path, prefix: str) -> dict[str, Path]:
+    from broker.runtime.skyignore import walk
+
+    return {
+        prefix + (place / name).relative_to(folder).as_posix(): place / name
+        for place, names in walk(folder)
+        for name in names
+        if (place / name).is_file()
+    }
+
+
+def note_copies(context: Context, plans: Sequence[Plan]) -> None:
+    """Note the cost of each copied bucket, before anything is paid; a bucket that cannot be queried is only noted.
+
+    Raises InvalidRequestError for a missing bucket, and for a mount that no node can have.
+    """
+    if not any(plan.task.storage_mounts for plan in plans):
+        return
+    from broker.optimizer.egress import EgressTable
+    from broker.storage.mounts import measure_mounts, plan_mounts, price_mounts
+
+    table: EgressTable | None = None
+    for plan in plans:
+        steps = plan_mounts(plan.task)
+        try:
+            sizes = measure_mounts(steps)
+        except (AuthError, TransientError, MissingPackageError) as error:
+            context.note(f"unknown copy cost: {error.message}")
+            continue
+        table = table or EgressTable.from_prices(context.book.read_egress())
+        placement = plan.choice.placement
+        for price in price_mounts(sizes, cloud=placement.offer.cloud, node_count=placement.node_count, table=table):
+            nodes = f" to {placement.node_count} nodes" if placement.node_count > 1 else ""
+            cost = f"{format_usd(price.usd)} USD at every start" if price.usd else "free within a cloud"
+            context.note(f"copying `{price.url}`{nodes}: {price.gib:,.2f} GiB each, {cost}")

@@ -1,0 +1,197 @@
+"""Work on running clusters: status, output, runs, autostop and termination."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from broker.app.container import Context
+from broker.errors import BrokerError, CloudError, RunFailedError, UsageError
+from broker.formatting import format_count, strip_control
+from broker.nouns import noun
+from broker.types import Autostop, Cluster, ClusterStatus, RunStatus
+
+POLL_S = 0.3
+
+
+@noun
+class Status:
+    """All clusters, what each cost so far, and the managed jobs that have not ended."""
+
+    clusters: tuple[Cluster, ...]
+    spent_usd: Mapping[str, float]  # by cluster
+    total_usd: float  # of all clusters and jobs, those that ended included
+    live_job_ids: tuple[int, ...]
+    failures: Mapping[str, CloudError]  # by cloud: its clusters show their last known state
+
+
+def find_up(context: Context, name: str) -> Cluster:
+    """Find a cluster that is up. Raises UsageError for an unknown one, and for any other state."""
+    cluster = context.find_cluster(name)
+    if cluster.status is ClusterStatus.STOPPED:
+        raise UsageError(f"cluster `{name}` is stopped", hints=[f"restart it with `broker start {name}`"])
+    if cluster.status is not ClusterStatus.UP:
+        raise UsageError(f"cluster `{name}` is {cluster.status.value}, not UP", hints=["see `broker status`"])
+    return cluster
+
+
+async def read_status(context: Context, *, is_refreshing: bool) -> Status:
+    """Read the records of all clusters, and with `is_refreshing` their state at the clouds."""
+    known = context.store.clusters.list(on_damage=context.warn)
+    clusters, failures = await refresh_clusters(context, known) if is_refreshing else (known, {})
+    now_s = context.clock.now_s()
+    return Status(
+        clusters=tuple(clusters),
+        spent_usd={each.name: context.store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
+        total_usd=context.store.bills.spend_usd(now_s=now_s),
+        live_job_ids=tuple(context.store.jobs.list_live_ids()),
+        failures=failures,
+    )
+
+
+async def refresh_clusters(
+    context: Context, clusters: Sequence[Cluster]
+) -> tuple[Sequence[Cluster], Mapping[str, CloudError]]:
+    """Refresh in the same order, keeping the last known state on failure; return failures by cloud."""
+    failures: dict[str, CloudError] = {}
+
+    async def refresh(cluster: Cluster) -> Cluster:
+        try:
+            return await context.provisioner.refresh(cluster) if cluster.nodes else cluster
+        except CloudError as error:
+            failures.setdefault(cluster.placement.offer.cloud, error)
+            return cluster
+
+    return await asyncio.gather(*(refresh(each) for each in clusters)), failures
+
+
+def raise_unasked(failures: Mapping[str, CloudError]) -> None:
+    """Raise CloudError, after everything known is shown: its exit code tells scripts that some of it is outdated."""
+    if failures:
+        raise CloudError(
+            f"could not query {' and '.join(failures)}: clusters there show their last known state",
+            details=[f"{name}: {error.message}" for name, error in failures.items()],
+            hints=list(dict.fromkeys(hint for error in failures.values() for hint in error.hints)),
+        )
+
+
+def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
+    """Return the given run, or the newest. Raises UsageError where there is none."""
+    wanted = run_id or context.store.clusters.newest_run_id(cluster)
+    if not wanted:
+        raise UsageError(
+            f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
+        )
+    return wanted
+
+
+async def follow_run(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> AsyncIterator[str]:
+    """Yield the lines of all nodes' merged log; with `is_following`, until the run ends.
+
+    Raises RunFailedError, after the last line, for a run that did not succeed.
+    """
+    offset, rest = 0, b""
+    while True:
+        report = await context.gang.poll(cluster, run_id)
+        if report.unreachable and len(report.unreachable) == len(cluster.nodes):
+            raise UsageError(f"no node of cluster `{cluster.name}` responds", hints=["see `broker status --refresh`"])
+        chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield strip_control(line.decode(errors="replace"))
+        if not chunk and (report.status.is_terminal or not is_following):
+            break
+        if not chunk:
+            await context.clock.sleep(POLL_S)
+    if rest:
+        yield strip_control(rest.decode(errors="replace"))
+    if report.status.is_terminal:
+        context.note(f"run {run_id} on `{cluster.name}` ended with status {report.status.value}")
+        if report.status is not RunStatus.SUCCEEDED:
+            code = "" if report.returncode is None else f" with exit code {report.returncode}"
+            raise RunFailedError(
+                f"run {run_id} ended with status {report.status.value}{code}", returncode=report.returncode or 1
+            )
+
+
+async def cancel_runs(context: Context, cluster: Cluster, run_ids: Sequence[int] | None) -> Sequence[int]:
+    """Cancel the runs, or all with None; return those that were live. Unknown runs are only noted."""
+    runs = await context.gang.list_runs(cluster)
+    live = [run.id for run in runs if not run.status.is_terminal]
+    for run_id in set(run_ids or []) - {run.id for run in runs}:
+        context.note(f"unknown run {run_id} on `{cluster.name}`")
+    wanted = live if run_ids is None else [each for each in run_ids if each in live]
+    for run_id in wanted:
+        await context.gang.cancel(cluster, run_id)
+    return wanted
+
+
+async def restart(context: Context, name: str) -> Cluster:
+    """Restart a stopped cluster, with the autostop rule that its agents lost when their machines stopped."""
+    rule = context.find_cluster(name).autostop
+    started = await context.provisioner.start(name)
+    if rule:
+        await context.gang.set_autostop(started, rule)
+    return started
+
+
+async def set_autostop(context: Context, name: str, rule: Autostop | None) -> None:
+    """Set or remove the rule, on the nodes first. Raises UsageError where autostop would delete the disks."""
+    cluster = find_up(context, name)
+    context.check_autostop(rule, {cluster.placement.offer.cloud})
+    await context.gang.set_autostop(cluster, rule)
+    with context.store.transaction():
+        current = find_up(context, name)  # it may have been terminated, or one of its nodes replaced
+        context.store.clusters.put(replace(current, autostop=rule))
+
+
+def select_clusters(
+    context: Context, patterns: Sequence[str], *, is_all: bool = False
+) -> tuple[list[Cluster], list[BrokerError]]:
+    """Select the matching clusters that may be terminated; return an error for every other name or cluster."""
+    known = context.store.clusters.list(on_damage=context.warn)
+    matching = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
+    failures: list[BrokerError] = []
+    for pattern in patterns:
+        if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
+            failures.append(context.explain_missing(pattern))
+    live_jobs = context.store.jobs.list_live_ids()  # the cluster of an ended job may be terminated like any other
+    for each in matching:
+        if each.job_id in live_jobs:
+            hint = f"cancel the job, which terminates its cluster: `broker jobs cancel {each.job_id}`"
+            failures.append(UsageError(f"cluster `{each.name}` belongs to managed job {each.job_id}", hints=[hint]))
+    return [each for each in matching if each.job_id not in live_jobs], failures
+
+
+async def take_down(
+    context: Context, clusters: Sequence[Cluster], *, on_down: Callable[[Cluster], None] = lambda cluster: None
+) -> list[BrokerError]:
+    """Terminate all concurrently; the failure of one cloud does not affect the clusters of others."""
+
+    async def terminate(cluster: Cluster) -> BrokerError | None:
+        try:
+            await context.provisioner.down(cluster.name)
+        except BrokerError as error:
+            return error
+        on_down(cluster)
+        return None
+
+    failures = [each for each in await asyncio.gather(*(terminate(each) for each in clusters)) if each]
+    await context.provisioner.sweep()
+    return failures
+
+
+def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
+    """Raise the single failure where nothing else was done, else one error that lists all of them."""
+    if not failures:
+        return
+    if len(failures) == 1 and not ended_count:
+        raise failures[0]
+    is_wrong_line = not ended_count and all(isinstance(each, UsageError) for each in failures)
+    raise (UsageError if is_wrong_line else BrokerError)(
+        f"could not terminate {format_count(len(failures), 'cluster')}",
+        details=[line for each in failures for line in (each.message, *each.details)],
+        hints=list(dict.fromkeys(hint for each in failures for hint in each.hints)),
+    )

@@ -1,0 +1,195 @@
+"""Submit managed jobs, wait for them, cancel them and explain them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from broker.app.container import Context
+from broker.app.launching import settle_checkpoints
+from broker.app.planning import plan_launch
+from broker.errors import JobEndedError, UsageError, WaitTimeoutError
+from broker.formatting import strip_control
+from broker.nouns import noun
+from broker.types import Job, JobStatus, Plan, Secret, Task
+
+if TYPE_CHECKING:
+    from broker.jobs.summary import RunSummary
+    from broker.state.events import EventRow
+
+LOOK_S = 0.3
+
+
+@noun
+class JobTarget:
+    """Managed jobs: a single one, or the tasks of a pipeline."""
+
+    context: Context
+
+    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        from broker.jobs.allowance import read_unattended_s, settle_unattended
+
+        if idle := next((task for task in tasks if task.run is None), None):
+            name = idle.name or "(no name)"
+            raise UsageError(
+                f"task {name} has no `run:`; a managed job requires one, as it ends with its program",
+                hints=["add `run:` to the task", "or start a cluster without a program: `broker launch TASK.yaml`"],
+            )
+        tasks = settle_checkpoints(self.context, tasks)
+        return settle_unattended(tasks, read_unattended_s(self.context.config))
+
+    def check(self, plans: Sequence[Plan]) -> bool:
+        """Check that checkpoints outlive the nodes, and note how long these may run unattended."""
+        from broker.jobs.allowance import describe_allowances
+        from broker.jobs.checkpoints import check_checkpoints
+
+        for sentence in (*check_checkpoints(plans), *describe_allowances(plans)):
+            self.context.note(sentence)
+        return True
+
+    def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float]:
+        from broker.jobs.allowance import get_unattended_s
+
+        return [get_unattended_s(task) for task in tasks]
+
+    def mount(self, task: Task) -> Task:
+        """Leave it: each attempt mounts the buckets of the task as it was submitted."""
+        return task
+
+
+def check_names(name: str | None, request_id: str | None) -> None:
+    """Raise UsageError for a job name or a request id that is not allowed."""
+    from broker.task.allowed import JOB_NAME, REQUEST_ID
+    from broker.task.checking import check_flag
+
+    check_flag("--name", name, JOB_NAME)
+    check_flag("--request-id", request_id, REQUEST_ID)
+
+
+def find_job(context: Context, wanted: str | int) -> Job:
+    """Find a job by ID, or the newest of a name. Raises UsageError."""
+    text = str(wanted)
+    if text.isdigit() and (job := context.store.jobs.get(int(text))):
+        return job
+    named = [each for each in context.store.jobs.list(on_damage=context.warn) if each.name == text]
+    if not named:
+        raise UsageError(f"unknown managed job `{text}`", hints=["list jobs with `broker jobs queue`"])
+    return named[-1]
+
+
+def find_jobs(context: Context, wanted: Sequence[str | int]) -> Sequence[Job]:
+    """Find jobs by ID or name, and all jobs of pipelines. Raises UsageError for the first that is unknown."""
+    known = context.store.jobs.list(on_damage=context.warn)
+    return [
+        job for text in wanted
+        for job in [each for each in known if each.pipeline == text] or [find_job(context, text)]
+    ]  # fmt: skip
+
+
+def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id: str | None) -> Job:
+    """Submit an ended job again, which resumes from its checkpoints; check access first. Raises UsageError."""
+    from broker.jobs.submission import retry_job
+
+    check_names(None, request_id)
+    given = {name: Secret(value=value) for name, value in secrets.items()}
+    again = retry_job(
+        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_access(context, task)
+    )
+    context.ensure_daemon()
+    return again
+
+
+def _check_access(context: Context, task: Task) -> None:
+    """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid."""
+    from broker.jobs.allowance import get_unattended_s
+    from broker.jobs.order import drop_limits
+
+    plan = plan_launch(context, drop_limits(task))  # a job that is late may be retried
+    for sentence in context.grants.check([plan], allowances_s=[get_unattended_s(task)]):
+        context.note(sentence)
+
+
+def read_status(text: str) -> JobStatus:
+    """Read the name of a status. Raises UsageError."""
+    try:
+        return JobStatus(text.upper())
+    except ValueError:
+        known = ", ".join(each.value for each in JobStatus)
+        raise UsageError(f"unknown job status `{text}`", hints=[f"known statuses: {known}"]) from None
+
+
+async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_s: float = 0.0) -> Job:
+    """Wait until a job reaches a status or ends; a timeout of 0 is none. Raises WaitTimeoutError."""
+    start_s = context.clock.now_s()
+    while True:
+        job = context.store.jobs.get(job_id)
+        assert job is not None
+        if job.status is status or job.status.is_terminal:
+            return job
+        if timeout_s and context.clock.now_s() - start_s >= timeout_s:
+            raise WaitTimeoutError(
+                f"timed out after {timeout_s:g} s: job {job_id} is {job.status.value}, not {status.value}"
+            )
+        context.ensure_daemon()
+        await context.clock.sleep(LOOK_S)
+
+
+def explain_ended(job: Job) -> JobEndedError:
+    """Make the error for a job that ended in another status than the one waited for."""
+    reason = f": {job.failure}" if job.failure else ""
+    return JobEndedError(f"job {job.id} ended with status {job.status.value}{reason}")
+
+
+async def follow_job(context: Context, job_id: int) -> AsyncIterator[str]:
+    """Yield the lines of a job's log as it grows, across recoveries, until the job ends."""
+    offset = 0
+    while True:
+        job = context.store.jobs.get(job_id)
+        assert job is not None
+        if not job.status.is_terminal:
+            context.ensure_daemon()  # restart it if it died
+        lines, offset = read_log(context, job_id, offset)
+        for line in lines:
+            yield line
+        if job.status.is_terminal:
+            for line in read_log(context, job_id, offset)[0]:  # written while the caller handled the others
+                yield line
+            return
+        await context.clock.sleep(LOOK_S)
+
+
+def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[str], int]:
+    """Read the complete lines of a job's log after `offset`; return them and the next offset."""
+    path = context.config.logs / "jobs" / f"{job_id}.log"
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        chunk = file.read()
+    complete = chunk[: chunk.rfind(b"\n") + 1]
+    return [strip_control(line) for line in complete.decode(errors="replace").splitlines()], offset + len(complete)
+
+
+@noun
+class Explanation:
+    """A job with its history: what happened, how long recoveries took, and what was paid."""
+
+    job: Job
+    events: tuple[EventRow, ...]
+    summary: RunSummary
+    paid_usd: float
+
+
+def explain(context: Context, job: Job) -> Explanation:
+    """Gather what is known of a job."""
+    from broker.jobs.summary import summarize
+
+    now_s = context.clock.now_s()
+    paid = context.store.bills.spend_usd(job_id=job.id, now_s=now_s)
+    steps = context.store.jobs.list_steps(job.id)
+    return Explanation(
+        job=job,
+        events=tuple(context.store.events.list(job_id=job.id)),
+        summary=summarize(job, job.attempts, steps, paid_usd=paid, now_s=now_s),
+        paid_usd=paid,
+    )

@@ -1,0 +1,285 @@
+"""Prepare and start tasks: one sequence for clusters, managed jobs and every other kind of launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from broker.app.buckets import TrackUpload, fill_buckets, note_copies
+from broker.app.container import Context
+from broker.app.planning import anchor, check_notices, check_plans, plan_launch
+from broker.errors import TransientError, UnreachedError, UsageError
+from broker.formatting import format_count, format_usd
+from broker.nouns import noun
+from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, Task
+from broker.wording import describe_event
+
+POLL_S = 0.3
+
+
+class Target(Protocol):
+    """The kind of a launch: a cluster, managed jobs. A new kind implements these four methods."""
+
+    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Write the user's defaults into the tasks. Raises UsageError for tasks that cannot be launched so."""
+        ...
+
+    def check(self, plans: Sequence[Plan]) -> bool:
+        """Check what the kind requires; return whether the launch starts something to pay for."""
+        ...
+
+    def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float] | None:
+        """Return the seconds for which the nodes of each task may run unattended; None where that does not apply."""
+        ...
+
+    def mount(self, task: Task) -> Task:
+        """Add the steps that mount buckets, unless each start adds them."""
+        ...
+
+
+@contextmanager
+def _ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
+    yield lambda done, total: None
+
+
+@noun
+class Callbacks:
+    """The caller's part in a launch; by default it shows nothing and agrees to every price."""
+
+    show: Callable[[Sequence[Plan]], None] = lambda plans: None
+    confirm: Callable[[Sequence[Plan]], None] = lambda plans: None  # raises to refuse the price
+    track_upload: TrackUpload = _ignore_upload
+
+
+@noun
+class Ready:
+    """Tasks that passed all checks and whose files are uploaded, with their plans."""
+
+    tasks: tuple[Task, ...]
+    plans: tuple[Plan, ...]
+
+
+def prepare(
+    context: Context,
+    tasks: Sequence[Task],
+    target: Target,
+    *,
+    callbacks: Callbacks | None = None,
+    is_dryrun: bool = False,
+) -> Ready:
+    """Resolve, settle, plan, check, confirm, upload and mount, in this order. Nothing paid is started.
+
+    A dry run ends after the plans are shown. Raises TaskError, UsageError, NoOfferError, AuthError,
+    InvalidRequestError, and what `callbacks` raise.
+    """
+    callbacks = callbacks or Callbacks()
+    tasks = tuple(context.resolve(anchor(each)) for each in tasks)
+    check_notices(tasks, is_launch=not is_dryrun, note=context.note)
+    tasks = target.settle(tasks)
+    plans = tuple(plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks)
+    check_plans(plans, is_launch=not is_dryrun, note=context.note)
+    callbacks.show(plans)
+    if is_dryrun:
+        return Ready(tasks=tasks, plans=plans)
+    if target.check(plans):
+        for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
+            context.note(sentence)
+        note_copies(context, plans)
+        callbacks.confirm(plans)
+    tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
+    return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)
+
+
+@noun
+class ClusterTarget:
+    """A cluster under a name, on which one task runs."""
+
+    context: Context
+    name: str
+    autostop: Autostop | None = None
+
+    @classmethod
+    def of(
+        cls, context: Context, task: Task, *, name: str | None = None, autostop: Autostop | None = None
+    ) -> ClusterTarget:
+        """Derive what is not given from the task."""
+        name = name_cluster(task, context.config.owner) if name is None else name
+        return cls(context=context, name=name, autostop=autostop or task.autostop)
+
+    def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        return settle_checkpoints(self.context, tasks)
+
+    def check(self, plans: Sequence[Plan]) -> bool:
+        """Check name and autostop; a cluster that is up is already paid for."""
+        check_cluster_name(self.name)
+        clouds = {each.placement.offer.cloud for plan in plans for each in plan.estimates}
+        self.context.check_autostop(self.autostop, clouds)
+        known = self.context.store.clusters.get(self.name)
+        return known is None or known.status is not ClusterStatus.UP
+
+    def list_allowances_s(self, tasks: Sequence[Task]) -> None:
+        return None
+
+    def mount(self, task: Task) -> Task:
+        from broker.storage.mounts import add_mounts
+
+        return add_mounts(task)
+
+
+def name_cluster(task: Task, owner: str) -> str:
+    """Derive the cluster's name, the same for every launch of the task; adapt task names that clusters cannot have."""
+    name = task.name or "broker"
+    if not name[0].isalpha():
+        name = f"broker-{name}"
+    return f"{name[:58].rstrip('-_.')}-{owner[:4]}"
+
+
+def check_cluster_name(name: str) -> None:
+    """Raise UsageError for a name that a cluster cannot have."""
+    from broker.task.allowed import CLUSTER_NAME
+
+    if not CLUSTER_NAME.admits(name):
+        near = CLUSTER_NAME.suggest(name)
+        hints = [near] if near else []
+        raise UsageError(f"invalid cluster name `{name}`: it must be {CLUSTER_NAME.expected}", hints=hints)
+
+
+def settle_checkpoints(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Write the user's default place for checkpoints into tasks that name none."""
+    from broker.config import find_checkpoint_url
+    from broker.jobs.checkpoints import settle_tasks
+
+    return settle_tasks(tasks, find_checkpoint_url(context.config))
+
+
+async def start_cluster(
+    context: Context,
+    target: ClusterTarget,
+    ready: Ready,
+    *,
+    hedge: int,
+    retry_until_up: bool = False,
+    on_stage: Callable[[str], None] = lambda text: None,
+) -> int | None:
+    """Bring the cluster up and start the task; return the run's id, or None for a task with nothing to run.
+
+    `on_stage` is called with the work at hand.
+    """
+    name, (task,), (plan,) = target.name, ready.tasks, ready.plans
+    cluster = await context.provisioner.up(
+        name,
+        plan,
+        autostop=target.autostop,
+        on_event=lambda event: context.note(describe_event(event)),
+        hedge=hedge,
+        retry_until_up=retry_until_up,
+    )
+    if len(cluster.nodes) < task.num_nodes:
+        raise UsageError(
+            f"cluster `{name}` has {format_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
+            hints=["launch a new cluster: pass another name with `-c`"],
+        )
+    context.note(f"cluster `{name}` is up: {format_count(len(cluster.nodes), 'node')}")
+    on_stage(f"uploading files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`")
+    run_id = None
+    if task.run is None and task.setup is None:
+        await wait_booted(context, cluster, task)
+    else:
+        run_id = await start_run(context, cluster, task)
+    if target.autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
+        await context.gang.set_autostop(cluster, target.autostop)
+    await context.provisioner.finish()  # wait for pending releases: there may be no later process that does
+    return run_id
+
+
+async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
+    """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's id."""
+    task = replace(anchor(task), setup=None)
+    if any(each.accelerator for each in task.resources):
+        task = context.resolve(task)
+    check_notices([task], is_launch=True, note=context.note)
+    (task,) = settle_checkpoints(context, [task])
+    return await start_run(context, cluster, task)
+
+
+async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
+    """Start a prepared task on the cluster; return the run's id. Raises UsageError for a task with nothing to run."""
+    from broker.jobs.checkpoints import find_checkpoint_dir
+    from broker.runtime.reserving import find_reservation
+
+    if task.run is None and task.setup is None:
+        raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
+    find_reservation(task, cluster)  # before anything is sent: refuse what no node has
+    run_id = context.store.clusters.next_run_id(cluster.name)
+    envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
+    if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
+        envs["BROKER_CHECKPOINT_DIR"] = place
+    await wait_booted(context, cluster, task)
+    await context.gang.start(cluster, task, run_id=run_id, envs=envs)
+    return run_id
+
+
+async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
+    """Prepare the nodes, retrying while they boot: clouds report nodes as running before SSH answers.
+
+    Raises TransientError for lost nodes, and for nodes that a managed job would give up as well.
+    """
+    from broker.jobs.booting import StartVerdict, judge_start
+    from broker.jobs.monitor import AttemptMonitor
+
+    monitor = AttemptMonitor(cluster.name)
+    while True:
+        try:
+            await context.gang.prepare(cluster, task)
+            return
+        except TransientError as error:
+            cluster = await context.provisioner.refresh(cluster)
+            if judge_start(error, cluster, monitor, context.clock.now_s()) is not StartVerdict.WAIT:
+                raise explain_unreachable(context, cluster, error) from error
+            is_booting = isinstance(error, UnreachedError)
+            context.note(f"{error.message}; {'it may still be booting' if is_booting else 'retrying'}")
+            await context.clock.sleep(POLL_S)
+
+
+def explain_unreachable(context: Context, cluster: Cluster, error: TransientError) -> TransientError:
+    """Make the error for a cluster that does not answer: where to look, its cost, and how to terminate it."""
+    from broker.jobs.booting import get_wait_s
+
+    lost = [node for node in cluster.nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
+    usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
+    end = f"terminate the cluster with `broker down {cluster.name}`; until then it costs {format_usd(usd_hour)} USD/h"
+    if lost:
+        end_word = "terminated" if lost[0].state is NodeState.TERMINATED else "stopped"
+        message = f"{len(lost)} of {len(cluster.nodes)} nodes {end_word} ({lost[0].reason})"
+        return TransientError(message, hints=[end, *error.hints])
+    console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
+    hints = [
+        *([console] if console else []),
+        "nodes accept SSH only from this machine's public address: check for a proxy or VPN in between",
+        f"{end}; to keep waiting, repeat the launch with `-c {cluster.name}`",
+    ]
+    return TransientError(f"{error.message} for {get_wait_s(error) / 60:g} minutes", hints=[*hints, *error.hints])
+
+
+def describe_interrupted(context: Context, name: str) -> Sequence[str]:
+    """List what an interrupted launch started and still costs money, with the command that terminates it."""
+    from broker.provision.failover import describe
+
+    begun = [intent.request.placement for intent in context.store.intents.list_open(name)]
+    cluster = context.store.clusters.get(name)
+    if cluster is not None and cluster.status is ClusterStatus.UP:
+        return [
+            f"interrupted; cluster `{name}` is up at {format_usd(cluster.placement.usd_hour)} USD/h",
+            *(f"  also being released: {describe(each)}; `broker gc` terminates it" for each in begun),
+            f"terminate it with `broker down {name}`, or run a task on it with `broker exec {name} TASK.yaml`",
+        ]
+    if not begun:
+        return ["interrupted; nothing was started"]
+    at_stake_usd = sum(each.usd_hour for each in begun)
+    return [
+        f"interrupted; these requests may cost up to {format_usd(at_stake_usd)} USD/h until they are cancelled:",
+        *(f"  {describe(each)}" for each in begun),
+        f"cancel them with `broker down {name}`, or continue with the same launch and `-c {name}`",
+    ]

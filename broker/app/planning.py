@@ -1,0 +1,108 @@
+"""Read tasks, check what they ask for, and plan them: the first half of every launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from broker.app.container import Context
+from broker.errors import NoOfferError, UnknownNameError, UsageError
+from broker.types import Notice, Plan, Task
+
+TaskLike = Task | Mapping[str, Any] | str | Path
+
+
+def read_task(task: TaskLike) -> Task:
+    """Read a single task, as `read_tasks` does. Raises UsageError for a pipeline of several tasks."""
+    found = read_tasks(task)
+    if len(found) > 1:
+        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one by one"])
+    return found[0]
+
+
+def read_tasks(task: TaskLike) -> Sequence[Task]:
+    """Read the tasks of a file (Path, or a string of one line), of YAML text (a string of several lines), or of a
+    mapping with a file's content. Raises TaskError."""
+    if isinstance(task, Task):
+        from broker.task.checking import check_task
+
+        return [check_task(task)]
+    from broker.task.loader import load_tasks, load_tasks_text
+
+    if isinstance(task, Mapping):
+        return load_tasks_text(_write_yaml(task), "task")
+    if isinstance(task, str) and "\n" in task:
+        return load_tasks_text(task, "task")
+    return load_tasks(Path(task))
+
+
+def _write_yaml(task: Mapping[str, Any]) -> str:
+    """JSON, which is YAML but for two things: YAML escapes no pairs of surrogates, and takes C1 controls escaped only.
+
+    Raises UsageError for what JSON cannot hold.
+    """
+    import json
+    import re
+
+    try:
+        text = json.dumps(task, indent=1, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"invalid task: {error}") from None
+    return re.sub("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def anchor(task: Task) -> Task:
+    """Make paths absolute: the daemon that reads them later runs in another folder."""
+
+    def fix(path: str) -> str:
+        return path if "://" in path else str(Path(path).expanduser().absolute())
+
+    mounts = {target: fix(source) for target, source in task.file_mounts.items()}
+    return replace(task, workdir=fix(task.workdir) if task.workdir else None, file_mounts=mounts)
+
+
+def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Plan:
+    """Plan on the clouds that are set up; a dry run plans on all."""
+    if is_dryrun:
+        return context.plan(task)
+    try:
+        return context.plan(task, usable_clouds=frozenset(context.clouds))
+    except UnknownNameError:
+        raise
+    except NoOfferError as error:
+        usable = ", ".join(f"`{name}`" for name in context.clouds)
+        hint = f"set up: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
+        enable = "see how to enable more clouds with `broker check`"
+        raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
+
+
+def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str], None]) -> None:
+    """Note unsupported fields. Raises TaskError where a launch would not run what the task describes."""
+    for task in tasks:
+        _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch, note=note)
+
+
+def check_place(task: Task, clouds: Collection[str], *, is_launch: bool, note: Callable[[str], None]) -> None:
+    """Do as `check_notices`, for fields that only the clouds on which the task may run do not support."""
+    _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch, note=note)
+
+
+def check_plans(plans: Sequence[Plan], *, is_launch: bool, note: Callable[[str], None]) -> None:
+    """Check the clouds of the choice for a plan, and of every estimate for a launch, which may use any of them."""
+    for each in plans:
+        estimates = each.estimates if is_launch else each.estimates[:1]
+        clouds = {one.placement.offer.cloud for one in estimates}
+        check_place(each.task, clouds, is_launch=is_launch, note=note)
+
+
+def _tell(notices: Sequence[Notice], *, is_launch: bool, note: Callable[[str], None]) -> None:
+    if not notices:
+        return
+    from broker.task.notices import refuse_blocking, render_notice
+
+    if is_launch:
+        refuse_blocking(notices)
+    for notice in notices:
+        note(render_notice(notice))

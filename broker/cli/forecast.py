@@ -1,0 +1,75 @@
+"""Render the forecast of a plan: cost and time as ranges, and what they depend on most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from broker.cli.render import print_line, print_wrapped
+from broker.formatting import format_count, format_hours, format_usd, to_plain
+from broker.optimizer.explain import show_chance
+from broker.optimizer.forecast import CostForecast, Range, forecast_plan, list_influences
+from broker.optimizer.rating import History
+from broker.types import Plan
+
+INFLUENCES_MAX, INFLUENCE_MIN = 4, 0.005  # smaller shares of the expected cost are not shown
+HOURS_MIN = 0.05
+
+
+def list_forecast_lines(plan: Plan, history: History | None) -> list[str]:
+    """List p50 and p10-p90 of cost and time under the production policy, and what it is expected to do."""
+    found = forecast_plan(plan, history)
+    if found is None:
+        return []
+    lines = [
+        f"Forecast: {_say_range(found.usd, format_usd)} USD, {_say_range(found.hours, format_hours)} "
+        "from submission to end (p50, p10-p90)",
+        f"Chances: {_say_chances(found)}",
+        f"On average: {_say_counts(found)}; {format_count(found.places, 'candidate place')}",
+    ]
+    if not _say_chances(found):
+        del lines[1]
+    if found.ondemand_usd is not None and found.ondemand_usd < found.usd_mean:
+        lines.append(
+            f"Note: on-demand to the end costs {format_usd(found.ondemand_usd)} USD, less than the forecast's mean of "
+            f"{format_usd(found.usd_mean)} USD"
+        )
+    return lines
+
+
+def show_influences(plan: Plan, history: History | None) -> None:
+    """Print what moves the expected cost most."""
+    found = forecast_plan(plan, history)
+    if found is None:
+        return
+    print_line(f"\nExpected {format_usd(found.usd_mean)} USD; this would change if")
+    for each in list_influences(plan, history)[:INFLUENCES_MAX]:
+        change = each.usd_mean - found.usd_mean
+        if abs(change) >= INFLUENCE_MIN * found.usd_mean:
+            print_wrapped(f"  {each.change}: {'-' if change < 0 else '+'}{format_usd(abs(change))} USD", indent=4)
+
+
+def _say_range(found: Range, show: Callable[[float], str]) -> str:
+    return f"{show(found.p50)} ({show(found.p10)} to {show(found.p90)})"
+
+
+def _say_chances(found: CostForecast) -> str:
+    parts = []
+    if found.deadline_chance is not None:
+        by = ", by switching to on-demand if needed" if found.has_fallback else ""
+        parts.append(f"{show_chance(found.deadline_chance)} to meet the deadline{by}")
+    if found.budget_chance is not None:
+        parts.append(f"{show_chance(found.budget_chance)} to stay within the budget")
+    return "; ".join(parts)
+
+
+def _say_counts(found: CostForecast) -> str:
+    parts = [f"{found.preemptions:.1f} preemptions", f"{format_hours(found.waiting_hours)} waiting for spot"]
+    if found.ondemand_hours >= HOURS_MIN:
+        parts.append(f"{format_hours(found.ondemand_hours)} on-demand")
+    return ", ".join(parts)
+
+
+def describe_forecast(plan: Plan, history: History | None) -> object:
+    """Return the forecast, JSON-ready; None where the choice does not run on spot."""
+    found = forecast_plan(plan, history)
+    return None if found is None else to_plain(found)

@@ -1,0 +1,224 @@
+"""What a plan comes to under the production policy: cost and time as a distribution, from recorded markets.
+
+`broker.optimizer.cost` ranks thousands of placements by the closed form for one place with a constant hazard. This says
+for the choice what may really happen: spot closes and the job moves to another candidate place, waits, or continues
+on-demand. Time counts from submission to end, the first start and all waiting included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from broker.nouns import noun
+from broker.optimizer.data_cost import NO_DATA, DataCost
+from broker.optimizer.ranking import LazyEstimates, RankedOffer
+from broker.optimizer.rating import History
+from broker.spot.interval import best_interval_s
+from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run
+from broker.spot.recorded_runs import Run
+from broker.types import Breakdown, CheckpointSpec, Estimate, Plan
+
+PLACES_MAX = 6  # recorded markets have no more; further places add little
+NEAR_PRICE = 1.25  # places count as candidates up to this multiple of the choice's cost
+SHARES = (0.1, 0.5, 0.9)
+
+
+@noun
+class Range:
+    """p10, p50 and p90."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+@noun
+class Influence:
+    """The expected cost if one thing were different."""
+
+    change: str
+    usd_mean: float
+
+
+@noun
+class CostForecast:
+    """USD and hours from submission to end. Chances are None where the task has no such limit. `places` is how many
+    candidate places spot capacity is expected to be found in; `hazard` is preemptions per hour on spot."""
+
+    usd: Range
+    usd_mean: float
+    hours: Range
+    hours_mean: float
+    preemptions: float
+    waiting_hours: float
+    ondemand_hours: float
+    hazard: float
+    places: int
+    ondemand_usd: float | None  # to finish on the cheapest on-demand gang; None where the task rules it out
+    has_fallback: bool  # on-demand at the end keeps the deadline, as far as on-demand is available
+    deadline_chance: float | None = None
+    budget_chance: float | None = None
+
+
+@noun
+class _Basis:
+    """All that the forecast follows from. Prices are of the whole gang, USD per hour; that of on-demand is per hour of
+    work as the choice does it, as the cheapest on-demand gang may have other machines."""
+
+    work_hours: float
+    deadline_hours: float | None
+    checkpoint: CheckpointSpec
+    restart_hours: float
+    unbilled_hours: float
+    spot_usd_hour: float
+    ondemand_usd_hour: float | None
+    data: DataCost
+    places: int
+    evidence: MarketEvidence
+
+
+def forecast_plan(plan: Plan, history: History | None = None) -> CostForecast | None:
+    """The forecast for the choice; None where no work is given or the choice runs on-demand, which is no gamble."""
+    basis = _read_basis(plan, history)
+    return None if basis is None else _forecast(plan, basis)
+
+
+def list_influences(plan: Plan, history: History | None = None) -> list[Influence]:
+    """What would change the expected cost, the largest change first."""
+    basis = _read_basis(plan, history)
+    if basis is None:
+        return []
+    own = _forecast(plan, basis).usd_mean
+    changes = [
+        ("spot is available at submission", replace(basis, evidence=replace(basis.evidence, is_open=True))),
+        ("spot is unavailable at submission", replace(basis, evidence=replace(basis.evidence, is_open=False))),
+        ("start-up takes half as long", replace(basis, restart_hours=basis.restart_hours / 2)),
+    ]
+    if basis.places > 1:
+        changes.append(("one candidate place", replace(basis, places=1)))
+    if basis.deadline_hours is not None and basis.ondemand_usd_hour is not None:
+        changes.append(("deadline 25 % later", replace(basis, deadline_hours=basis.deadline_hours * 1.25)))
+    found = [Influence(change=text, usd_mean=_forecast(plan, changed).usd_mean) for text, changed in changes]
+    return sorted(found, key=lambda each: -abs(each.usd_mean - own))
+
+
+def _read_basis(plan: Plan, history: History | None) -> _Basis | None:
+    choice = plan.choice
+    parts = choice.breakdown
+    if not choice.placement.is_spot or parts is None or parts.work_hours <= 0:
+        return None
+    placement, offer, goal = choice.placement, choice.placement.offer, plan.task.goal
+    candidates = plan.estimates.candidates if isinstance(plan.estimates, LazyEstimates) else ()
+    deadline = goal.deadline_hours if goal else None
+    ondemand_usd = None
+    if plan.task.resources[0].use_spot is None:
+        ondemand_usd = _find_ondemand_usd(choice, candidates, parts.work_hours)
+    seen = (history or {}).get((offer.cloud, offer.region, offer.zone, offer.instance_type))
+    evidence = MarketEvidence()
+    if seen is not None:
+        evidence = MarketEvidence(preemptions=seen.preemptions, gang_hours=seen.node_hours / placement.node_count)
+    return _Basis(
+        work_hours=parts.work_hours,
+        deadline_hours=deadline,
+        checkpoint=plan.task.checkpoint,
+        restart_hours=parts.recovery_s / 3600,
+        unbilled_hours=_find_unbilled(parts),
+        spot_usd_hour=placement.usd_hour,
+        ondemand_usd_hour=None if ondemand_usd is None else ondemand_usd / parts.work_hours,
+        data=candidates[0].data if candidates else NO_DATA,
+        places=_count_places(choice, candidates),
+        evidence=evidence,
+    )
+
+
+def _find_unbilled(parts: Breakdown) -> float:
+    return max(parts.recovery_s - parts.recovery_billed_s, 0.0) / 3600
+
+
+def _find_ondemand_usd(choice: Estimate, candidates: Sequence[RankedOffer], work_hours: float) -> float | None:
+    """To finish on the cheapest on-demand gang, whatever its machines. The choice's own machines count even where a
+    budget has filtered them out: the policy is allowed to fall back on them."""
+    own = choice.placement.offer.ondemand_usd_hour
+    found = [each.usd for each in candidates if not each.is_spot]
+    if own is not None:
+        found.append(own * choice.placement.node_count * work_hours)
+    return min(found, default=None)
+
+
+def _count_places(choice: Estimate, candidates: Sequence[RankedOffer]) -> int:
+    """Zones that offer spot at nearly the choice's cost to finish."""
+    most = (choice.expected_usd or 0.0) * NEAR_PRICE
+    near = {(each.cloud, each.region, each.zone) for each in candidates if each.is_spot and each.usd <= most}
+    return min(max(len(near), 1), PLACES_MAX)
+
+
+def _forecast(plan: Plan, basis: _Basis) -> CostForecast:
+    goal = plan.task.goal
+    hazard = find_hazard(basis.places, basis.evidence)
+    runs, lost_hours = _forecast_runs(basis, hazard)
+
+    def usd(run: Run) -> float:
+        return _price_run(basis, run, lost_hours)
+
+    def hours(run: Run) -> float:
+        return run.hours - lost_hours
+
+    low_usd, mid_usd, high_usd = runs.quantiles(usd, SHARES)
+    low_hours, mid_hours, high_hours = runs.quantiles(hours, SHARES)
+    budget = goal.budget_usd if goal else None
+    return CostForecast(
+        usd=Range(p10=low_usd, p50=mid_usd, p90=high_usd),
+        usd_mean=runs.mean(usd),
+        hours=Range(p10=low_hours, p50=mid_hours, p90=high_hours),
+        hours_mean=runs.mean(hours),
+        preemptions=runs.mean(lambda run: run.preemptions),
+        waiting_hours=runs.mean(lambda run: max(run.hours - run.spot_hours - run.ondemand_hours, 0.0)),
+        ondemand_hours=runs.mean(lambda run: run.ondemand_hours),
+        hazard=hazard,
+        places=basis.places,
+        ondemand_usd=None if basis.ondemand_usd_hour is None else basis.ondemand_usd_hour * basis.work_hours,
+        has_fallback=_has_fallback(basis),
+        deadline_chance=_find_deadline_chance(basis, runs, lost_hours),
+        budget_chance=None if budget is None else runs.chance(lambda run: usd(run) <= budget),
+    )
+
+
+def _forecast_runs(basis: _Basis, hazard: float) -> tuple[RunDistribution, float]:
+    """The runs, and the hours that they count too many: a preemption loses half an interval of work, which is added to
+    each start although the first one loses nothing."""
+    spec, limit = basis.checkpoint, basis.deadline_hours
+    every = min((spec.every_s or best_interval_s(spec.stall_s, hazard)) / 3600, basis.work_hours)
+    work = basis.work_hours * (1 + spec.stall_s / 3600 / every)
+    lost = every / 2
+    runs = forecast_run(
+        work_hours=work,
+        deadline_hours=None if limit is None or not _has_fallback(basis) else limit + lost,
+        start_hours=basis.restart_hours + lost,
+        places=basis.places,
+        evidence=basis.evidence,
+    )
+    return runs, lost
+
+
+def _find_deadline_chance(basis: _Basis, runs: RunDistribution, lost_hours: float) -> float | None:
+    """With on-demand to fall back on, the policy is never late where on-demand alone would not have been."""
+    limit = basis.deadline_hours
+    if limit is None:
+        return None
+    if _has_fallback(basis):
+        return float(basis.work_hours + basis.restart_hours <= limit)
+    return runs.chance(lambda run: run.hours - lost_hours <= limit)
+
+
+def _has_fallback(basis: _Basis) -> bool:
+    return basis.ondemand_usd_hour is not None and basis.deadline_hours is not None
+
+
+def _price_run(basis: _Basis, run: Run, lost_hours: float) -> float:
+    data = basis.data
+    usd = run.spot_hours * basis.spot_usd_hour + run.ondemand_hours * (basis.ondemand_usd_hour or 0.0)
+    rate = usd / max(run.spot_hours + run.ondemand_hours, 1e-9)
+    usd -= rate * (lost_hours + basis.unbilled_hours * (1 + run.preemptions))
+    moves = data.start_usd * (1 + run.preemptions) + data.finish_usd + data.restore_usd * run.preemptions
+    return max(usd, 0.0) + moves + data.storage_usd_hour * run.hours

@@ -1,0 +1,146 @@
+"""What jobs came to when replayed over recorded markets: a grid of scenarios, read between its nodes.
+
+The table is made by `python -m broker.lab.recorded_runs` and says where its recordings come from. A scenario is a
+recorded market and an hour of submission; its runs, one for each cell of the grid, are those of the production policy.
+Recordings keep what a hazard by age leaves out: storms, quiet weeks, and places that close together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from broker.nouns import noun
+
+TABLE = Path(__file__).parent / "data/recorded_runs.json"
+WORKS_HOURS = (12.0, 48.0)
+DEADLINES = (1.08, 1.3, 1.8)  # over work; a start is added to each
+STARTS_HOURS = (0.05, 0.3)
+START_HOURS_MAX = 1.0  # the grid is extended in straight lines to here
+ALONE = len(DEADLINES)  # the column of a job that runs on spot alone, without a deadline
+PER_MILLE = 1000
+
+
+@noun
+class Scenario:
+    """`closings` in `open_hours` and `open_share` are those of the whole recording; `is_open` is at submission.
+
+    `spot`, `ondemand` and `hours` are per mille of the work, one for each cell, as are `preemptions`.
+    """
+
+    family: str
+    market: str
+    places: int
+    is_open: bool
+    closings: int
+    open_hours: float
+    open_share: float
+    spot: tuple[int, ...]
+    ondemand: tuple[int, ...]
+    hours: tuple[int, ...]
+    preemptions: tuple[int, ...]
+
+
+@noun
+class Run:
+    """Outcome of one scenario. Hours; `spot_hours` and `ondemand_hours` are billed, the rest of `hours` is waiting."""
+
+    spot_hours: float
+    ondemand_hours: float
+    hours: float
+    preemptions: float
+
+
+@lru_cache(maxsize=1)
+def read_scenarios() -> tuple[Scenario, ...]:
+    """The shipped table."""
+    return parse_scenarios(json.loads(TABLE.read_text()))
+
+
+def parse_scenarios(table: Mapping[str, Any]) -> tuple[Scenario, ...]:
+    lists = ("spot", "ondemand", "hours", "preemptions")
+    return tuple(Scenario(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in table["scenarios"])
+
+
+def interpolate_runs(
+    scenarios: Iterable[Scenario], *, work_hours: float, deadline_hours: float | None, start_hours: float
+) -> list[Run]:
+    """Each scenario at any work, deadline and start-up time; no deadline is a job that stays on spot.
+
+    Between the nodes all is linear in the logarithm of the work, in work over deadline and in the start. Beyond the
+    longest and the shortest work a run keeps its proportions, but for its first start.
+    """
+    start = min(start_hours, START_HOURS_MAX)
+    allowed = None if deadline_hours is None else deadline_hours - start_hours
+    if allowed is not None and allowed <= work_hours:  # no room for spot
+        hours = work_hours + start_hours
+        return [Run(spot_hours=0.0, ondemand_hours=hours, hours=hours, preemptions=0.0) for _ in scenarios]
+    corners, sure = _weigh_corners(work_hours, allowed, start)
+    return [_blend(each, corners, sure, work_hours, deadline_hours, start) for each in scenarios]
+
+
+def _weigh_corners(work: float, allowed: float | None, start: float) -> tuple[list[tuple[int, float]], float]:
+    """(cell, weight) of the nodes around a point, and the weight of running on-demand alone."""
+    across = _weigh_log(work)
+    deep = _weigh_deadline(0.0 if allowed is None else work / allowed)
+    low, high = STARTS_HOURS
+    share = (start - low) / (high - low)
+    found = []
+    for i, by_work in across:
+        for j, by_deadline in deep:
+            for k, by_start in ((0, 1 - share), (1, share)):
+                cell = (i * (ALONE + 1) + j) * len(STARTS_HOURS) + k
+                if weight := by_work * by_deadline * by_start:
+                    found.append((cell, weight))
+    return found, 1 - sum(weight for _, weight in deep)
+
+
+def _weigh_log(work: float) -> list[tuple[int, float]]:
+    low, high = WORKS_HOURS
+    share = min(max(math.log(max(work, 1e-6) / low) / math.log(high / low), 0.0), 1.0)
+    return [(0, 1 - share), (1, share)]
+
+
+def _weigh_deadline(fullness: float) -> list[tuple[int, float]]:
+    """Columns by work over the time allowed: 0 is spot alone, and 1, on-demand alone, has no column."""
+    nodes: Sequence[tuple[float, int | None]] = (
+        (1.0, None), *((1 / each, column) for column, each in enumerate(DEADLINES)), (0.0, ALONE),
+    )  # fmt: skip
+    for (above, first), (below, second) in itertools.pairwise(nodes):
+        if fullness >= below:
+            share = (fullness - below) / (above - below)
+            return [(column, part) for column, part in ((first, share), (second, 1 - share)) if column is not None]
+    raise AssertionError("work over time is negative")
+
+
+def _blend(
+    scenario: Scenario,
+    corners: Sequence[tuple[int, float]],
+    sure: float,
+    work: float,
+    deadline: float | None,
+    start: float,
+) -> Run:
+    spot, ondemand, hours, preemptions = 0.0, sure, sure, 0.0
+    for cell, weight in corners:
+        node = WORKS_HOURS[cell // ((ALONE + 1) * len(STARTS_HOURS))]
+        first = STARTS_HOURS[cell % len(STARTS_HOURS)] / node
+        billed = max(scenario.spot[cell] + scenario.ondemand[cell], 1)
+        keep = 1 - first * PER_MILLE / billed  # without the first start, which does not grow with the work
+        spot += weight * scenario.spot[cell] / PER_MILLE * keep
+        ondemand += weight * scenario.ondemand[cell] / PER_MILLE * keep
+        hours += weight * (scenario.hours[cell] / PER_MILLE - first)
+        preemptions += weight * scenario.preemptions[cell] / node
+    total = max(spot + ondemand, 1e-9)
+    whole = hours * work + start
+    return Run(
+        spot_hours=max(spot * work + start * spot / total, 0.0),
+        ondemand_hours=max(ondemand * work + start * ondemand / total, 0.0),
+        hours=whole if deadline is None else min(whole, deadline),
+        preemptions=max(preemptions * work, 0.0),
+    )

@@ -1,0 +1,307 @@
+"""How true the forecasts of `plan` are: `python -m tests.bench.bench_forecast --traces DIR --runs TABLE.json`.
+
+Not collected by pytest. DIR holds one folder of recordings for each family (or set BROKER_TRACES); TABLE is made of the
+same folder by `python -m broker.lab.recorded_runs`. Each run in the table is forecast twice: as the cost model of one
+place does (a published band, a constant hazard), and by the market model from the runs of all *other* families. Both
+are compared with what the run came to. `--check` fails where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.lab.recorded_runs import list_cells, list_markets, read_families
+from broker.optimizer.cost import Terms, run_on_spot
+from broker.spot.hazard import hazard_per_node_hour
+from broker.spot.market_model import NOTHING, MarketEvidence, forecast_run
+from broker.spot.recorded_runs import Run, Scenario, parse_scenarios
+from broker.types import CheckpointSpec, Goal
+
+SPOT_USD = 1 / 3.1  # of on-demand
+LEVELS = (0.5, 0.8, 0.9)
+SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+LIMITS = (1.05, 1.15, 1.3, 1.6, 2.0, 3.0, 5.0)  # deadlines of jobs on spot alone, over work
+COVERAGE_OFF_MAX, BIAS_MAX, RELIABILITY_OFF_MAX = 0.05, 0.05, 0.05
+BINS = 5
+TIE = 0.002  # runs that differ by less, as a share of the work, count as equal
+BEFORE_HOURS = 48.0  # of own history, where it is given
+
+Value = Callable[[Run], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of one scenario, and what was known of the market when it began."""
+
+    scenario: Scenario
+    work: float
+    deadline: float | None
+    start: float
+    actual: Run
+    preemptions: float
+    open_hours: float
+    is_open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Quantiles at `SHARES`, means, and the chances that cost and time are at most a figure."""
+
+    usd: Sequence[float]
+    usd_mean: float
+    hours_mean: float
+    within_usd: Callable[[float], float]
+    within: Callable[[float], float]
+
+
+def usd(run: Run) -> float:
+    return run.spot_hours * SPOT_USD + run.ondemand_hours
+
+
+def hours(run: Run) -> float:
+    return run.hours
+
+
+def list_cases(scenarios: Sequence[Scenario], folder: Path) -> list[Case]:
+    markets = {market.name: market for market in list_markets(read_families(folder))}
+    counted: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
+    for each in scenarios:
+        sizes[each.market] += 1
+    found = []
+    for scenario in scenarios:
+        traces = markets[scenario.market].traces
+        index = counted[scenario.market]
+        counted[scenario.market] += 1
+        from_hour = max(trace.hours for trace in traces) * (index + 0.5) / sizes[scenario.market]
+        closings, opened = 0.0, 0.0
+        for trace in traces:
+            begin, hour = max(from_hour - BEFORE_HOURS, 0.0), min(from_hour, trace.hours)
+            closings += sum(begin < when <= hour and not is_open for when, is_open in trace.changes)
+            borders = [*trace.changes, (trace.hours, False)]
+            for (since, is_open), (until, _) in itertools.pairwise(borders):
+                opened += max(min(until, hour) - max(since, begin), 0.0) * is_open
+        for cell, (work, deadline, start) in enumerate(list_cells()):
+            allowed = None if deadline is None else work * deadline + start
+            (actual,) = interpolate_own(scenario, cell, work)
+            found.append(
+                Case(
+                    scenario=scenario, work=work, deadline=allowed, start=start, actual=actual,
+                    preemptions=closings, open_hours=opened, is_open=scenario.is_open,
+                )
+            )  # fmt: skip
+    return found
+
+
+def interpolate_own(scenario: Scenario, cell: int, work: float) -> Iterator[Run]:
+    yield Run(
+        spot_hours=scenario.spot[cell] * work / 1000,
+        ondemand_hours=scenario.ondemand[cell] * work / 1000,
+        hours=scenario.hours[cell] * work / 1000,
+        preemptions=scenario.preemptions[cell],
+    )
+
+
+def forecast_by_band(case: Case) -> Forecast:
+    """As `plan` has it: one place, a constant hazard from its band, spot to the end."""
+    goal = Goal(work_hours=case.work, deadline_hours=case.deadline) if case.deadline else None
+    spec = CheckpointSpec(restart_s=case.start * 3600, stall_s=1.0)
+    terms = Terms.of(case.work, hazard_per_node_hour(None), spec, goal, "aws", 1)
+    course = run_on_spot(terms)
+    assert course.losses is not None
+    smooth, losses = course.losses.segments * course.losses.stretch, course.losses
+
+    def within(limit: float) -> float:
+        return losses.finish_chance(limit - case.start - smooth, terms.recovery_hours)
+
+    def quantile(share: float) -> float:
+        low, high = smooth + case.start, smooth * 3 + 10
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if within(middle) >= share else (middle, high)
+        return high
+
+    found = [quantile(share) for share in SHARES]
+    mean = course.hours + case.start
+    return Forecast(
+        usd=[each * SPOT_USD for each in found], usd_mean=mean * SPOT_USD, hours_mean=mean,
+        within_usd=lambda limit: within(limit / SPOT_USD), within=within,
+    )  # fmt: skip
+
+
+def forecast_by_model(case: Case, others: Sequence[Scenario], evidence: MarketEvidence) -> Forecast:
+    found = forecast_run(
+        work_hours=case.work, deadline_hours=case.deadline, start_hours=case.start, places=case.scenario.places,
+        evidence=evidence, scenarios=others,
+    )  # fmt: skip
+    return Forecast(
+        usd=found.quantiles(usd, SHARES),
+        usd_mean=found.mean(usd),
+        hours_mean=found.mean(hours),
+        within_usd=lambda limit: found.chance(lambda run: usd(run) <= limit),
+        within=lambda limit: found.chance(lambda run: run.hours <= limit),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Figures of one forecaster; coverage by level, reliability by bin as (forecast, actual, count)."""
+
+    usd_coverage: Sequence[float]
+    hours_coverage: Sequence[float]
+    usd_bias: float
+    hours_bias: float
+    usd_loss: float  # mean quantile loss over the actual mean: sharpness and truth in one figure
+    bins: Sequence[tuple[float, float, int]]
+    brier: float
+    climatology: float
+
+
+def judge(cases: Sequence[Case], forecasts: Sequence[Forecast]) -> Marks:
+    """Every family counts the same, whatever the number of its recordings."""
+    counts: dict[str, int] = defaultdict(int)
+    for each in cases:
+        counts[each.scenario.family] += 1
+    weights = [1 / counts[each.scenario.family] for each in cases]
+    spent = [usd(each.actual) / each.work for each in cases]
+    taken = [each.actual.hours / each.work for each in cases]
+    total = sum(weights)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(weight * value for weight, value in zip(weights, values, strict=True)) / total
+
+    ranks = [
+        (_rank(each.within_usd, usd(case.actual), case), _rank(each.within, case.actual.hours, case))
+        for case, each in zip(cases, forecasts, strict=True)
+    ]
+    loss = [
+        sum(max((usd(c.actual) - q) * s, (q - usd(c.actual)) * (1 - s)) for q, s in zip(f.usd, SHARES, strict=True))
+        / c.work / len(SHARES)
+        for c, f in zip(cases, forecasts, strict=True)
+    ]  # fmt: skip
+    bins, brier, climatology = judge_chances(cases, forecasts, weights)
+    return Marks(
+        usd_coverage=[mean([_cover(level, rank) for rank, _ in ranks]) for level in LEVELS],
+        hours_coverage=[mean([_cover(level, rank) for _, rank in ranks]) for level in LEVELS],
+        usd_bias=mean([f.usd_mean / c.work for c, f in zip(cases, forecasts, strict=True)]) / mean(spent) - 1,
+        hours_bias=mean([f.hours_mean / c.work for c, f in zip(cases, forecasts, strict=True)]) / mean(taken) - 1,
+        usd_loss=mean(loss) / mean(spent),
+        bins=bins,
+        brier=brier,
+        climatology=climatology,
+    )
+
+
+def _rank(within: Callable[[float], float], actual: float, case: Case) -> tuple[float, float]:
+    """The chances that less came about and that no more did. They differ where many runs are alike, such as those that
+    were never interrupted: they are spread over all of that range."""
+    return within(actual - TIE * case.work), within(actual + TIE * case.work)
+
+
+def _cover(level: float, rank: tuple[float, float]) -> float:
+    low, high = (1 - level) / 2, (1 + level) / 2
+    if rank[1] - rank[0] < 1e-9:
+        return float(low <= rank[0] <= high)
+    return max(min(high, rank[1]) - max(low, rank[0]), 0.0) / (rank[1] - rank[0])
+
+
+def judge_chances(
+    cases: Sequence[Case], forecasts: Sequence[Forecast], weights: Sequence[float]
+) -> tuple[list[tuple[float, float, int]], float, float]:
+    """The chance to be done in time of jobs on spot alone: with on-demand at the end none is late."""
+    said = list[tuple[float, float, float]]()
+    for case, each, weight in zip(cases, forecasts, weights, strict=True):
+        if case.deadline is None:
+            for over in LIMITS:
+                limit = case.work * over + case.start
+                said.append((each.within(limit), float(case.actual.hours <= limit), weight))
+    bins = list[tuple[float, float, int]]()
+    for index in range(BINS):
+        inside = [one for one in said if min(int(one[0] * BINS), BINS - 1) == index]
+        total = sum(weight for _, _, weight in inside) or math.nan
+        bins.append((sum(p * w for p, _, w in inside) / total, sum(a * w for _, a, w in inside) / total, len(inside)))
+    total = sum(weight for _, _, weight in said)
+    base = sum(actual * weight for _, actual, weight in said) / total
+    brier = sum((chance - actual) ** 2 * weight for chance, actual, weight in said) / total
+    return bins, brier, base * (1 - base)
+
+
+def show(name: str, marks: Marks) -> None:
+    def percents(values: Sequence[float]) -> str:
+        return " ".join(f"{each * 100:5.1f}" for each in values)
+
+    sys.stdout.write(
+        f"{name}\n"
+        f"  cost: within the 50/80/90 % interval {percents(marks.usd_coverage)} %, bias {marks.usd_bias:+.1%}, "
+        f"quantile loss {marks.usd_loss:.4f}\n"
+        f"  time: within the 50/80/90 % interval {percents(marks.hours_coverage)} %, bias {marks.hours_bias:+.1%}\n"
+        f"  chance of the deadline, spot alone: Brier {marks.brier:.3f}, climatology {marks.climatology:.3f}; "
+        "forecast/actual (count) "
+        + ", ".join(f"{100 * said:.0f}/{100 * was:.0f} ({count})" for said, was, count in marks.bins)
+        + "\n"
+    )
+    sys.stdout.flush()
+
+
+def list_missed(marks: Marks) -> list[str]:
+    found = []
+    for name, covered in (("cost", marks.usd_coverage), ("time", marks.hours_coverage)):
+        for level, share in zip(LEVELS, covered, strict=True):
+            if abs(share - level) > COVERAGE_OFF_MAX:
+                found.append(f"coverage of the {level:.0%} interval of {name}: {share:.1%}")
+    if abs(marks.usd_bias) > BIAS_MAX:
+        found.append(f"bias of mean cost: {marks.usd_bias:+.1%}")
+    for said, was, count in marks.bins:
+        if count and abs(said - was) > RELIABILITY_OFF_MAX:
+            found.append(f"chance of the deadline: {said:.0%} said, {was:.0%} came true")
+    if marks.brier >= marks.climatology:
+        found.append(f"Brier score {marks.brier:.3f}, climatology {marks.climatology:.3f}")
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--traces", type=Path, default=os.environ.get("BROKER_TRACES"), help="folder of families")
+    arguments.add_argument("--runs", type=Path, required=True, help="table made by broker.lab.recorded_runs")
+    arguments.add_argument("--places", type=int, nargs="*", default=[1, 3, 6], help="only markets of so many places")
+    arguments.add_argument("--check", action="store_true", help="fail where a bar is missed")
+    given = arguments.parse_args()
+    if given.traces is None:
+        arguments.error("pass --traces DIR or set BROKER_TRACES")
+    scenarios = parse_scenarios(json.loads(given.runs.read_text()))
+    cases = [each for each in list_cases(scenarios, Path(given.traces)) if each.scenario.places in given.places]
+    others = {
+        family: [each for each in scenarios if each.family != family] for family in {each.family for each in scenarios}
+    }
+    sys.stdout.write(f"{len(cases)} runs in {len({each.scenario.market for each in cases})} markets\n")
+    show("the cost model of one place, published bands", judge(cases, [forecast_by_band(each) for each in cases]))
+    kinds: dict[str, Callable[[Case], MarketEvidence]] = {
+        "market model, leave one family out, prior alone": lambda case: NOTHING,
+        "  with availability at submission": lambda case: MarketEvidence(is_open=case.is_open),
+        "  with own history of two days": lambda case: MarketEvidence(
+            preemptions=case.preemptions, gang_hours=case.open_hours
+        ),
+        "  with both": lambda case: MarketEvidence(
+            preemptions=case.preemptions, gang_hours=case.open_hours, is_open=case.is_open
+        ),
+    }
+    marks = None
+    for name, known in kinds.items():
+        marks = judge(cases, [forecast_by_model(each, others[each.scenario.family], known(each)) for each in cases])
+        show(name, marks)
+    assert marks is not None
+    if given.check and (missed := list_missed(marks)):
+        sys.exit("missed: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The forecast of a plan: what the choice comes to under the production policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.optimizer.forecast import CostForecast, forecast_plan, list_influences
+from broker.spot.hazard import Observation
+from tests.optimizer.market import offer, plan
+
+TASK = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: 60h, budget: 1000}"
+SPOT_ONLY = "resources: {accelerators: H100:8, use_spot: true}\ngoal: {work: 40h, deadline: 60h}"
+
+
+def forecast(task: str = TASK, **options: object) -> CostForecast:
+    found = forecast_plan(plan(task, [offer()], **options))
+    assert found is not None
+    return found
+
+
+def test_recorded_markets_make_spot_dearer_than_its_published_band_says() -> None:
+    chosen = plan(TASK, [offer(interruption_band=5.0)])
+    found = forecast_plan(chosen)
+    assert found is not None and chosen.choice.expected_usd is not None
+    assert found.preemptions > 1
+    assert found.usd.p10 < found.usd.p50 < found.usd.p90
+    assert found.usd_mean > 1.1 * chosen.choice.expected_usd
+    assert found.hours.p90 <= 60.0
+
+
+def test_spot_alone_may_miss_the_deadline_that_on_demand_keeps() -> None:
+    alone, both = forecast(SPOT_ONLY), forecast()
+    assert alone.deadline_chance is not None and 0.3 < alone.deadline_chance < 0.9
+    assert alone.ondemand_hours == 0 and not alone.has_fallback
+    assert both.deadline_chance == 1.0 and both.has_fallback and both.ondemand_hours > 0
+
+
+def test_an_on_demand_choice_is_not_forecast_by_spot_markets() -> None:
+    assert forecast_plan(plan(TASK.replace("1000", "5000"), [offer(spot_usd_hour=None)])) is None
+    assert forecast_plan(plan("resources: {accelerators: H100:8, use_spot: true}", [offer()])) is None
+
+
+def test_a_larger_budget_is_kept_more_often() -> None:
+    chances = [forecast(TASK.replace("1000", str(budget))).budget_chance or 0.0 for budget in (450, 700, 1000, 2500)]
+    assert chances == sorted(chances)
+    assert chances[0] < 0.5 < chances[-1]
+
+
+def test_every_price_scales_the_cost_and_nothing_else() -> None:
+    one = forecast()
+    double = forecast_plan(plan(TASK.replace("1000", "9000"), [offer(spot_usd_hour=20.0, ondemand_usd_hour=80.0)]))
+    assert double is not None
+    assert double.usd_mean == pytest.approx(2 * one.usd_mean)
+    assert double.hours == one.hours
+
+
+def test_own_preemptions_at_the_place_raise_the_forecast() -> None:
+    chosen = plan(TASK, [offer(zone="us-east-1a")])
+    place = ("aws", "us-east-1", "us-east-1a", "big")
+    stormy = forecast_plan(chosen, {place: Observation(preemptions=40.0, node_hours=40.0)})
+    calm = forecast_plan(chosen, {place: Observation(preemptions=0.0, node_hours=500.0)})
+    assert stormy is not None and calm is not None
+    assert calm.usd_mean < forecast().usd_mean < stormy.usd_mean
+
+
+def test_further_places_at_a_near_price_make_it_cheaper_and_dear_ones_do_not_count() -> None:
+    zones = [offer(zone=f"us-east-1{letter}") for letter in "abc"]
+    near = forecast_plan(plan(TASK, zones))
+    dear = forecast_plan(plan(TASK, [zones[0], *(offer(zone=f"x{i}", spot_usd_hour=30.0) for i in range(5))]))
+    assert near is not None and dear is not None
+    assert (near.places, dear.places) == (3, 1)
+    assert near.usd_mean < dear.usd_mean
+
+
+def test_influences_are_listed_by_the_change_they_make() -> None:
+    chosen = plan(TASK, [offer()])
+    found = forecast_plan(chosen)
+    assert found is not None
+    changes = [abs(each.usd_mean - found.usd_mean) for each in list_influences(chosen)]
+    assert len(changes) >= 4 and changes[0] > 0
+    assert changes == sorted(changes, reverse=True)
+
+
+def test_the_cheapest_on_demand_gang_is_the_fallback_whatever_its_machines() -> None:
+    other = offer(cloud="lambda", region="us-west-1", instance_type="other", ondemand_usd_hour=22.0, spot_usd_hour=None)
+    found = forecast_plan(plan(TASK, [offer(), other]))
+    assert found is not None and found.ondemand_usd == pytest.approx(22.0 * 40)
+    assert found.usd_mean < forecast().usd_mean

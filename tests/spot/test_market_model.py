@@ -1,0 +1,61 @@
+"""What the market model expects, and how evidence moves it."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run, weigh_scenarios
+from broker.spot.recorded_runs import Run, read_scenarios
+
+NOTHING = MarketEvidence()
+
+
+def forecast_usd(evidence: MarketEvidence = NOTHING, places: int = 1) -> float:
+    found = forecast_run(work_hours=40, deadline_hours=60, start_hours=0.1, places=places, evidence=evidence)
+    return found.mean(lambda run: run.spot_hours * 0.3 + run.ondemand_hours)
+
+
+def test_weights_add_up_to_one_and_families_count_by_the_root_of_their_size() -> None:
+    single = [each for each in read_scenarios() if each.places == 1]
+    weights = weigh_scenarios(single, NOTHING)
+    assert sum(weights) == pytest.approx(1.0)
+    by_family: dict[str, list[float]] = {}
+    for each, weight in zip(single, weights, strict=True):
+        by_family.setdefault(each.family, []).append(weight)
+    (small, *_, large) = sorted(by_family.values(), key=len)
+    assert sum(large) / sum(small) == pytest.approx((len(large) / len(small)) ** 0.5)
+
+
+def test_preemptions_seen_raise_the_hazard_and_calm_hours_lower_it() -> None:
+    stormy = MarketEvidence(preemptions=40, gang_hours=40)
+    calm = MarketEvidence(preemptions=0, gang_hours=200)
+    assert find_hazard(1, calm) < find_hazard() / 3
+    assert find_hazard(1, stormy) > find_hazard()
+    assert forecast_usd(calm) < forecast_usd() < forecast_usd(stormy)
+
+
+def test_a_market_that_refused_costs_more_than_one_that_is_open() -> None:
+    assert forecast_usd(MarketEvidence(is_open=True)) < forecast_usd() < forecast_usd(MarketEvidence(is_open=False))
+
+
+def test_more_places_cost_less() -> None:
+    costs = [forecast_usd(places=places) for places in (1, 2, 3, 6)]
+    assert costs == sorted(costs, reverse=True)
+    assert forecast_usd(places=50) == forecast_usd(places=6)
+
+
+def test_the_hazard_of_recorded_markets_is_far_above_published_bands() -> None:
+    assert 0.07 < find_hazard() < 2.4  # the range of the recordings; the band of 15 % a month is 0.0002
+
+
+def make_runs(hours: list[float]) -> RunDistribution:
+    runs = [Run(spot_hours=each, ondemand_hours=0.0, hours=each, preemptions=0.0) for each in hours]
+    return RunDistribution(runs=runs, weights=[1 / len(runs)] * len(runs))
+
+
+def test_quantiles_lie_between_the_runs_and_no_chance_is_certain() -> None:
+    found = make_runs([4.0, 1.0, 3.0, 2.0])
+    assert found.quantiles(lambda run: run.hours, (0.05, 0.5, 0.95)) == pytest.approx([1.0, 2.5, 4.0])
+    assert found.mean(lambda run: run.hours) == pytest.approx(2.5)
+    assert found.chance(lambda run: run.hours <= 2.0) == pytest.approx(0.5)
+    assert found.chance(lambda run: True) == pytest.approx(1 - 1 / 6)

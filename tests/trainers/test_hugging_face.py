@@ -1,0 +1,219 @@
+"""Hugging Face's models in and out: tiny random ones of `transformers`, of every family that is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainers.config import parse_config
+from trainers.errors import TrainerError
+from trainers.export import main as export
+from trainers.hugging_face import adopt_shape, read_shape
+from trainers.lm import build
+from trainers.lm import main as train
+from trainers.prepare import main as prepare
+from trainers.tokenizers import create_tokenizer
+
+from .strategies.conftest import Worlds, read_lines, read_losses
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+VOCABULARY, CONTEXT = 260, 24  # bytes, and a few ids of no use
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "llama": ("LlamaConfig", SMALL),
+    "llama-3.1": (
+        "LlamaConfig",
+        {**SMALL, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}, "attention_bias": True},
+    ),
+    "llama-linear": (
+        "LlamaConfig",
+        {**SMALL, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "mistral": ("MistralConfig", {**SMALL, "head_dim": 16, "sliding_window": 32}),
+    "qwen2": ("Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**SMALL, "head_dim": 16}),
+}
+
+
+def save_model(folder: Path, name: str) -> Any:
+    """A model of the family with no weight at its first value: norms and biases too must arrive."""
+    torch.manual_seed(1)
+    class_name, fields = MODELS[name]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def load_here(folder: Path, *flags: str) -> nn.Module:
+    config = adopt_shape(parse_config(["--init-from", str(folder), "--model.context", str(CONTEXT), *flags]))
+    recipe = build(config, torch.device("cpu"))
+    assert recipe.fill is not None
+    recipe.fill(torch.device("cpu"))
+    return recipe.model.eval()
+
+
+def compute_logits(model: Any) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (3, CONTEXT), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        outputs = model(tokens)
+    logits: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    theirs = save_model(tmp_path, name)
+    torch.testing.assert_close(compute_logits(load_here(tmp_path)), compute_logits(theirs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trained_model_returns_to_transformers(worlds: Worlds, tmp_path: Path, name: str) -> None:
+    """Trained for two steps, exported and loaded by name; the same weights in ours compute the same."""
+    save_model(tmp_path / "start", name)
+    (tmp_path / "start/tokenizer.json").write_text("{}")
+    flags = ["--init-from", str(tmp_path / "start"), "--model.context", str(CONTEXT), "--train.steps", "2"]
+    flags += ["--train.batch", "4", "--train.micro_batch", "2", "--sample.tokens", "0", "--train.warmup_steps", "0"]
+    ended = worlds.call(tmp_path / "run", "trainers.lm:main", [*flags, "--strategy", "ddp"], ranks=1)
+    assert ended.codes == [0], ended.errors
+    checkpoints = str(tmp_path / "run/checkpoints")
+    assert export([str(tmp_path / "end"), "--checkpoint", checkpoints, "--format", "hf"]) == 0
+    assert (tmp_path / "end/tokenizer.json").read_text() == "{}"
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ours, before = compute_logits(load_here(tmp_path / "end")), compute_logits(load_here(tmp_path / "start"))
+    torch.testing.assert_close(ours, compute_logits(theirs.eval()), rtol=1e-5, atol=1e-5)
+    assert (ours - before).abs().max() > 1e-3, "it was trained"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor"])
+def test_spread_model_begins_with_the_same_loss(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
+    name = "qwen2" if strategy == "fsdp" else "llama"  # tied, and not
+    save_model(tmp_path / "start", name)
+    flags = ["--init-from", str(tmp_path / "start"), "--model.context", str(CONTEXT), "--train.steps", "2"]
+    flags += ["--train.batch", "4", "--train.micro_batch", "2", "--sample.tokens", "0", "--checkpoint.every_steps", "0"]
+    losses = []
+    for ranks, chosen in ((1, "ddp"), (2, strategy)):
+        ended = worlds.call(tmp_path / chosen, "trainers.lm:main", [*flags, "--strategy", chosen], ranks=ranks)
+        assert ended.codes == [0] * ranks, ended.errors
+        losses.append([each[0] for each in read_losses(tmp_path / chosen).values()])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
+LORA = ["--model.depth", "2", "--model.width", "32", "--model.heads", "4", "--model.context", "32", "--lora.rank", "4"]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("parameter_server", 3)])
+def test_killed_run_with_adapters_resumes_bit_identically(
+    worlds: Worlds, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    flags = ("--lora.rank", "4", "--lora.targets", "all", "--model.dropout", "0.1")
+    whole = worlds.train(tmp_path / "whole", strategy, *flags, ranks=ranks)
+    worlds.train(tmp_path / "broken", strategy, *flags, ranks=ranks, kill_after=6)
+    broken = worlds.train(tmp_path / "broken", strategy, *flags, ranks=ranks, attempt=2)
+    assert any(line["event"] == "resumed" for line in read_lines(tmp_path / "broken"))
+    assert sorted(broken) == sorted(whole)
+    assert all(loss == whole[step][0] for step, losses in broken.items() for loss in losses)
+
+
+def test_adapters_start_as_none_change_alone_and_are_merged(worlds: Worlds, tmp_path: Path) -> None:
+    theirs = save_model(tmp_path / "start", "llama")
+    with_adapters = load_here(tmp_path / "start", "--lora.rank", "4")
+    torch.testing.assert_close(compute_logits(with_adapters), compute_logits(theirs), rtol=1e-5, atol=1e-5)
+    trained = {name for name, parameter in with_adapters.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 4 * 2 and all(name.endswith(("lora_a", "lora_b")) for name in trained)
+    flags = ["--init-from", str(tmp_path / "start"), "--model.context", str(CONTEXT), "--train.steps", "3"]
+    flags += ["--train.batch", "4", "--sample.tokens", "0", "--train.warmup_steps", "0", "--lora.rank", "4"]
+    ended = worlds.call(tmp_path / "run", "trainers.lm:main", flags, ranks=1)
+    assert ended.codes == [0], ended.errors
+    checkpoints = str(tmp_path / "run/checkpoints")
+    assert export([str(tmp_path / "end"), "--checkpoint", checkpoints, "--format", "hf"]) == 0
+    assert export([str(tmp_path / "plain.safetensors"), "--checkpoint", checkpoints]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end").eval()
+    for name, parameter in merged.named_parameters():
+        is_equal = torch.equal(parameter, dict(theirs.named_parameters())[name])
+        assert is_equal == ("self_attn" not in name), name
+    # The merged weights compute what the trained model did, adapters beside weights.
+    from safetensors.torch import load_file
+
+    with_adapters.load_state_dict(load_file(tmp_path / "plain.safetensors"))
+    torch.testing.assert_close(compute_logits(merged), compute_logits(with_adapters), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_cannot_be_cut(worlds: Worlds, tmp_path: Path) -> None:
+    ended = worlds.call(tmp_path, "trainers.lm:main", ["--strategy", "tensor", *LORA], ranks=2)
+    assert ended.codes == [1, 1] and "`--lora.rank` cannot be combined with `tensor`" in ended.errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "bert"}, "cannot train a `bert`; known: gpt2, llama"),
+        ({"hidden_act": "gelu"}, "another activation"),
+        ({"mlp_bias": True}, "with biases"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rotary embedding `yarn`"),
+        ({"model_type": "mistral", "sliding_window": 16}, "reaches back 16 tokens, fewer than `--model.context 24`"),
+        ({"quantization_config": {}}, "quantized"),
+        ({"max_position_embeddings": 8}, "has 8 positions, fewer than `--model.context 24`"),
+    ],
+)
+def test_model_that_cannot_be_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
+    content = {"model_type": "llama", **SMALL, **changes}
+    with pytest.raises(TrainerError, match=reason):
+        read_shape(content, context=CONTEXT)
+
+
+def test_older_config_files_are_read() -> None:
+    """Before transformers 5 the wave and its scaling were two fields."""
+    scaling = {"type": "linear", "factor": 2}
+    shape = read_shape({"model_type": "llama", **SMALL, "rope_theta": 7.0, "rope_scaling": scaling}, context=CONTEXT)
+    assert (shape["rope_theta"], shape["rope_scaling"]) == (7.0, "linear:2.0")
+
+
+def test_tokenizer_of_a_folder_encodes_ends_documents_and_decodes(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<end>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    tokenizer = create_tokenizer(str(tmp_path))
+    assert (list(tokenizer.encode(b"two one six")), list(tokenizer.separator)) == ([1, 0, 2], [3])
+    assert tokenizer.decode([1, 0, 3, 99]) == "two one <end>" and tokenizer.vocabulary == 4
+    (tmp_path / "text.txt").write_text("one two one")
+    output = tmp_path / "tokens"
+    assert prepare([str(tmp_path / "text.txt"), "--output", str(output), "--tokenizer", str(tmp_path)]) == 0
+    about = json.loads((output / "tokens.json").read_text())
+    assert about["vocabulary"] == 4 and create_tokenizer(about["tokenizer"]).vocabulary == 4
+    with pytest.raises(TrainerError, match=r"cannot read `.*tokenizer\.json`"):
+        create_tokenizer(str(tmp_path / "none"))
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["--init-from", str(tmp_path)]) == 2
+    assert "cannot read `config.json`" in capsys.readouterr().err
+    assert export([str(tmp_path / "end"), "--checkpoint", str(tmp_path), "--format", "hf"]) == 1
+    assert "no complete checkpoint" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    with pytest.raises(TrainerError, match="holds no readable safetensors"):
+        load_here(tmp_path)

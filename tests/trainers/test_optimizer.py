@@ -1,0 +1,100 @@
+"""The optimizer's state by name: what checkpoints hold, and optimizers of your own."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainers.config import TrainConfig
+from trainers.errors import TrainerError
+from trainers.optimizer import MakeOptimizer, Optimizer
+
+CONFIG = TrainConfig(steps=20, warmup_steps=2, learning_rate=0.05)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 3)
+
+
+def take_steps(model: nn.Module, optimizer: Optimizer, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def copy(state: dict[str, object]) -> dict[str, object]:
+    """As a checkpoint would hold it: apart from the live tensors."""
+    return {
+        key: {name: tensor.clone() for name, tensor in value.items()} if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+
+
+def test_state_has_the_names_of_checkpoints_written_before_torchs_adamw_was_used() -> None:
+    """0.1's optimizer wrote these keys; a checkpoint of it is read into them."""
+    model = make_model()
+    optimizer = Optimizer(model.named_parameters(), CONFIG)
+    take_steps(model, optimizer, 0, 3)
+    state = optimizer.state_dict()
+    assert set(state) == {"first", "second", "steps_done", "moves_done"}
+    assert set(state["first"]) == set(state["second"]) == {"weight", "bias"}
+    assert (state["steps_done"], state["moves_done"]) == (3, 3)
+
+
+def sgd(parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters.values()), lr=0.1, momentum=0.9)
+
+
+def adamax(parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(list(parameters.values()), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [None, sgd, adamax])
+def test_state_taken_over_continues_bit_identically(make: MakeOptimizer | None) -> None:
+    schedule = (lambda step: 1 / (1 + step)) if make else None
+    whole, first, second = make_model(), make_model(), make_model()
+    take_steps(whole, Optimizer(whole.named_parameters(), CONFIG, make=make, schedule=schedule), 0, 9)
+    optimizer = Optimizer(first.named_parameters(), CONFIG, make=make, schedule=schedule)
+    take_steps(first, optimizer, 0, 4)
+    second.load_state_dict(first.state_dict())
+    later = Optimizer(second.named_parameters(), CONFIG, make=make, schedule=schedule)
+    later.load_state_dict(copy(optimizer.state_dict()))
+    assert later.learning_rate == optimizer.learning_rate
+    take_steps(second, later, 4, 5)
+    assert all(torch.equal(whole.state_dict()[name], value) for name, value in second.state_dict().items())
+
+
+def test_making_an_optimizer_of_your_own_changes_no_parameter() -> None:
+    model, untouched = make_model(), make_model()
+    Optimizer(model.named_parameters(), CONFIG, make=sgd)
+    assert all(torch.equal(untouched.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [None, sgd])
+def test_skipped_step_changes_neither_parameters_nor_moments(make: MakeOptimizer | None) -> None:
+    model = make_model()
+    optimizer = Optimizer(model.named_parameters(), CONFIG, make=make)
+    take_steps(model, optimizer, 0, 2)
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, copy(optimizer.state_dict())
+    optimizer.skip_unless(torch.tensor(False))
+    take_steps(model, optimizer, 2, 1)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    after = optimizer.state_dict()
+    assert after.pop("steps_done") == 3 and state.pop("steps_done") == 2
+    torch.testing.assert_close(after, state, rtol=0, atol=0)
+
+
+def test_frozen_parameters_have_no_state() -> None:
+    model = make_model()
+    next(model.parameters()).requires_grad_(False)
+    assert set(Optimizer(model.named_parameters(), CONFIG).state_dict()["first"]) == {"bias"}
+
+
+def test_parameter_that_was_not_given_is_an_error() -> None:
+    model = make_model()
+    with pytest.raises(TrainerError, match="not among those"):
+        Optimizer(model.named_parameters(), CONFIG, make=lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))]))

@@ -1,0 +1,263 @@
+"""`from trainers import train`: models, datasets, losses and optimizers that are not ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainers.dataset import DatasetSamples, open_samples
+from trainers.errors import TrainerError
+from trainers.training import parse_config, run_training
+
+from .strategies.conftest import Worlds, read_lines, read_losses
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+FLAGS = ["--train.steps", str(STEPS), "--train.batch", "8", "--train.micro_batch", "2", "--checkpoint.every_steps", "2"]
+HERE = "tests.trainers.test_training"
+
+
+class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        point = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {"point": point, "target": point.sum().sin()}
+
+
+class Network(nn.Module):
+    """With a ModuleList, dropout, a parameter that takes no part, and a name that is not ours for anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, point: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            point = point + layer(point)
+        return {"prediction": self.last(point)[:, 0]}
+
+
+def measure(outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(outputs["prediction"], batch["target"])
+
+
+RECIPE: dict[str, Any] = {"model": Network, "samples": Points(), "loss": measure, "validation": Points()}
+
+
+def with_adamw(arguments: Sequence[str]) -> int:
+    return run_training(arguments, RECIPE, defaults={"train.learning_rate": 0.01})
+
+
+def with_momentum(arguments: Sequence[str]) -> int:
+    own = {
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9),
+        "schedule": lambda step: 1.0 - step / STEPS,
+    }
+    return run_training(arguments, RECIPE | own, defaults={})
+
+
+def with_a_module_of_other_weights(arguments: Sequence[str]) -> int:
+    torch.manual_seed(int(os.environ["RANK"]))
+    return run_training(arguments, RECIPE | {"model": Network()}, defaults={})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "flags"),
+    [
+        ("with_adamw", 2, ["--strategy", "ddp", "--evaluate.every_steps", "4"]),
+        ("with_adamw", 2, ["--strategy", "fsdp", "--recompute", "full"]),
+        ("with_adamw", 3, ["--strategy", "parameter_server"]),
+        ("with_momentum", 2, ["--strategy", "fsdp"]),
+        ("with_momentum", 2, ["--strategy", "diloco", "--diloco.every_steps", "3"]),
+        pytest.param("with_momentum", 2, ["--strategy", "allreduce"], marks=pytest.mark.long),
+        pytest.param("with_adamw", 4, ["--strategy", "hsdp", "--mesh", "2x2"], marks=pytest.mark.long),
+        pytest.param("with_adamw", 3, ["--strategy", "gossip"], marks=pytest.mark.long),
+    ],
+)
+def test_killed_run_of_a_foreign_model_resumes_bit_identically(
+    worlds: Worlds, tmp_path: Path, recipe: str, ranks: int, flags: list[str]
+) -> None:
+    arguments = [*FLAGS, *flags]
+    whole = worlds.call(tmp_path / "whole", f"{HERE}:{recipe}", arguments, ranks=ranks)
+    assert whole.codes == [0] * ranks, whole.errors
+    broken = tmp_path / "broken"
+    ended = worlds.call(broken, f"{HERE}:{recipe}", arguments, ranks=ranks, kill_at="step 7/")
+    assert ended.codes == [-9] * ranks, ended.errors
+    ended = worlds.call(broken, f"{HERE}:{recipe}", arguments, ranks=ranks, attempt=2)
+    assert ended.codes == [0] * ranks, ended.errors
+    assert any(line["event"] == "resumed" for line in read_lines(broken))
+    expected = {step: losses[0] for step, losses in read_losses(tmp_path / "whole").items()}
+    assert sorted(read_losses(broken)) == sorted(expected) == list(range(1, STEPS + 1))
+    assert all(loss == expected[step] for step, losses in read_losses(broken).items() for loss in losses)
+
+
+def test_strategies_agree_whatever_the_number_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    """Without dropout, of which every rank draws its own."""
+    losses = []
+    for ranks, strategy in ((1, "ddp"), (2, "fsdp"), (2, "allreduce")):
+        folder = tmp_path / f"{ranks}-{strategy}"
+        ended = worlds.call(folder, f"{HERE}:without_dropout", [*FLAGS, "--strategy", strategy], ranks=ranks)
+        assert ended.codes == [0] * ranks, ended.errors
+        losses.append([each[0] for each in read_losses(folder).values()])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6) and losses[2] == pytest.approx(losses[0], abs=1e-6)
+
+
+def without_dropout(arguments: Sequence[str]) -> int:
+    def make() -> nn.Module:
+        model = Network()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    return run_training(arguments, RECIPE | {"model": make}, defaults={})
+
+
+def test_module_whose_weights_differ_by_rank_begins_with_the_first_rank_s(worlds: Worlds, tmp_path: Path) -> None:
+    function = f"{HERE}:with_a_module_of_other_weights"
+    arguments = [*FLAGS, "--train.learning_rate", "0.01", "--checkpoint.every_steps", "0"]
+    losses = []
+    for ranks, strategy in ((1, "ddp"), (2, "allreduce")):
+        ended = worlds.call(tmp_path / strategy, function, [*arguments, "--strategy", strategy], ranks=ranks)
+        assert ended.codes == [0] * ranks, ended.errors
+        losses.append(read_losses(tmp_path / strategy)[1][0])
+    # Dropout differs by rank; other weights would be further apart by far.
+    assert losses[0] == pytest.approx(losses[1], abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"), [("tensor", "does not say how its layers may be spread"), ("pipeline", "no row of blocks")]
+)
+def test_strategy_that_cuts_models_refuses_a_foreign_one(
+    worlds: Worlds, tmp_path: Path, strategy: str, reason: str
+) -> None:
+    ended = worlds.call(tmp_path, f"{HERE}:with_adamw", [*FLAGS, "--strategy", strategy], ranks=2)
+    assert ended.codes == [1, 1] and "Traceback" not in ended.errors
+    assert reason.replace("no row", "not a row") in ended.errors
+
+
+def test_every_item_comes_once_an_epoch_in_an_order_of_the_seed() -> None:
+    samples, other = DatasetSamples(Points(), seed=1), DatasetSamples(Points(), seed=2)
+    epochs = [samples.read(50 * epoch, 50)["target"] for epoch in (0, 1)]
+    assert torch.equal(epochs[0].sort().values, epochs[1].sort().values) and not torch.equal(epochs[0], epochs[1])
+    assert torch.equal(samples.read(60, 5)["point"], samples.read(50, 50)["point"][10:15])
+    assert samples.fingerprint != other.fingerprint
+
+
+def test_pairs_functions_and_own_collate() -> None:
+    items = [(torch.tensor([float(index)]), index) for index in range(5)]
+    inputs, targets = DatasetSamples(items, seed=0).read(0, 5)
+    assert inputs[:, 0].tolist() == targets.tolist() and sorted(targets.tolist()) == [0, 1, 2, 3, 4]
+    samples = open_samples(lambda: items, seed=0, collate=lambda chosen: torch.tensor([item[1] for item in chosen]))
+    assert samples.read(0, 5).tolist() == targets.tolist()
+    assert open_samples(samples, seed=3) is samples
+
+
+def test_dataset_without_a_length_and_an_empty_one_are_explained() -> None:
+    with pytest.raises(TrainerError, match=r"`generator` has no length\. Exact resume needs a map-style Dataset"):
+        open_samples((item for item in ()), seed=0)
+    with pytest.raises(TrainerError, match="empty"):
+        open_samples([], seed=0)
+
+
+def test_flags_that_cannot_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--evaluate.every_steps", "5"], {}, has_validation=False)
+    assert "`train(..., validation=...)`" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"did you mean `train\.steps`"):
+        parse_config([], {"train.step": 5}, has_validation=False)
+    config = parse_config(["--train.micro-batch", "3"], {"train.steps": 7, "train.micro_batch": 5}, has_validation=True)
+    assert (config.train.steps, config.train.micro_batch) == (7, 3)
+
+
+def read_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/TRAINERS_YOUR_MODEL.md").read_text(), re.DOTALL)
+
+
+def run_script(
+    path: Path,
+    *flags: str,
+    workers: int = 1,
+    kill_after: int = 0,
+    attempt: int = 1,
+    kills_one_rank: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("BROKER_", "SKYPILOT_"))}
+    variables |= {
+        "BROKER_CHECKPOINT_DIR": str(path.parent / "checkpoints"),
+        "BROKER_PROGRESS_FILE": str(path.parent / "progress.jsonl"),
+        "BROKER_ATTEMPT": str(attempt),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(workers),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, path.name, *flags], cwd=path.parent, env=variables, stdout=pipe, stderr=pipe, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if kill_after and line.startswith(f"step {kill_after}/"):
+            if kills_one_rank:
+                ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                os.kill(int(ranks[-1]), signal.SIGKILL)
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, "".join(lines), errors)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_first_example_of_the_docs_is_killed_and_resumes(tmp_path: Path, workers: int) -> None:
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "points.py").write_text(read_examples()[0])
+    script = tmp_path / "broken/points.py"
+    flags = ("--train.steps", "40", "--checkpoint.every_steps", "5", "--strategy", "allreduce")
+    shown = run_script(script, "--help")
+    assert shown.returncode == 0 and "Learn a function of eight numbers." in shown.stdout
+    assert run_script(tmp_path / "whole/points.py", *flags, workers=workers).returncode == 0
+    assert run_script(script, *flags, workers=workers, kill_after=22).returncode == -9
+    done = run_script(script, *flags, workers=workers, attempt=2)
+    assert done.returncode == 0, done.stderr
+    expected = {step: losses[0] for step, losses in read_losses(tmp_path / "whole").items()}
+    assert sorted(read_losses(tmp_path / "broken")) == sorted(expected) == list(range(1, 41))
+    assert all(loss == expected[step] for step, each in read_losses(tmp_path / "broken").items() for loss in each)
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)])
+def test_hugging_face_example_of_the_docs_learns(tmp_path: Path, strategy: str, workers: int) -> None:
+    script = tmp_path / "windows.py"
+    script.write_text(read_examples()[1])
+    done = run_script(script, "--train.steps", "12", "--train.batch", "8", "--strategy", strategy, workers=workers)
+    assert done.returncode == 0, done.stderr
+    losses = read_losses(tmp_path)
+    assert losses[12][0] < losses[1][0] - 0.1
+
+
+@pytest.mark.long
+def test_elastic_run_of_the_docs_example_outlives_a_rank(tmp_path: Path) -> None:
+    """The script finds its way back into its own `train` call after each change of the world."""
+    script = tmp_path / "points.py"
+    script.write_text(read_examples()[0])
+    flags = ("--elastic", "1:2", "--train.steps", "3000", "--log.every_steps", "10", "--checkpoint.every_steps", "500")
+    done = run_script(script, *flags, workers=2, kill_after=300, kills_one_rank=True)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from memory" in done.stdout and "step 3000/3000  finished" in done.stdout

@@ -1,0 +1,262 @@
+"""Shapes and weights of Hugging Face's models: GPT-2, Llama, Mistral, Qwen2 and Qwen3, in both directions.
+
+Imports no torch: a folder's shape is read before flags are checked.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.config import Config, ModelConfig
+from trainers.errors import TrainerError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM"}
+# Hugging Face's name of an activation -> ours.
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor under both names. `layout`: equal, transposed, or packed (queries, keys and values in one)."""
+
+    ours: str
+    theirs: str
+    layout: str = "equal"
+
+
+def adopt_shape(config: Config) -> Config:
+    """Return the config with the shape of the model in `--init-from`, if given; its own where not.
+
+    The context stays that of the flags. A folder that cannot be used raises a TrainerError.
+    """
+    if not config.init_from:
+        return config
+    folder = Path(config.init_from)
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"`--init-from {folder}`: cannot read `config.json`: {error}") from error
+    shape = read_shape(content, context=config.model.context)
+    kept = {"context": config.model.context, "dropout": config.model.dropout}
+    return dataclasses.replace(config, model=ModelConfig(**{**shape, **kept}))
+
+
+def read_shape(content: Mapping[str, Any], *, context: int) -> dict[str, Any]:
+    """Return the fields of our ModelConfig that a `config.json` says. TrainerError for what we cannot compute."""
+    kind = content.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise TrainerError(f"cannot train a `{kind}`; known: {', '.join(MODEL_TYPES)}")
+    if "quantization_config" in content:
+        raise TrainerError("cannot train quantized weights; use the original ones")
+    shape = _read_gpt2(content) if kind == "gpt2" else _read_llama(content, str(kind), context)
+    if context > shape["positions"]:
+        raise TrainerError(f"the model has {shape['positions']} positions, fewer than `--model.context {context}`")
+    return {**shape, "vocabulary": content["vocab_size"], "vocabulary_multiple": 1}
+
+
+def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
+    activation = content.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        raise TrainerError(f"cannot compute the activation `{activation}`; known: {', '.join(ACTIVATIONS)}")
+    if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
+        raise TrainerError("cannot compute attention that is scaled by layer, or not at all")
+    return {
+        "kind": "gpt",
+        "depth": content["n_layer"],
+        "width": content["n_embd"],
+        "heads": content["n_head"],
+        "hidden_width": content.get("n_inner") or 0,
+        "positions": content["n_positions"],
+        "activation": ACTIVATIONS[activation],
+        "norm_epsilon": float(content.get("layer_norm_epsilon", 1e-5)),
+        "tie_embeddings": bool(content.get("tie_word_embeddings", True)),
+    }
+
+
+def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
+    if content.get("hidden_act", "silu") != "silu" or content.get("mlp_bias"):
+        raise TrainerError("cannot compute a perceptron with biases or another activation than `silu`")
+    window = content.get("sliding_window") if content.get("use_sliding_window", kind == "mistral") else None
+    if window and window < context:
+        raise TrainerError(f"attention reaches back {window} tokens, fewer than `--model.context {context}`")
+    # Since transformers 5 `rope_parameters`; before, two fields.
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    bias = "qkv" if kind == "qwen2" else "all" if content.get("attention_bias") else "none"
+    return {
+        "kind": "llama",
+        "depth": content["num_hidden_layers"],
+        "width": content["hidden_size"],
+        "heads": content["num_attention_heads"],
+        "key_value_heads": content.get("num_key_value_heads") or 0,
+        "head_width": content.get("head_dim") or 0,
+        "hidden_width": content["intermediate_size"],
+        "positions": content["max_position_embeddings"],
+        "norm_epsilon": float(content.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(theta),
+        "rope_scaling": _read_scaling(rope),
+        "attention_bias": bias,
+        "query_key_norm": kind == "qwen3",
+        "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
+    }
+
+
+def _read_scaling(rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 or kind not in ("default", "linear", "llama3"):
+        raise TrainerError(f"cannot compute the rotary embedding `{kind}`; known: default, linear, llama3")
+    if kind == "default":
+        return ""
+    names = LLAMA3_SCALING if kind == "llama3" else ("factor",)
+    return f"{kind}:" + ",".join(str(float(rope[name])) for name in names)
+
+
+def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
+    """Return a `config.json` under which transformers computes what our model does."""
+    positions = max(model.positions, model.context)
+    common = {"vocab_size": model.vocabulary, "tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype}
+    if model.kind == "gpt":
+        return {
+            "model_type": "gpt2",
+            "architectures": [ARCHITECTURES["gpt2"]],
+            "n_layer": model.depth,
+            "n_embd": model.width,
+            "n_head": model.heads,
+            "n_inner": model.hidden_width or None,
+            "n_positions": model.positions or model.context,
+            "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
+            "layer_norm_epsilon": model.norm_epsilon,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.dropout),
+            **common,
+        }
+    kind = "qwen3" if model.query_key_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
+    name, _, values = model.rope_scaling.partition(":")
+    keys = LLAMA3_SCALING if name == "llama3" else ("factor",)
+    scaling: dict[str, Any] | None = (
+        {"rope_type": name, **dict(zip(keys, map(float, values.split(",")), strict=True))} if name else None
+    )
+    if scaling and name == "llama3":
+        scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+    return {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "num_hidden_layers": model.depth,
+        "hidden_size": model.width,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_value_heads or model.heads,
+        "head_dim": model.head_width or model.width // model.heads,
+        "intermediate_size": model.find_hidden_width(),
+        "max_position_embeddings": positions,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "hidden_act": "silu",
+        "attention_bias": model.attention_bias == "all",
+        **common,
+    }
+
+
+def list_weights(model: ModelConfig) -> Iterator[Weight]:
+    """Every tensor of a model of this shape. A tied head is that of the embedding."""
+    yield from _list_gpt2(model) if model.kind == "gpt" else _list_llama(model)
+    if not model.tie_embeddings:
+        yield Weight("head.weight", "lm_head.weight")
+
+
+def _list_gpt2(model: ModelConfig) -> Iterator[Weight]:
+    yield Weight("token_embedding.weight", "transformer.wte.weight")
+    yield Weight("position_embedding.weight", "transformer.wpe.weight")
+    # GPT-2's layers are `Conv1D`: inputs x outputs.
+    layers = {"attention.project": "attn.c_proj", "perceptron.expand": "mlp.c_fc", "perceptron.project": "mlp.c_proj"}
+    norms = {"attention_norm": "ln_1", "perceptron_norm": "ln_2"}
+    for place in range(model.depth):
+        ours, theirs = f"blocks.{place}.", f"transformer.h.{place}."
+        for part in ("weight", "bias"):
+            packed = f"{theirs}attn.c_attn.{part}"
+            yield Weight(f"{ours}attention.query_key_value.{part}", packed, "packed")
+            for name, other in norms.items():
+                yield Weight(f"{ours}{name}.{part}", f"{theirs}{other}.{part}")
+            for name, other in layers.items():
+                layout = "transposed" if part == "weight" else "equal"
+                yield Weight(f"{ours}{name}.{part}", f"{theirs}{other}.{part}", layout)
+    for part in ("weight", "bias"):
+        yield Weight(f"norm.{part}", f"transformer.ln_f.{part}")
+
+
+def _list_llama(model: ModelConfig) -> Iterator[Weight]:
+    yield Weight("token_embedding.weight", "model.embed_tokens.weight")
+    names = {
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.project": "self_attn.o_proj",
+        "perceptron.gate": "mlp.gate_proj",
+        "perceptron.expand": "mlp.up_proj",
+        "perceptron.project": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "perceptron_norm": "post_attention_layernorm",
+    }
+    if model.query_key_norm:
+        names |= {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+    biased = {"none": 0, "qkv": 3, "all": 4}[model.attention_bias]
+    for place in range(model.depth):
+        ours, theirs = f"blocks.{place}.", f"model.layers.{place}."
+        for name, other in names.items():
+            yield Weight(f"{ours}{name}.weight", f"{theirs}{other}.weight")
+        for name, other in list(names.items())[:biased]:
+            yield Weight(f"{ours}{name}.bias", f"{theirs}{other}.bias")
+    yield Weight("norm.weight", "model.norm.weight")
+
+
+def load_weights(network: "nn.Module", model: ModelConfig, folder: Path) -> None:
+    """Fill the network, or the parts of it that lie on this rank, with the weights in a Hugging Face folder."""
+    import torch
+
+    from trainers.models.decoder import fill_parameter
+    from trainers.safetensors import SafetensorsFolder
+
+    files = SafetensorsFolder(folder)
+    weights = {weight.ours: weight for weight in list_weights(model)}
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            weight = weights.get(name)
+            if weight is None or parameter.is_meta:  # an adapter, or on another stage of a pipeline
+                continue
+            # GPT-2's own files leave out the prefix.
+            theirs = weight.theirs if weight.theirs in files else weight.theirs.removeprefix("transformer.")
+            whole = to_ours(files.read(theirs), weight.layout, model)
+            if whole.shape != parameter.shape:
+                raise TrainerError(
+                    f"`{folder}`: `{theirs}` is {list(whole.shape)}, and `config.json` says {list(parameter.shape)}"
+                )
+            fill_parameter(parameter, whole.to(parameter.device, parameter.dtype))
+
+
+def to_ours(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":
+    """Return a tensor of theirs in our layout: queries, keys and values are packed head by head."""
+    if layout == "equal":
+        return tensor
+    outputs_first = tensor.t() if tensor.dim() == 2 else tensor
+    if layout == "transposed":
+        return outputs_first.contiguous()
+    parts = outputs_first.reshape(3, model.heads, -1, *outputs_first.shape[1:])
+    return parts.transpose(0, 1).reshape(outputs_first.shape).contiguous()
+
+
+def to_theirs(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":
+    """Undo `to_ours`."""
+    if layout == "packed":
+        parts = tensor.reshape(model.heads, 3, -1, *tensor.shape[1:])
+        tensor = parts.transpose(0, 1).reshape(tensor.shape)
+    if layout != "equal" and tensor.dim() == 2:
+        tensor = tensor.t()
+    return tensor.contiguous()

@@ -1,0 +1,157 @@
+"""Copies of the state in CPU memory, made while training continues.
+
+On a GPU three streams of work meet. The copies wait for the step that was just taken, and the next change of the
+parameters waits for the copies; forward and backward passes run beside them. The host waits for neither:
+
+    training stream   step n | event A | forward, backward of step n + 1 | wait for B | step n + 1
+    copy stream                 wait for A | copies into pinned memory | event B
+"""
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainers.optimizer import local
+
+
+class Streams(Protocol):
+    """The training stream of a device and one for copies. `CudaStreams` is the one in use."""
+
+    def mark_training(self) -> Any:
+        """Return an event after all work given to the training stream so far."""
+        ...
+
+    def begin_copies(self, event: Any) -> None:
+        """Let later copies wait for the event."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the copy stream, without waiting for it."""
+        ...
+
+    def mark_copies(self) -> Any:
+        """Return an event after all copies so far."""
+        ...
+
+    def hold_training(self, event: Any) -> None:
+        """Let later work on the training stream wait for the event, without waiting for it."""
+        ...
+
+    def finish_copies(self) -> None:
+        """Wait for all copies."""
+        ...
+
+
+class CudaStreams:
+    """Streams of a GPU. Called by two threads: each has a current stream of its own, so the training one is kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the current stream of the calling thread as the one that trains."""
+        self._training = torch.cuda.current_stream(device)
+        self._copies = torch.cuda.Stream(device)
+
+    def mark_training(self) -> Any:
+        """Record an event on the training stream."""
+        return self._training.record_event()
+
+    def begin_copies(self, event: Any) -> None:
+        """Let the copy stream wait."""
+        self._copies.wait_event(event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy to pinned memory; only then is it asynchronous."""
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+
+    def mark_copies(self) -> Any:
+        """Record an event on the copy stream."""
+        return self._copies.record_event()
+
+    def hold_training(self, event: Any) -> None:
+        """Let the training stream wait."""
+        self._training.wait_event(event)
+
+    def finish_copies(self) -> None:
+        """Wait on the host."""
+        self._copies.synchronize()
+
+
+class Snapshot:
+    """Takes one copy at a time: `begin` and `settle` are called by the thread that trains, `take` by another."""
+
+    def __init__(self, streams: Streams | None = None, *, is_pinned: bool = True) -> None:
+        """Copy on `streams`, by default on the CPU. Pinned buffers are allocated once and used for every copy."""
+        self._streams, self._is_pinned = streams, is_pinned
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._ready: Any = None
+        self._copied: Any = None
+        self._is_issued = threading.Event()
+        self._is_issued.set()
+
+    def begin(self) -> None:
+        """Mark the state to be copied: that of the step just taken."""
+        self._is_issued.clear()
+        self._copied = None
+        self._ready = self._streams.mark_training() if self._streams else None
+
+    def take(self, live: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the marked state, valid until the next `begin`."""
+        streams = self._streams
+        try:
+            if streams is None:
+                copied: dict[str, Any] = copy_state(live)
+                return copied
+            streams.begin_copies(self._ready)
+            state: dict[str, Any] = self._copy(live, streams, ())
+            self._copied = streams.mark_copies()
+        finally:
+            self._is_issued.set()
+        streams.finish_copies()
+        return state
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `settle` would return at once."""
+        return self._is_issued.is_set() and self._copied is None
+
+    def settle(self) -> None:
+        """Make every later change of the state happen after the copy. The host waits until copies are issued."""
+        self._is_issued.wait()
+        if self._streams is not None and self._copied is not None:
+            self._streams.hold_training(self._copied)
+            self._copied = None
+
+    def _copy(self, value: Any, streams: Streams, path: tuple[str, ...]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._copy(part, streams, (*path, str(key))) for key, part in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        source = value.detach()
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = self._buffers[path] = allocate(source, is_pinned=self._is_pinned)
+        streams.copy(local(buffer), local(source))
+        return buffer
+
+
+def allocate(value: Tensor, *, is_pinned: bool) -> Tensor:
+    """Return an empty tensor like `value` in the memory of the CPU; a DTensor stays one, on the same mesh."""
+    buffer = torch.empty_like(value, device="cpu")
+    if not is_pinned:
+        return buffer
+    if hasattr(buffer, "device_mesh"):  # as torch.distributed.checkpoint's own stager does it
+        spread: Any = buffer
+        spread._local_tensor = spread._local_tensor.pin_memory()
+        return buffer
+    return buffer.pin_memory()
+
+
+def copy_state(value: Any) -> Any:
+    """Return a state whose tensors are copies, in the memory of the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_state(part) for key, part in value.items()}
+    return value
